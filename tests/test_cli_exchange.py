@@ -253,15 +253,16 @@ def test_a_gpt_that_is_no_gpt2_predicts_and_is_not_exported(cwd):
 
 def test_the_tokenizer_of_a_run_is_exported_alone_unless_its_name_is_that_of_transformers(tmp_path):
     for name in ("tokenizer.json", "vocab.json", "of_bert.json"):
-        (tmp_path / name).write_text("{}")
+        (tmp_path / name).write_text('{"model": {"vocab": {"a": 0}}}')
+    (tmp_path / "id_rsa").write_text("a file that a record names, but no tokenizer")
     exported = {
         name: convert_language_model.tokenizer_of(tmp_path, {"tokenizer": str(tmp_path / name)})
-        for name in ("tokenizer.json", "of_bert.json", "gone.json")
+        for name in ("tokenizer.json", "of_bert.json", "gone.json", "id_rsa")
     }
     beside = {name: tmp_path / name for name in ("tokenizer.json", "vocab.json")}
     assert exported["tokenizer.json"] == beside
     assert exported["of_bert.json"] == {"tokenizer.json": tmp_path / "of_bert.json"}
-    assert exported["gone.json"] == {}
+    assert exported["gone.json"] == exported["id_rsa"] == {}
 
 
 def test_ids_of_special_tokens_are_those_of_the_tokenizer(tmp_path, cwd):
