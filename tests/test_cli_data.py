@@ -222,7 +222,10 @@ def test_a_list_of_classes_that_is_no_text_is_refused(tmp_path):
     paths = {"input": str(tmp_path), "output": str(tmp_path / "set"), "classes": str(file)}
     packing = flags_pack.Options(**paths)
     encoding = flags_encode.Options(**paths, vae="vae", image_size=8)
-    for content, words in (("na\u00efve", "is not UTF-8 text"), ("a\na", ": a is listed twice")):
+    for content, words in (
+        ("na\u00efve", r"is not UTF-8 \(byte 3\)"),
+        ("a\na", ": a is listed twice"),
+    ):
         file.write_bytes(content.encode("latin-1"))
         with pytest.raises(UserError, match=rf"^\[data pack\] classes=.*list.txt ?{words}"):
             data_pack.main(packing)

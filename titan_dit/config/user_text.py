@@ -18,7 +18,7 @@ import tomli
 
 from titan_dit.config.section import UserError
 
-MAX_BYTES = 256 << 20
+MAX_BYTES = 64 << 20
 """Bytes of a file that is read whole."""
 MAX_DEPTH = 100
 """Most nesting of a value: code that walks through it, such as messages, may recurse."""

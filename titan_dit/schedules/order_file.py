@@ -14,6 +14,7 @@ from titan_dit.config import user_text
 from titan_dit.config.section import UserError, show
 from titan_dit.schedules.action import Action, Kind, Order
 
+MAX_BYTES = 16 << 20
 ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 
 
@@ -28,7 +29,7 @@ def read(path: Path) -> Order:
     """Read an order. Raises UserError unless it is a file of actions; see `proof.check`, too."""
     where = f"[pipeline] order={show(str(path))}"
     try:
-        text = user_text.read(path, where)
+        text = user_text.read(path, where, MAX_BYTES)
     except UserError as error:
         raise UserError(f"{error} {REMEDY}") from None
     order = []
