@@ -65,7 +65,10 @@ def test_every_number_has_a_least_and_a_largest_value(kind):
         assert any(limit is not None and limit >= -MOST[kind] for limit in under), name
 
 
-@pytest.mark.parametrize("value", [10**400, -(10**400), 1e300, math.inf, math.nan])
+HUGE = {"1e400": 10**400, "-1e400": -(10**400), "1e300": 1e300, "inf": math.inf, "nan": math.nan}
+
+
+@pytest.mark.parametrize("value", HUGE.values(), ids=HUGE)
 def test_a_huge_value_is_refused_in_one_line(value):
     for name, kind, bounds in FOUND:
         hint = kind
@@ -87,6 +90,7 @@ def test_a_huge_value_is_refused_in_one_line(value):
         ("training.steps", "9" * 5000),
         ("training.steps", "[" * 5000),
     ],
+    ids=lambda text: text[:30],
 )
 def test_numbers_that_were_tried_name_their_key(flag, value):
     section, key = flag.split(".")

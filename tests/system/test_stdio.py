@@ -17,7 +17,7 @@ ESCAPES = {
     "\u202egnp.exe": r"\u202egnp.exe",
     "b\udcff": r"b\udcff",
     "two\u2028lines": r"two\u2028lines",
-    "caf\u00e9 \u732b\u3000\u00a0\U0001f408": "caf\u00e9 \u732b\u3000\u00a0\U0001f408",
+    "\u00e9t\u00e9 \u732b\u3000\u00a0\U0001f408": "\u00e9t\u00e9 \u732b\u3000\u00a0\U0001f408",
     "\U0001f468\u200d\U0001f469": "\U0001f468\u200d\U0001f469",
 }
 
@@ -54,5 +54,5 @@ def test_a_stream_escapes_what_its_encoding_lacks(monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     stdio.prepare()
-    console.say("caf\u00e9")
-    assert raw.getvalue() == b"caf\\xe9\n"
+    console.say("\u00e9t\u00e9")
+    assert raw.getvalue() == b"\\xe9t\\xe9\n"
