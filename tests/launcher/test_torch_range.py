@@ -75,7 +75,6 @@ def test_a_missing_part_is_refused_with_the_file_that_uses_it_and_the_version(mo
         (DTensor, "_spec", "checkpoint/staging.py"),
         (torch, "_foreach_copy_", "checkpoint/staging.py"),
         (filesystem, "_StorageInfo", "checkpoint/torch_files.py"),
-        (torch.serialization, "_get_layout", "checkpoint/torch_files.py"),
     ],
 )
 def test_what_a_checkpoint_needs_is_looked_for_at_the_start(monkeypatch, owner, name, file):
