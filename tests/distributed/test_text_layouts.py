@@ -58,8 +58,13 @@ def scores(world, folder, keys, kinds=("ema", "model")):
         # A BERT's samples are padded, which a ring does not support.
         method = ["--parallel.cp_method", "ulysses"] if name == "bert" else []
         for weights in ("model",) if name == "bert" else kinds:
+            # The data are of a class of the tests.
             options = Options(
-                run=str(Path(folder) / name), weights=weights, batch_size=2, device="cpu"
+                trust=True,
+                run=str(Path(folder) / name),
+                weights=weights,
+                batch_size=2,
+                device="cpu",
             )
             found[f"{name} {weights}"] = evaluate(options, [*keys, *method], world)
     return found
@@ -155,7 +160,7 @@ def refusals(world, folder):
     found = {}
     for name, (keys, _) in BAD.items():
         try:
-            evaluate(Options(run=f"{folder}/gpt", device="cpu"), keys, world)
+            evaluate(Options(run=f"{folder}/gpt", device="cpu", trust=True), keys, world)
         except UserError as error:
             found[name] = str(error)
     return found
