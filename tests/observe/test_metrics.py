@@ -225,10 +225,11 @@ def test_a_row_says_how_fast_the_step_was(peak, mfu):
     }
 
 
-DAMAGED = [b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b'{"step": 2', b'{"step": "2"}', b"[1]"]
+DAMAGED = [b"\xff\xfe", b"[" * 100_000, b"9" * 5000, b'{"step": 2', b"[1]"]
+"""What a cut write leaves."""
 
 
-@pytest.mark.parametrize("line", [*DAMAGED, b'{"step": 2, "loss": "much"}'])
+@pytest.mark.parametrize("line", [*DAMAGED, b'{"step": "2"}', b'{"step": 2, "loss": "much"}'])
 def test_a_damaged_line_is_skipped_and_gone_after_a_resume(tmp_path, line):
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(b'{"step": 1, "loss": 0.5}\n' + line + b'\n{"step": 3, "loss": null}\n')
@@ -251,5 +252,5 @@ def test_so_is_one_of_the_logs_of_faults_and_samples(tmp_path, line):
 @pytest.mark.parametrize("text", [*DAMAGED, b"{}", b'{"skipped": [1], "in_vain": 0, "reached": 0}'])
 def test_a_damaged_list_of_rollbacks_is_one_line(tmp_path, text):
     (tmp_path / rollback.FILE).write_bytes(text)
-    with pytest.raises(UserError, match=r"rollbacks\.json is damaged\. Delete it"):
+    with pytest.raises(UserError, match=r"rollbacks\.json is damaged: "):
         rollback.read(tmp_path)
