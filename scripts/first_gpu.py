@@ -221,7 +221,8 @@ def make_environment(runner: Runner) -> Path:
     # A checkout may be copied to another machine after a rehearsal.
     made_of = [sys.executable, sys.version, str(ROOT), *theirs, *(wheel.name for wheel in wheels)]
     complete = folder / "complete"
-    if not complete.exists() or complete.read_text() != "\n".join(made_of):
+    is_whole = python.exists() and complete.exists()
+    if not is_whole or complete.read_text() != "\n".join(made_of):
         shutil.rmtree(folder, ignore_errors=True)
         if not runner.run([sys.executable, "-m", "venv", "--without-pip", folder]).is_good:
             runner.say("the environment could not be made: using this Python")

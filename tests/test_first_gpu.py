@@ -177,8 +177,12 @@ def test_the_environment_has_the_wheels_and_what_this_python_has(tmp_path, monke
 
     assert where().startswith(str(tmp_path / "work"))
     (tmp_path / "work" / "environment" / "bin" / "python").unlink()
-    monkeypatch.setattr(first_gpu.sys, "executable", f"{Path(sys.executable).parent}/python3")
     assert where().startswith(str(tmp_path / "work"))
+    of_another_machine = tmp_path / "work" / "environment" / "left"
+    of_another_machine.touch()
+    monkeypatch.setattr(first_gpu.sys, "version", "that of another machine")
+    assert where().startswith(str(tmp_path / "work"))
+    assert not of_another_machine.exists()
     # A folder that cannot be written costs the wheels only.
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(first_gpu, "WORK", tmp_path / "file")

@@ -198,6 +198,8 @@ def main(home, plan, results):
     and failures.
     """
     torch.set_num_threads(1)
+    # In a new clone each late import would write its bytecode: a file outside the output.
+    sys.dont_write_bytecode = True
     trials = Trials(Path(home))
     with Path(results).open("w", buffering=1) as file:
 

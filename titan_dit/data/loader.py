@@ -5,6 +5,7 @@ It is independent of models and objectives.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -148,13 +149,14 @@ def end_worker(*_: object) -> None:
 
 def with_killed_workers(shares: Iterator[Any]) -> Iterator[Any]:
     """Yield the workers' results; a killed worker yields a Disruption."""
+    workers = multiprocessing.active_children()
     try:
         yield from shares
     except RuntimeError as error:
         # Not "Caught KeyError in DataLoader worker process 0", an exception of a source.
         if "DataLoader worker (pid" not in str(error):
             raise
-        ends = [worker.exitcode for worker in getattr(shares, "_workers", ())]
+        ends = [worker.exitcode for worker in workers]
         # A page of shared memory that is not there.
         is_bus = "Bus error" in str(error) or -signal.SIGBUS in ends
         yield Disruption(f"[data] {shared_memory_is_full(NO_WORKERS)}" if is_bus else KILLED)

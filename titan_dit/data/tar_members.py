@@ -24,7 +24,7 @@ class Member(tarfile.TarInfo):
     def _proc_member(self, tarfile_: tarfile.TarFile) -> Any:
         if self.type in EXTENDED and self.size > MAX_HEADER_BYTES:
             raise tarfile.ReadError(f"a header of {self.size:,} bytes")
-        return super()._proc_member(tarfile_)  # type: ignore[misc]
+        return tarfile.TarInfo._proc_member(self, tarfile_)  # type: ignore[attr-defined]
 
 
 def refuse_sparse(member: tarfile.TarInfo, at: str) -> None:
