@@ -81,6 +81,10 @@ def check_keys(keys: Sequence[Any]) -> None:
         raise pickle.UnpicklingError("it has a dict whose keys are neither text nor an instance")
 
 
+PYTHONS: Mapping[int, Callable[[Any], None]] = pickle._Unpickler.dispatch
+"""What Python's own unpickler does, by opcode."""
+
+
 def code(name: str) -> int:
     """The byte of an opcode."""
     opcode: bytes = getattr(pickle, name)
@@ -121,15 +125,15 @@ class Plain(pickle._Unpickler):
     def load_entry(self) -> None:
         """SETITEM: add an entry to a dict."""
         check_keys(self.stack[-2:-1])
-        pickle._Unpickler.dispatch[code("SETITEM")](self)
+        PYTHONS[code("SETITEM")](self)
 
     def load_entries(self) -> None:
         """SETITEMS: add the entries above the mark to a dict."""
         check_keys(self.stack[::2])
-        pickle._Unpickler.dispatch[code("SETITEMS")](self)
+        PYTHONS[code("SETITEMS")](self)
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
-        **{code(name): pickle._Unpickler.dispatch[code(name)] for name in OPCODES},
+        **{code(name): PYTHONS[code(name)] for name in OPCODES},
         **dict.fromkeys((code("REDUCE"), code("NEWOBJ")), load_call),
         code("BUILD"): load_state,
         code("SETITEM"): load_entry,
