@@ -157,11 +157,11 @@ def header_of(name, size, kind=tarfile.REGTYPE, **places):
 
 
 def test_a_member_of_negative_size_ends_the_reading(tmp_path):
-    """By its size the member comes after itself, for ever."""
+    """Of -512 bytes it would come after itself, for ever; after this one the reading ends."""
     first = header_of("0.txt", 5) + b"a cat".ljust(512, b"\0")
-    (tmp_path / "0.tar").write_bytes(first + header_of("1.bin", -512) + bytes(1024))
-    assert "(a member of -512 bytes)" in said_of(tmp_path)
-    with pytest.raises(UserError, match="a member of -512 bytes"):
+    (tmp_path / "0.tar").write_bytes(first + header_of("1.bin", -1536) + bytes(1024))
+    assert "(a member of -1,536 bytes)" in said_of(tmp_path)
+    with pytest.raises(UserError, match="a member of -1,536 bytes"):
         list(read_chunks([tmp_path / "0.tar"], "a test"))
     extended = tarfile.TarInfo("0.txt")
     extended.pax_headers = {"size": "-1024"}
