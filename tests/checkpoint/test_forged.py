@@ -62,6 +62,8 @@ DCP = "torch.distributed.checkpoint.metadata"
 SET = b"}" + text("os.system") + imported("torch", "float32") + b"sb0"
 """BUILD: vars(what is on the stack)["os.system"] = torch.float32, then drop it."""
 CALL = imported("torch", "os.system") + text("touch PWNED") + b"\x85R0N."
+TWICE = b")" + b"".join(b"q%ch%c\x86" % (level, level) for level in range(20))
+"""A tuple that holds a tuple twice, and so on: a million values, of which each is hashed."""
 PROGRAMMES = {
     "module in a module": (imported(DCP, "torch") + SET + CALL, f"imports {DCP}.torch"),
     "dots": (CALL, r"imports torch.os.system"),
@@ -77,6 +79,8 @@ PROGRAMMES = {
     "memo of 64 GB": (b"Nr\xff\xff\xff\xff.", "no Metadata"),
     "text of 4 GB": (b"X\xff\xff\xff\xffab.", "cut off"),
     "frame of 2^62 bytes": (b"\x95" + struct.pack("<Q", 2**62) + b"N.", "no Metadata"),
+    "tuple as a key": (b"}" + TWICE + b"Ns.", "keys are neither text"),
+    "tuples as keys": (b"}(" + text("a") + b"N" + TWICE + b"Nu.", "keys are neither text"),
     "itself": (b"]q\x00h\x00a.", "no Metadata"),
     "empty": (b"", "cut off"),
 }
@@ -215,6 +219,7 @@ TABLES = {
     r"refers to \"\.\./x\", which the manifest does not": lambda t: t.update(files=["../x"]),
     "lists a file twice": lambda t: t.update(files=[DATA, DATA]),
     "has the dtype": lambda t: t["tensors"]["model.w"].update(dtype="os.system"),
+    "65 dims, more than 64": lambda t: t["tensors"]["model.w"].update(shape=[1] * 65),
     "more than 2\\^63 bytes": lambda t: t["tensors"]["model.w"].update(shape=[2**40, 2**40]),
     "a chunk outside of its shape": chunk(0, 0, 1500, 2, 0, 4, 2),
     "a chunk outside of its file": chunk(0, 0, 10**9, 0, 0, 4, 2),
@@ -283,6 +288,38 @@ def test_a_forged_tensor_is_refused(saved, data, words, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=words):
         checkpoint.read_into({"model": {"w": torch.zeros(4, 2)}}, saved)
     assert not (tmp_path / "PWNED").exists()
+
+
+def stated(module, name, **state):
+    """An instance of a class, with a state."""
+    values = b"".join(text(key) + value + b"s" for key, value in state.items())
+    return imported(module, name) + b")\x81}" + values + b"b"
+
+
+def older_metadata(size=TWICE, file=TWICE, tensor=TWICE):
+    """A pickle of one tensor and one chunk, of which these are values that a message might show."""
+    size = imported("torch", "Size") + size + b"\x85R"
+    properties = imported(DCP, "TensorProperties") + b")\x81" + imported("torch", "float32")
+    entry = stated(
+        *(DCP, "TensorStorageMetadata"), properties=properties + b"\x85b", size=size, chunks=b"]"
+    )
+    index = stated(DCP, "MetadataIndex", fqn=tensor, offset=imported("torch", "Size") + b")\x85R")
+    place = stated(
+        *("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        **{"relative_path": file, "offset": b"K\0", "length": b"K\4"},
+    )
+    tensors, places = b"}" + text("w") + entry + b"s", b"}" + index + place + b"s"
+    return b"\x80\x04" + stated(DCP, "Metadata", state_dict_metadata=tensors, storage_data=places)
+
+
+def test_numbers_and_names_of_older_metadata_are_no_tuples():
+    """Their hash or their text would take as long as a key's."""
+    assert plain_pickle.load(older_metadata() + b".").name == "Metadata"
+    with pytest.raises(pickle.UnpicklingError, match="a Size that is not of numbers"):
+        plain_pickle.read(older_metadata() + b".")
+    for names in ({"file": text("a")}, {"tensor": text("w")}):
+        with pytest.raises(pickle.UnpicklingError, match="a chunk without a tensor or a file"):
+            plain_pickle.read(older_metadata(size=b")", **names) + b".")
 
 
 def test_an_older_checkpoint_is_loaded_by_its_metadata(saved):

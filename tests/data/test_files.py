@@ -84,6 +84,14 @@ def test_a_header_that_is_no_python_is_a_damaged_file(tmp_path, header):
     assert "damaged" in reason(tmp_path / "0.npy")
 
 
+@pytest.mark.parametrize("shape", [(-2, -3), (0, -1), (True, 6), (2**62, 2**62, 0)])
+def test_a_shape_that_no_array_has_is_a_damaged_file(tmp_path, shape):
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}}}"
+    data = b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + header.ljust(117).encode() + b"\n"
+    (tmp_path / "0.npy").write_bytes(data + bytes(0 if 0 in shape else 24))
+    assert "damaged" in reason(tmp_path / "0.npy")
+
+
 def test_suffixes_in_capitals_are_the_same(tmp_path):
     for suffix in (".npy", ".pt", ".safetensors"):
         save(tmp_path / f"0{suffix}", LATENT)

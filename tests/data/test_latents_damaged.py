@@ -7,7 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_shards import SECOND, write_ten
 
+from titan_dit.config import schema
 from titan_dit.config.section import UserError
+from titan_dit.data import manifest
 from titan_dit.data.latents import Latents, check_maps, file_digest
 
 
@@ -188,3 +190,14 @@ def test_a_shard_without_labels_is_named(folder):
     shards[1] |= {"bytes": file.stat().st_size}
     edit_manifest(folder, shards=shards)
     assert f"{file}: not a readable shard" in refused(folder)
+
+
+def test_a_manifest_may_be_as_large_as_its_folder_has_files(tmp_path, monkeypatch):
+    (tmp_path / "manifest.json").write_text('{"format": "x"}'.ljust(9000))
+    monkeypatch.setattr(schema, "LARGEST", 8000)
+    with pytest.raises(UserError, match="4096 bytes for each file beside it: not a manifest"):
+        manifest.read_json(tmp_path)
+    for name in "ab":
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match="not a dataset"):
+        manifest.read_json(tmp_path)

@@ -1,5 +1,6 @@
 import dataclasses
 import errno
+import multiprocessing
 import itertools
 import os
 import pickle
@@ -275,8 +276,12 @@ def test_an_error_of_a_users_source_keeps_its_traceback():
         raise RuntimeError("mine")
 
     order = RankOrder(BatchPlan(4), EpochOrder(5, 40), 0, 1)
-    with pytest.raises(RuntimeError, match="mine"):
+    before = {child.pid for child in multiprocessing.active_children()}
+    with pytest.raises(RuntimeError, match="mine") as caught:
         next(loader.load(Dying(KINDS.fields, wrong), order, 0, anything, CPU, workers=1))
+    # Workers ignore SIGTERM: one that the traceback keeps would keep the process, too.
+    assert caught.tb
+    assert {child.pid for child in multiprocessing.active_children()} == before
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from folders_of_files import class_folders, files_in
 from packed_folders import packed, spoil
 from refusals import refused
 
+from titan_dit.config import user_text
 from titan_dit.config.section import UserError
 from titan_dit.data.latents import LatentShards
 from titan_dit.data.packing import claim, pack, shard_job, workers
@@ -181,6 +182,17 @@ def test_a_dataset_that_lost_shards_gets_those_back(faulty, tmp_path):
     (output / "out-00003.safetensors").unlink()
     assert len(packed(faulty / "in", output, shard_size=6)) == 6
     assert files_in(output) == files_in(faulty / "one" / "out")
+
+
+def test_a_damaged_list_of_dropped_files_is_one_line(faulty, tmp_path, monkeypatch):
+    output = tmp_path / "out"
+    packed(faulty / "in", output, shard_size=6)
+    monkeypatch.setattr(user_text, "MAX_BYTES", 10)  # The list may be longer: it is of 120 files.
+    assert packed(faulty / "in", output, shard_size=6) is None
+    for text in ("[1]", "5", '[{"file": "a"}]'):
+        (output / "dropped.json").write_text(text)
+        said = refused(lambda: packed(faulty / "in", output, shard_size=6))
+        assert said.startswith(f"{output}/dropped.json is no list of dropped files. Delete it")
 
 
 def test_two_processes_do_not_pack_into_one_folder(tmp_path):

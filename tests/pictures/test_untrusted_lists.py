@@ -9,7 +9,9 @@ import pytest
 from encoded_sets import picture
 from refusals import refused
 
+from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError
+from titan_dit.data.tokenizing.chunks import read_chunks
 from titan_dit.pictures.open_input import open_input
 from titan_dit.pictures.picture_set import Asked
 
@@ -141,6 +143,39 @@ def test_a_damaged_tar_file_is_one_line(tmp_path):
     assert "0.tar is not a readable tar file" in said_of(tmp_path)
 
 
+def header_of(name, size, kind=tarfile.REGTYPE, **places):
+    """The header of a member, of any size; `places`: bytes by _offset."""
+    member = tarfile.TarInfo(name)
+    member.type = kind
+    header = bytearray(member.tobuf(tarfile.GNU_FORMAT))
+    header[124:136] = tarfile.itn(size, 12, tarfile.GNU_FORMAT)
+    for place, byte in places.items():
+        header[int(place[1:])] = byte
+    header[148:156] = b"        "
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+def test_a_member_of_negative_size_ends_the_reading(tmp_path):
+    """Of -512 bytes it would come after itself, for ever; after this one the reading ends."""
+    first = header_of("0.txt", 5) + b"a cat".ljust(512, b"\0")
+    (tmp_path / "0.tar").write_bytes(first + header_of("1.bin", -1536) + bytes(1024))
+    assert "(a member of -1,536 bytes)" in said_of(tmp_path)
+    with pytest.raises(UserError, match="a member of -1,536 bytes"):
+        list(read_chunks([tmp_path / "0.tar"], "a test"))
+    extended = tarfile.TarInfo("0.txt")
+    extended.pax_headers = {"size": "-1024"}
+    tar_of(tmp_path / "0.tar", (extended, b""))
+    assert "(a member of -1,024 bytes)" in said_of(tmp_path)
+
+
+def test_a_list_of_holes_that_is_cut_off_is_one_line(tmp_path):
+    header = header_of("0.txt", 512, tarfile.GNUTYPE_SPARSE, _482=1)
+    (tmp_path / "0.tar").write_bytes(header)
+    with pytest.raises(UserError, match="a list of holes that is cut off"):
+        list(read_chunks([tmp_path / "0.tar"], "a test"))
+
+
 def test_a_file_of_a_picture_is_read_up_to_a_limit(tmp_path):
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "0.png"}')
     with (tmp_path / "0.png").open("wb") as file:
@@ -175,6 +210,16 @@ def test_rows_of_parquet_are_bounded(table):
     said = said_of(table(image=repeated(b"x", 1001)))
     assert "0.parquet lists 1,001 rows in" in said
     assert said.endswith("more than 1,000. Correct it, or raise --max-rows.")
+
+
+def test_rows_of_parquet_are_those_that_its_footer_names(table):
+    folder = table(image=repeated(b"x", 3000), label=repeated("a", 3000))
+    file = folder / "0.parquet"
+    data = file.read_bytes()
+    footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    # Thrift's signed numbers, seven bits a byte: the first one is of the whole file.
+    file.write_bytes(data[:footer] + data[footer:].replace(b"\xf0\x2e", b"\x8a\x00", 1))
+    assert "it names 5 rows and holds 3,000" in said_of(folder)
 
 
 def test_texts_of_parquet_are_bounded(table):

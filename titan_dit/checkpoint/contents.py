@@ -37,6 +37,8 @@ DTYPES: dict[str, torch.dtype] = {
 """Dtypes of a checkpoint's tensors, by name."""
 LARGEST = 2**63 - 1
 """Bytes of a tensor, at most."""
+DIMS = 64
+"""Dims of a tensor, at most: that of kernels of torch."""
 AROUND = 1 << 16
 """Bytes that torch.save adds to a tensor's, at most."""
 SCHEMA = {
@@ -142,6 +144,8 @@ def entry_of(name: str, table: Mapping[str, Any]) -> Entry:
     if table["dtype"] not in DTYPES:
         raise UserError(f"{where} has the dtype {schema.brief(table['dtype'])}")
     dtype, shape = DTYPES[table["dtype"]], table["shape"]
+    if len(shape) > DIMS:
+        raise UserError(f"{where} has {len(shape):,} dims, more than {DIMS}")
     if math.prod(shape) * dtype.itemsize > LARGEST or math.prod(filter(None, shape)) > LARGEST:
         raise UserError(f"{where} has more than 2^63 bytes")
     if not isinstance(table["chunks"], list):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from titan_dit.checkpoint.contents import DTYPES, FORMAT
@@ -40,10 +40,10 @@ OPCODES = (
     *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK"),
     *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1"),
     *("SHORT_BINUNICODE", "BINUNICODE", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
-    *("EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS"),
+    *("EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT"),
     *("MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL"),
 )
-"""Opcodes that make plain values; REDUCE, NEWOBJ and BUILD are `Plain`'s own."""
+"""Opcodes that make plain values; `Plain` has its own of calls, states and entries of dicts."""
 
 
 class Name:
@@ -70,6 +70,19 @@ def called(function: Any, arguments: Any) -> Instance:
     if not (type(function) is Name and function.is_class and type(arguments) is tuple):
         raise pickle.UnpicklingError("it calls what is no class of DCP's metadata")
     return Instance(function.name, arguments)
+
+
+def check_keys(keys: Sequence[Any]) -> None:
+    """Raise UnpicklingError unless these can be keys.
+
+    The hash of a tuple that holds a tuple twice, sixty levels deep, would take years.
+    """
+    if not all(type(key) in (str, Instance) for key in keys):
+        raise pickle.UnpicklingError("it has a dict whose keys are neither text nor an instance")
+
+
+PYTHONS: Mapping[int, Callable[[Any], None]] = pickle._Unpickler.dispatch
+"""What Python's own unpickler does, by opcode."""
 
 
 def code(name: str) -> int:
@@ -109,10 +122,22 @@ class Plain(pickle._Unpickler):
             raise pickle.UnpicklingError("it changes what is no instance of DCP's metadata")
         target.state = state
 
+    def load_entry(self) -> None:
+        """SETITEM: add an entry to a dict."""
+        check_keys(self.stack[-2:-1])
+        PYTHONS[code("SETITEM")](self)
+
+    def load_entries(self) -> None:
+        """SETITEMS: add the entries above the mark to a dict."""
+        check_keys(self.stack[::2])
+        PYTHONS[code("SETITEMS")](self)
+
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
-        **{code(name): pickle._Unpickler.dispatch[code(name)] for name in OPCODES},
+        **{code(name): PYTHONS[code(name)] for name in OPCODES},
         **dict.fromkeys((code("REDUCE"), code("NEWOBJ")), load_call),
         code("BUILD"): load_state,
+        code("SETITEM"): load_entry,
+        code("SETITEMS"): load_entries,
     }
 
 
@@ -160,6 +185,8 @@ def places_of(
         index, place = state_of(key, "MetadataIndex"), state_of(value, "_StorageInfo")
         if place.get("transform_descriptors"):
             raise pickle.UnpicklingError("its tensors are compressed")
+        if not type(index["fqn"]) is type(place["relative_path"]) is str:
+            raise pickle.UnpicklingError("it has a chunk without a tensor or a file")
         yield index["fqn"], size_of(index["offset"]), place
 
 
@@ -175,4 +202,6 @@ def size_of(value: Any) -> tuple[int, ...]:
     if type(value) is not Instance or value.name != "Size":
         raise pickle.UnpicklingError("it has no Size where DCP's metadata have one")
     (numbers,) = value.arguments
-    return tuple(numbers)
+    if type(numbers) is not tuple or not {*map(type, numbers)} <= {int}:
+        raise pickle.UnpicklingError("it has a Size that is not of numbers")
+    return numbers

@@ -128,7 +128,10 @@ def read_npy(data: bytearray) -> Tensor:
     if len(data) != start + math.prod(shape) * dtype.itemsize:
         raise BadFileError(DAMAGED.format(".npy"))
     array = np.frombuffer(data, dtype, offset=start)
-    array = array.reshape(shape, order="F" if fortran_order else "C")
+    try:
+        array = array.reshape(shape, order="F" if fortran_order else "C")
+    except (TypeError, ValueError) as error:  # Of negative numbers the product may be right.
+        raise BadFileError(DAMAGED.format(".npy")) from error
     return torch.from_numpy(np.ascontiguousarray(array, dtype.newbyteorder("=")).reshape(shape))
 
 

@@ -225,10 +225,16 @@ def load(
             snapshot_every_n_steps=1 << 40,
         )
         shares = started(loader, workers)
-    for share in with_killed_workers(shares):
-        if isinstance(share, UserError):
-            break
-        yield Batch(share.fields, share.sample_numbers, weight, total_weight).to(device)
+    try:
+        for share in with_killed_workers(shares):
+            if isinstance(share, UserError):
+                break
+            yield Batch(share.fields, share.sample_numbers, weight, total_weight).to(device)
+    except Exception:
+        if workers:
+            # The traceback keeps them. They ignore SIGTERM: the exit would wait for them for ever.
+            shares._shutdown_workers()  # type: ignore[attr-defined]
+        raise
     # Only an error ends the loop. Stop the workers now: the traceback's frames would keep them.
     del shares, loader
     raise share

@@ -44,6 +44,8 @@ FOLDER_KEYS = {
     "shift": None,
 }
 OPTIONAL = {"value_range", "classes", "copies", "posterior"}
+BYTES_PER_FILE = 4096
+"""Of a manifest, for each file in its folder: a shard of 16 channels takes 1,000."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -51,8 +53,13 @@ def read_json(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     if not file.is_file():
         return {}
-    if file.stat().st_size > schema.LARGEST:
-        raise UserError(f"[data] {file} has more than {schema.LARGEST >> 20} MiB: not a manifest.")
+    size = file.stat().st_size
+    # Of terabytes of shards it is larger, but then they are there.
+    if size > schema.LARGEST and size > BYTES_PER_FILE * sum(1 for _ in path.iterdir()):
+        raise UserError(
+            f"[data] {file} has more than {schema.LARGEST >> 20} MiB, and more than "
+            f"{BYTES_PER_FILE} bytes for each file beside it: not a manifest."
+        )
     try:
         # utf-8-sig: a person may have written it, in an editor that begins with a byte order mark.
         values = user_text.parse_json(file.read_text(encoding="utf-8-sig"), unique=True)

@@ -19,12 +19,27 @@ EXTENDED = (
 
 
 class Member(tarfile.TarInfo):
-    """A member whose extended header, which tarfile reads whole, has a bounded size."""
+    """A member of a size that is not negative, after which the tar file would begin again.
+
+    Its extended header, which tarfile reads whole, has a bounded size.
+    """
 
     def _proc_member(self, tarfile_: tarfile.TarFile) -> Any:
         if self.type in EXTENDED and self.size > MAX_HEADER_BYTES:
             raise tarfile.ReadError(f"a header of {self.size:,} bytes")
-        return tarfile.TarInfo._proc_member(self, tarfile_)  # type: ignore[attr-defined]
+        refuse_negative(self)
+        try:
+            found: tarfile.TarInfo = tarfile.TarInfo._proc_member(self, tarfile_)  # type: ignore[attr-defined]
+        except IndexError:
+            raise tarfile.ReadError("a list of holes that is cut off") from None
+        refuse_negative(found)  # Of an extended header.
+        return found
+
+
+def refuse_negative(member: tarfile.TarInfo) -> None:
+    """Raise ReadError for a negative size."""
+    if member.size < 0:
+        raise tarfile.ReadError(f"a member of {member.size:,} bytes")
 
 
 def refuse_sparse(member: tarfile.TarInfo, at: str) -> None:

@@ -32,7 +32,12 @@ class ParquetTable:
         except Exception as error:  # pyarrow raises any exception on a damaged file.
             raise self.unreadable(error) from None
         self.names: list[str] = self.schema.names
-        self.count: int = self.opened.metadata.num_rows
+        about = self.opened.metadata
+        self.count: int = about.num_rows
+        """Rows, as check_rows has seen them."""
+        stored = sum(about.row_group(group).num_rows for group in range(about.num_row_groups))
+        if stored != self.count:
+            raise self.unreadable(ValueError(f"it names {self.count:,} rows and holds {stored:,}"))
 
     def unreadable(self, error: Exception) -> UserError:
         """The error for a damaged file."""

@@ -191,7 +191,9 @@ def cost_of(image: Image.Image) -> int:
         # The coefficients of the whole picture, whatever size is decoded.
         width, height = image.info.get(FULL_SIZE, image.size)
         return int(width * height)
-    return image.width * image.height * (2 if image.has_transparency_data else 1)
+    # The library of WebP decodes into two pictures of its own, of which Pillow takes a copy.
+    copies = 4 if image.format == "WEBP" else 2 if image.has_transparency_data else 1
+    return image.width * image.height * copies
 
 
 def on_white(image: Image.Image, mode: str) -> Image.Image:

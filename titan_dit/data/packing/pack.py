@@ -257,9 +257,7 @@ def records_of(
 
     A chunk has none, and is packed again, if the list of its dropped files is lost.
     """
-    report = output / DROPPED
-    drops = user_text.read_json(report, str(report)) if report.is_file() else []
-    reasons = {entry["file"]: entry["reason"] for entry in drops}
+    reasons = reasons_of(output / DROPPED, len(plan.names))
     rows = enumerate(plan.names) if reasons else ()
     dropped = {row: reasons[name] for row, name in rows if name in reasons}
     shards = {shard["file"]: shard for shard in manifest["shards"]}
@@ -271,6 +269,20 @@ def records_of(
         if shard["count"] // plan.copies + len(lost) == len(plan.rows(chunk)):
             records[chunk] = ChunkRecord(digest, **({"sha256": ""} | shard), dropped=lost)
     return records
+
+
+def reasons_of(report: Path, rows: int) -> dict[str, str]:
+    """Why files were dropped, by name; {} if the list is lost. UserError if it is damaged."""
+    if not report.is_file():
+        return {}
+    # Of a hundred million pictures it may be gigabytes.
+    drops = user_text.read_json(report, str(report), user_text.MAX_BYTES + 1024 * rows)
+    try:
+        return {str(entry["file"]): str(entry["reason"]) for entry in drops}
+    except (LookupError, TypeError):
+        raise UserError(
+            f"{report} is no list of dropped files. Delete it: their shards are made again."
+        ) from None
 
 
 def find_finished(plan: ShardPlan, output: Path, digest: str) -> dict[int, ChunkRecord]:
