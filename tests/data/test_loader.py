@@ -1,7 +1,7 @@
 import dataclasses
 import errno
-import multiprocessing
 import itertools
+import multiprocessing
 import os
 import pickle
 import signal
