@@ -31,8 +31,12 @@ LARGEST_ERROR = 0.01
 SHOWN_STEPS = 8
 OF_CHECKPOINT = (MANIFEST, METADATA, TENSORS)
 """Files of a checkpoint without tensors."""
-AVERAGED = {"every": PositiveInt, "power": tuple[SigmaRel, ...]}
-"""Keys of [ema] that are read of a snapshot."""
+CONFIG = {
+    "ema": {"every": PositiveInt, "power": tuple[SigmaRel, ...]},
+    "optimizer": {"groups": schema.Maybe(schema.Ruled(schema.ANY, lambda x: wrong_groups(x)))},
+    "lora": schema.Maybe({"rank": schema.Maybe(int)}),
+}
+"""Sections and keys that are read of a snapshot's config."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ def read(path: Location) -> Snapshot:
     if what:
         raise damaged(path, what)
     try:
-        schema.check(record["config"], {"ema": AVERAGED}, "its config")
+        schema.check(record["config"], CONFIG, "its config")
     except UserError as error:
         raise damaged(path, str(error).rstrip(".")) from None
     return Snapshot(path, record)
@@ -151,6 +155,12 @@ def terms_of(snapshots: Sequence[Snapshot], fitted: Fit) -> Iterator[Term]:
         pairs = [(f"ema.{power_name(p.sigma_rel)}.", next(weights)) for p in snapshot.profiles]
         if used := {prefix: weight for prefix, weight in pairs if weight}:
             yield Term(snapshot.path, used)
+
+
+def wrong_groups(groups: object) -> str | None:
+    """What is wrong with [optimizer] groups, or None."""
+    is_right = isinstance(groups, list | tuple) and all(isinstance(g, dict) for g in groups)
+    return None if is_right else "must be a list of tables"
 
 
 def has_frozen(config: Mapping[str, Any]) -> bool:

@@ -111,7 +111,7 @@ def groups_of(table: ParquetTable) -> list[Group]:
             image,
             number,
             about.row_group(number).num_rows,
-            table.check_group(table.opened, number, image),
+            table.check_group(number),
         )
         for number in range(table.opened.num_row_groups)
     ]

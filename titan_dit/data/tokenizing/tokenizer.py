@@ -54,7 +54,8 @@ def check_ids(vocabulary: Mapping[str, int], where: str) -> None:
 
 def of_vocabulary(vocab: Path, merges: Path | None, lower: bool, where: str) -> Any:
     """Make GPT-2's tokenizer of vocab.json and merges.txt, or BERT's of vocab.txt."""
-    models = needed("tokenizers", where).models
+    library = needed("tokenizers", where)
+    models = library.models
     for file in filter(None, (vocab, merges)):
         if not file.is_file():
             raise UserError(f"[{where}] vocab-file or merge-file {file}: there is no such file.")
@@ -62,6 +63,8 @@ def of_vocabulary(vocab: Path, merges: Path | None, lower: bool, where: str) -> 
     try:
         if merges:
             made = byte_level(models.BPE.from_file(str(vocab), str(merges)), where)
+            # Workers read it as JSON, which checks that the merges' parts are in the vocabulary.
+            library.Tokenizer.from_str(made.to_str())
         else:
             read = models.WordPiece.from_file(str(vocab), unk_token="[UNK]")
             made = word_piece(read, lower, where)
