@@ -206,7 +206,7 @@ def main(home, plan, results):
         def tell(**row):
             file.write(json.dumps(row) + "\n")
 
-        for wrong in trials.prepare([name for name, _, _ in plan]):
+        for wrong in trials.prepare(dict.fromkeys(name for name, _, _ in plan)):
             tell(wrong=wrong)
         trials.begin()
         for name, first, number in plan:

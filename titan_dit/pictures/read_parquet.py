@@ -79,7 +79,10 @@ def open_parquet(root: Path, files: Sequence[Path], asked: Asked) -> PictureSet:
     def read(row: int) -> bytes:
         number = bisect_right(ends, row)
         column = held.column(number)
-        value = column[row - (ends[number] - groups[number].rows)].as_py()
+        try:
+            value = column[row - (ends[number] - groups[number].rows)].as_py()
+        except UnicodeDecodeError:
+            raise BadFileError("has a path that is not UTF-8") from None
         data = value.get("bytes") if isinstance(value, Mapping) else value
         if not isinstance(data, bytes) or not data:
             raise BadFileError("holds no bytes of a picture")
