@@ -84,13 +84,15 @@ class Autoencoder:
         side = 2 * self.facts.factor
         try:
             mean, std = self.encode(torch.zeros(1, 3, side, side, dtype=torch.uint8))
-            found = mean.shape == std.shape
+            # A config can describe other latents than its layers give.
+            found = mean.shape == std.shape == (1, self.channels, 2, 2)
         except Exception:  # Of diffusers or torch.
             found = False
         if not found:
             raise UserError(
                 f"{where} {self.source} is {self.facts.kind}, which gives no mean and std of a "
-                "picture. Give another one, such as AutoencoderKL."
+                "picture, or not of the size that its config says. Give another one, such as "
+                "AutoencoderKL."
             )
 
     def check_fits(self, data: LatentFacts, where: str, channels: int | None = None) -> None:

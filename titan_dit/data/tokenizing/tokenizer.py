@@ -63,8 +63,6 @@ def of_vocabulary(vocab: Path, merges: Path | None, lower: bool, where: str) -> 
     try:
         if merges:
             made = byte_level(models.BPE.from_file(str(vocab), str(merges)), where)
-            # Workers read it as JSON, which checks that the merges' parts are in the vocabulary.
-            library.Tokenizer.from_str(made.to_str())
         else:
             read = models.WordPiece.from_file(str(vocab), unk_token="[UNK]")
             made = word_piece(read, lower, where)
@@ -74,6 +72,11 @@ def of_vocabulary(vocab: Path, merges: Path | None, lower: bool, where: str) -> 
         raise UserError(f"[{where}] vocab-file={vocab} has no line [UNK]. {form}")
     known = made.get_vocab()
     check_ids(known, f"[{where}] vocab-file={vocab}")
+    try:
+        # Workers read it as JSON, which checks that the merges' parts are in the vocabulary.
+        library.Tokenizer.from_str(made.to_str())
+    except Exception as error:  # As above.
+        raise UserError(f"[{where}] vocab-file={vocab}: {error}. {form}") from None
     made.add_special_tokens([t for t in (*GPT_SPECIAL, *BERT_SPECIAL) if t in known])
     return made
 
