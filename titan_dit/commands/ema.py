@@ -31,9 +31,17 @@ LARGEST_ERROR = 0.01
 SHOWN_STEPS = 8
 OF_CHECKPOINT = (MANIFEST, METADATA, TENSORS)
 """Files of a checkpoint without tensors."""
+
+
+def wrong_groups(groups: object) -> str | None:
+    """What is wrong with [optimizer] groups, or None."""
+    is_right = isinstance(groups, list | tuple) and all(isinstance(g, dict) for g in groups)
+    return None if is_right else "must be a list of tables"
+
+
 CONFIG = {
     "ema": {"every": PositiveInt, "power": tuple[SigmaRel, ...]},
-    "optimizer": {"groups": schema.Maybe(schema.Ruled(schema.ANY, lambda x: wrong_groups(x)))},
+    "optimizer": {"groups": schema.Maybe(schema.Ruled(schema.ANY, wrong_groups))},
     "lora": schema.Maybe({"rank": schema.Maybe(int)}),
 }
 """Sections and keys that are read of a snapshot's config."""
@@ -155,12 +163,6 @@ def terms_of(snapshots: Sequence[Snapshot], fitted: Fit) -> Iterator[Term]:
         pairs = [(f"ema.{power_name(p.sigma_rel)}.", next(weights)) for p in snapshot.profiles]
         if used := {prefix: weight for prefix, weight in pairs if weight}:
             yield Term(snapshot.path, used)
-
-
-def wrong_groups(groups: object) -> str | None:
-    """What is wrong with [optimizer] groups, or None."""
-    is_right = isinstance(groups, list | tuple) and all(isinstance(g, dict) for g in groups)
-    return None if is_right else "must be a list of tables"
 
 
 def has_frozen(config: Mapping[str, Any]) -> bool:
