@@ -281,12 +281,17 @@ def gpu_tests() -> list[str]:
     return [str(f.relative_to(ROOT)) for f in files if "pytest.mark.gpu" in f.read_text()]
 
 
+def processes() -> int:
+    """Processes of the GPU tests: two cores for each, as some start ranks or compile; 4 to 8."""
+    return max(4, min(8, (os.cpu_count() or 1) // 2))
+
+
 OUTCOME = re.compile(r"\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED|XFAIL) (.+)")
 
 
 def tests(runner: Runner, report: Report, python: Path, out: Path, is_tiny: bool) -> None:
     """The GPU tests, by the names of their files."""
-    command: list[object] = [python, "-m", "pytest", *gpu_tests(), "-vv", "-n", 4]
+    command: list[object] = [python, "-m", "pytest", *gpu_tests(), "-vv", "-n", processes()]
     # Nothing may run beside those marked `alone`; the benchmark does what they test.
     command += [
         "-m",
