@@ -8,7 +8,9 @@ of the step.
 
 from __future__ import annotations
 
+import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 import torch
@@ -18,6 +20,16 @@ from torch.profiler import ProfilerActivity, profile
 CALLS = 2
 NUM_STEPS = CALLS + 2
 """Steps of `waiting`."""
+
+
+KINDS = {
+    "attention": re.compile(r"flash|fmha|sdpa|cudnn_generated|attention"),
+    "compiled": re.compile(r"^triton"),
+    "products": re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk", re.IGNORECASE),
+    "copies": re.compile(r"^Mem(cpy|set)"),
+}
+"""Kinds of kernels by their names, the first that matches; the rest are "other"."""
+NUM_SLOWEST = 30
 
 
 def waiting(step: Callable[[], object], device: torch.device) -> Row:
@@ -40,9 +52,9 @@ def host_ms(step: Callable[[], object], device: torch.device) -> float:
 
 
 def on_device(step: Callable[[], object], device: torch.device) -> Row:
-    """`busy_ms`, in which at least one kernel ran, and `kernels` of a step; {} on a CPU.
+    """`busy_ms`, in which at least one kernel ran, `kernels` of a step, and where its time went.
 
-    The second of two traced steps, since the first starts the tracer.
+    {} on a CPU. The second of two traced steps, since the first starts the tracer.
     """
     if device.type != "cuda":
         return {}
@@ -52,14 +64,34 @@ def on_device(step: Callable[[], object], device: torch.device) -> Row:
         with profile(activities=[ProfilerActivity.CUDA]) as trace:
             step()
             synchronize(device)
-    spans = [
-        (event.time_range.start, event.time_range.end)
+    ran = [
+        (str(event.name), event.time_range.start, event.time_range.end)
         for event in trace.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
-    if not spans:
+    if not ran:
         return {}  # The machine does not let kernels be traced.
-    return {"busy_ms": round(union(spans) / 1e3, 3), "kernels": len(spans)}
+    busy = round(union((start, end) for _, start, end in ran) / 1e3, 3)
+    return {"busy_ms": busy, "kernels": len(ran), **spent(ran)}
+
+
+def spent(ran: Iterable[tuple[str, float, float]]) -> Row:
+    """`by_kind_ms` and the `slowest` kernels, by (name, start, end) in microseconds."""
+    by_name: dict[str, list[float]] = defaultdict(list)
+    by_kind: dict[str, float] = defaultdict(float)
+    for name, start, end in ran:
+        by_name[name].append((end - start) / 1e3)
+        by_kind[kind_of(name)] += (end - start) / 1e3
+    slowest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:NUM_SLOWEST]
+    rows = [
+        {"ms": round(sum(ms), 3), "calls": len(ms), "kernel": name[:120]} for name, ms in slowest
+    ]
+    return {"by_kind_ms": {kind: round(ms, 3) for kind, ms in by_kind.items()}, "slowest": rows}
+
+
+def kind_of(name: str) -> str:
+    """One of KINDS, or "other"."""
+    return next((kind for kind, pattern in KINDS.items() if pattern.search(name)), "other")
 
 
 def union(spans: Iterable[tuple[float, float]]) -> float:

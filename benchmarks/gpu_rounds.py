@@ -15,6 +15,8 @@ from gpu_queue import Job
 
 BUILD_S, COMPILE_S = 2.0, 20.0
 """Expected seconds before a first step: weights and state; compiling a block, cold cache."""
+TRACED = ("ours_compiled", "ours_float8_tensorwise", "ours_float8_rowwise", "plain_compiled")
+"""Traced in every cell; the others in the first one."""
 USUAL_MFU = {"plain": 0.25, "plain_compiled": 0.4, "ours": 0.35}
 """Expected MFU, to estimate times; 0.42 for all others."""
 
@@ -31,7 +33,7 @@ class Timing:
     """Timed steps; None fills `seconds` with at least five."""
     seconds: float = 1.5
     traced: bool = True
-    """Measure host time and trace the kernels of a step, in the first cell."""
+    """Measure host time and trace the kernels of a step, where `jobs` asks for it."""
 
     def count(self, laps_ms: Sequence[float]) -> int:
         """Number of timed steps, given the times of the warm-up steps."""
@@ -74,7 +76,8 @@ def jobs(
     """
     for number in range(1, timing.rounds + 1):
         for cell, name in wanted if number % 2 else reversed(wanted):
-            mine = replace(timing, traced=timing.traced and cell == wanted[0][0])
+            is_traced = cell == wanted[0][0] or name in TRACED
+            mine = replace(timing, traced=timing.traced and is_traced)
             yield Job(
                 key={**cell.key, "contender": name, "round": number},
                 estimate_s=estimate_s(cell, name, mine, peak_tflops),

@@ -41,11 +41,13 @@ def place() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of this checkout; TITAN_DIT_COMMIT if there is no .git."""
+    """TITAN_DIT_COMMIT, which a copy of a checkout needs; else the commit of this checkout."""
+    if told := os.environ.get("TITAN_DIT_COMMIT"):
+        return told
     git = ["git", "-C", str(ROOT)]
     found = answer(*git, "rev-parse", "--short", "HEAD")
     if not found:
-        return os.environ.get("TITAN_DIT_COMMIT", "unknown")
+        return "unknown"
     return found + ("+changes" if answer(*git, "status", "--porcelain") else "")
 
 

@@ -48,6 +48,11 @@ def shape(head_dim=72, tokens=1024, dtype=BF16, **values):
         (UNKNOWN, shape(), ("math",)),
         # Head dims and dtypes.
         (H200, shape(136), BY_FLASH),
+        (H200, shape(256), LIKE_TORCH),
+        (B200, shape(256), LIKE_TORCH),
+        *((OF_2_11, shape(wide), LIKE_TORCH) for wide in (136, 192, 256)),
+        (OF_2_11, shape(264), EFFICIENT),
+        (replace(B200, cudnn=91900), shape(136), BY_FLASH),
         (H200, shape(264), EFFICIENT),
         (ADA, shape(208), EFFICIENT),
         (ADA, shape(256), BY_FLASH),

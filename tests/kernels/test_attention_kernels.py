@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from titan_dit.kernels import attention_kernels
+from titan_dit.kernels.attention_choice import AttentionShape, hardware_of, order
 from titan_dit.kernels.attention_kernels import CPU, CUDNN, EFFICIENT, FLASH, MATH, named
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -157,6 +158,21 @@ def test_a_gpu_kernel_gives_attention_its_log_sum_exp_and_its_gradients(
     arguments = inputs(dtype, "cuda", n, m, d, sharpness=5.0)
     tolerance = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 4e-3}.get(dtype, 2e-2)
     assert_close(run(kernel, *arguments, causal), reference(*arguments, causal), tolerance)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [136, 192, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_on_a_gpu_cudnn_is_right_for_the_wide_heads_that_it_is_given(causal, d, dtype):
+    device = torch.device("cuda")
+    asked = AttentionShape(3, 100, d, dtype, device, ring=True)
+    if "cudnn" not in order(asked, hardware_of(device)):
+        pytest.skip("this device, or its cuDNN, has no such heads")
+    arguments = inputs(dtype, "cuda", 100, 100, d, sharpness=5.0)
+    tolerance = 4e-3 if dtype is torch.float16 else 2e-2
+    assert_close(run(CUDNN, *arguments, causal), reference(*arguments, causal), tolerance)
 
 
 @pytest.mark.gpu

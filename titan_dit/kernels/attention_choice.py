@@ -22,6 +22,10 @@ CUDNN_FINITE = 92600
 """Oldest cuDNN whose dQ is finite on Hopper for 64 modulo 128 keys (9.26)."""
 TILE, GAP = 128, 64
 """Keys of a tile of that backward; the remainder for which it overflows."""
+CUDNN_SQUARE = 92201
+"""From this cuDNN on (after 9.22) torch gives it wide heads of exactly WIDEST channels."""
+NARROW, WIDEST = 128, 256
+"""Head dims that every supported cuDNN has, and the largest one that some have."""
 ALIGNMENT = 8
 """Channels: ring kernels are given padded head dims, local ones are not."""
 
@@ -136,16 +140,24 @@ def overflows_at(keys: int, causal: bool) -> bool:
 
 
 def _fits_cudnn(shape: AttentionShape, hardware: Hardware) -> bool:
-    # cuDNN 9.22 has heads of 256 channels as well, torch from 2.15 on: flash takes those here.
     return (
         hardware.prefers_cudnn
         and hardware.capability[0] in (9, 10)
         and hardware.cudnn >= CUDNN_LEAST
         and shape.dtype in HALF
-        and shape.channels <= 128
-        and shape.channels % ALIGNMENT == 0
+        and _has_channels(shape.channels, hardware)
         and all(keys > 1 for keys in (shape.tokens, *shape.unmasked_keys))
     )
+
+
+def _has_channels(channels: int, hardware: Hardware) -> bool:
+    if channels % ALIGNMENT or channels > WIDEST:
+        return False
+    if channels <= NARROW:
+        return True
+    if hardware.cudnn >= CUDNN_SQUARE:
+        return channels == WIDEST
+    return hardware.capability == (9, 0)
 
 
 def _fits_flash(shape: AttentionShape, hardware: Hardware) -> bool:
