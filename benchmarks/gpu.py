@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -53,6 +54,9 @@ def parse() -> argparse.Namespace:
         "7B/2x8:128:8 is 8 layers of the 7B shape)",
     )
     parser.add_argument("--only", nargs="+", help="contenders: plain, plain_compiled, ours, ...")
+    parser.add_argument(
+        "--match", default="", help="only rows whose names match, such as '7B.* plain|channels'"
+    )
     parser.add_argument("--objective", default="rectified_flow")
     parser.add_argument("--rounds", type=int, default=1, help="rounds over all contenders")
     parser.add_argument("--warmup", type=int, default=2, help="untimed steps after the first")
@@ -130,6 +134,7 @@ def run(options: argparse.Namespace, began: float) -> None:
     try:
         facts, tasks = worker.start(clock.left_s)
         options.cells = facts["cells"]
+        tasks = [task for task in tasks if re.search(options.match, str(task))]
         cells = cells_of(options)
         pairs = summary_pairs(options, cells)
         found = Findings(options.objective, cells, pairs, options.out, facts)

@@ -193,13 +193,11 @@ CONTENDERS: dict[str, Callable[[Cell, Place], Step]] = {
     "ours_compiled_muon": muon,
     "ours_compiled_plain_allocator": partial(ours, compiled=True),
     "ours_compiled_ends": partial(ours, compiled=True, ends=True),
-    "ours_compiled_cublaslt": partial(ours, compiled=True),
 }
 """All contenders; gpu_plan.py has their order."""
 PLAIN: dict[str, str | None] = dict.fromkeys(allocator.SETTINGS, "expandable_segments:False")
 ENVIRONMENT: dict[str, dict[str, str | None]] = {
     "ours_compiled_plain_allocator": PLAIN,
     "ours_compiled_cuda_graphs": PLAIN,
-    "ours_compiled_cublaslt": {"TORCH_BLAS_PREFER_CUBLASLT": "1"},
 }
 """Environment variables of a contender's process. A run leaves segments plain for CUDA graphs."""

@@ -54,7 +54,7 @@ def host_ms(step: Callable[[], object], device: torch.device) -> float:
 def on_device(step: Callable[[], object], device: torch.device) -> Row:
     """`busy_ms`, in which at least one kernel ran, `kernels` of a step, and where its time went.
 
-    {} on a CPU. The second of two traced steps, since the first starts the tracer.
+    `span_ms`: from the first kernel to the end of the last one. {} on a CPU. The second of two traced steps, since the first starts the tracer.
     """
     if device.type != "cuda":
         return {}
@@ -72,7 +72,8 @@ def on_device(step: Callable[[], object], device: torch.device) -> Row:
     if not ran:
         return {}  # The machine does not let kernels be traced.
     busy = round(union((start, end) for _, start, end in ran) / 1e3, 3)
-    return {"busy_ms": busy, "kernels": len(ran), **spent(ran)}
+    span = (max(end for *_, end in ran) - min(start for _, start, _ in ran)) / 1e3
+    return {"busy_ms": busy, "span_ms": round(span, 3), "kernels": len(ran), **spent(ran)}
 
 
 def spent(ran: Iterable[tuple[str, float, float]]) -> Row:
