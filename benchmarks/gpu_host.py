@@ -54,7 +54,8 @@ def host_ms(step: Callable[[], object], device: torch.device) -> float:
 def on_device(step: Callable[[], object], device: torch.device) -> Row:
     """`busy_ms`, in which at least one kernel ran, `kernels` of a step, and where its time went.
 
-    `span_ms`: from the first kernel to the end of the last one. {} on a CPU. The second of two traced steps, since the first starts the tracer.
+    `span_ms`: from the first kernel to the end of the last one. {} on a CPU. The second of two
+    traced steps, since the first starts the tracer.
     """
     if device.type != "cuda":
         return {}

@@ -51,7 +51,9 @@ class Measured:
 
     def idle(self, contender: str) -> float | None:
         """Share of a step in which the device is idle; without a trace at most what is known."""
-        ms, busy = self.of_step(contender, "ms"), self.of_step(contender, "busy_ms")
+        # The traced step's own length: others run at the clock that the power limit leaves them.
+        ms = self.of_step(contender, "span_ms") or self.of_step(contender, "ms")
+        busy = self.of_step(contender, "busy_ms")
         if ms and busy is None:
             # A host that returns early is ahead of the device.
             host = self.of_step(contender, "host_ms")

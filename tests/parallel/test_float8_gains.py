@@ -16,7 +16,7 @@ from titan_dit.parallel.float8_gains import (
     read_table,
 )
 
-H100 = "NVIDIA H100 80GB HBM3"
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 XL = {"qkv": (1152, 3456), "out": (1152, 1152), "up": (1152, 4608), "down": (4608, 1152)}
 
 
@@ -30,17 +30,28 @@ def test_roofline_is_the_time_saved_against_the_time_paid(recipe):
     assert intensity(shape, recipe) * bandwidth / flops == pytest.approx(saved / paid)
 
 
-def test_what_a_dit_xl_gains_from_on_an_h100():
+def test_what_a_dit_xl_gains_from():
     shapes = {name: LinearShape(128 * 256, *dims) for name, dims in XL.items()}
-    chosen = {name for name, shape in shapes.items() if gains(shape, "tensorwise", H100, [])}
-    assert chosen == {"qkv", "up", "down"}
-    assert not any(gains(shape, "rowwise", H100, []) for shape in shapes.values())
+
+    def chosen(recipe, device, table):
+        return {name for name, shape in shapes.items() if gains(shape, recipe, device, table)}
+
+    assert chosen("te_current", H100, []) == {"qkv", "up", "down"}
+    assert chosen("tensorwise", H100, []) == set()
+    # The roofline and the measured table of an H200.
+    assert chosen("tensorwise", H200, []) == {"qkv", "up", "down"}
+    assert chosen("tensorwise", H200, read_table()) == {"up", "down"}
+    for table in ([], read_table()):
+        assert chosen("rowwise", H200, table) == set()
 
 
-def test_a_wide_model_gains_with_every_recipe_and_a_narrow_one_with_none():
-    for recipe in COSTS:
-        assert gains(LinearShape(16384, 4096, 16384), recipe, H100, [])
-        assert not gains(LinearShape(16384, 256, 768), recipe, H100, [])
+def test_a_wide_model_gains_unless_the_casts_are_slow_and_a_narrow_one_never():
+    wide, slow = LinearShape(16384, 4096, 16384), {"rowwise", "rowwise_with_gw_hp"}
+    assert {recipe for recipe in COSTS if not gains(wide, recipe, H100, [])} == slow
+    assert {recipe for recipe in COSTS if not gains(wide, recipe, H200, read_table())} == slow
+    # Casts grow with the sides of a product, the product with their square.
+    assert all(gains(LinearShape(65536, 12288, 49152), recipe, H200, []) for recipe in COSTS)
+    assert not any(gains(LinearShape(16384, 256, 768), recipe, H100, []) for recipe in COSTS)
 
 
 @pytest.mark.parametrize("shape", [(1000, 4096, 4096), (4096, 4100, 4096), (4096, 4096, 4104)])
@@ -52,16 +63,16 @@ def test_what_the_tensor_cores_cannot_multiply_never_gains(shape):
 def test_what_was_measured_overrules_the_roofline():
     large, small = LinearShape(16384, 4096, 4096), LinearShape(1024, 512, 512)
     table = [
-        Measured(H100, "rowwise", large, bf16_ms=1.0, float8_ms=1.1),
-        Measured(H100, "rowwise", small, bf16_ms=1.0, float8_ms=0.9),
+        Measured(H100, "tensorwise", large, bf16_ms=1.0, float8_ms=1.1),
+        Measured(H100, "tensorwise", small, bf16_ms=1.0, float8_ms=0.9),
     ]
-    assert gains(large, "rowwise", H100, [])
-    assert not gains(large, "rowwise", H100, table)
-    assert not gains(small, "rowwise", H100, [])
-    assert gains(small, "rowwise", H100, table)
+    assert gains(large, "tensorwise", H100, [])
+    assert not gains(large, "tensorwise", H100, table)
+    assert not gains(small, "tensorwise", H100, [])
+    assert gains(small, "tensorwise", H100, table)
     # No measurement of another recipe or device.
-    assert gains(large, "tensorwise", H100, table)
-    assert gains(large, "rowwise", "NVIDIA H200", table)
+    assert gains(large, "te_current", H100, table)
+    assert gains(large, "tensorwise", H200, table)
 
 
 def test_the_nearest_measured_shape_speaks_for_one_within_a_factor_of_two():
