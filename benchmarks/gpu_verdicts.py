@@ -30,9 +30,9 @@ class Measured:
         self.levers = by_name(list(levers))
 
     def step(self, contender: str) -> Row | None:
-        """The first measured row of a contender in the cell."""
+        """The last measured row of a contender in the cell."""
         wanted = {**self.cell.key, "contender": contender, "result": "measured"}
-        return next((row for row in self.steps if row.items() >= wanted.items()), None)
+        return next((row for row in self.steps[::-1] if row.items() >= wanted.items()), None)
 
     def of_step(self, contender: str, column: str) -> float | None:
         """A column of that row; "ms" is the median step."""

@@ -10,7 +10,7 @@ import gpu
 import gpu_plan
 import torch
 from gpu_contenders import Cell, Place
-from gpu_host import union
+from gpu_host import spent, union
 from gpu_verdicts import FINDINGS, Measured, verdicts
 from shapes import config_of
 
@@ -146,3 +146,19 @@ def test_the_first_rows_answer_whether_a_step_runs_and_what_it_waits_for(monkeyp
     kinds = [next(iter(job.key)) for job in jobs[20:]]
     assert list(dict.fromkeys(kinds)) == ["ceiling", "lever", "model", "max tokens of"]
     assert {key for job in jobs for key in ("lever", "ceiling", "max tokens of") if key in job.key}
+
+
+def test_time_is_summed_by_kernel_and_by_kind():
+    ran = [
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma", 0, 300),
+        ("nvjet_sm90_tst_192x192_64x3_2x1_v_bz_coopB_NNN", 300, 500),
+        ("nvjet_sm90_tst_192x192_64x3_2x1_v_bz_coopB_NNN", 500, 800),
+        ("triton_poi_fused_add_2", 800, 900),
+        ("Memcpy DtoD (Device -> Device)", 900, 950),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...>", 950, 1000),
+    ]
+    found = spent(ran)
+    kinds = {"attention": 0.3, "products": 0.5, "compiled": 0.1, "copies": 0.05, "other": 0.05}
+    assert found["by_kind_ms"] == kinds
+    assert found["slowest"][0] == {"ms": 0.5, "calls": 2, "kernel": ran[1][0]}
+    assert union((start, end) for _, start, end in ran) == 1000
