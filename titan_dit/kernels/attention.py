@@ -50,6 +50,8 @@ NAMES = {SDPBackend.MATH: "math"} | {BACKENDS[key]: key for key in ("flash", "cu
 """Keys of torch's backends."""
 CHANNELS = (32, 64, 96, 128, 192, 256)
 """Head dims of torch's flash kernels; others are padded."""
+CUDNN_CHANNELS = (64, 128)
+"""The same of cuDNN, which does not document them: on an H200 72 take as long as 128 (cuDNN 9.19)."""
 PROBE_TOKENS = 256
 WRONG = 0.05
 """Least difference to matmuls, over the largest value, that is no rounding of bf16."""
@@ -284,18 +286,16 @@ def first_line(text: str) -> str:
 
 def padding(kernel: str, head_dim: int, tokens: int, share: float) -> str | None:
     """Console warning if a kernel pads the head dim; `share`: FLOPs fraction of attention."""
-    if kernel == "cudnn" and head_dim not in (64, 128):
-        return (
-            f"[model] head dim {head_dim}: attention runs on cuDNN, which does not document what "
-            "head dims other than 64 and 128 cost"
-        )
-    whole = next((channels for channels in CHANNELS if channels >= head_dim), head_dim)
-    if whole == head_dim or BACKENDS.get(kernel) != SDPBackend.FLASH_ATTENTION:
+    sizes = CUDNN_CHANNELS if kernel == "cudnn" else CHANNELS
+    whole = next((channels for channels in sizes if channels >= head_dim), head_dim)
+    is_padded = kernel == "cudnn" or BACKENDS.get(kernel) == SDPBackend.FLASH_ATTENTION
+    if whole == head_dim or not is_padded:
         return None
     more = whole / head_dim - 1
-    dims = ", ".join(map(str, CHANNELS))
+    dims = ", ".join(map(str, sizes))
+    name = "cuDNN's" if kernel == "cudnn" else "flash"
     return (
-        f"[model] head dim {head_dim} is none of {dims}: flash kernels pad it to "
+        f"[model] head dim {head_dim} is none of {dims}: {name} kernels pad it to "
         f"{whole}, +{more:.0%} FLOPs in attention, +{more * share:.1%} in the model at {tokens} "
         "tokens"
     )
