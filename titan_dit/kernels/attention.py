@@ -51,7 +51,7 @@ NAMES = {SDPBackend.MATH: "math"} | {BACKENDS[key]: key for key in ("flash", "cu
 CHANNELS = (32, 64, 96, 128, 192, 256)
 """Head dims of torch's flash kernels; others are padded."""
 CUDNN_CHANNELS = (64, 128)
-"""The same of cuDNN, which does not document them: on an H200 72 take as long as 128 (cuDNN 9.19)."""
+"""Those of cuDNN 9.19, which does not document them: on an H200 72 take as long as 128."""
 PROBE_TOKENS = 256
 WRONG = 0.05
 """Least difference to matmuls, over the largest value, that is no rounding of bf16."""
