@@ -11,7 +11,6 @@ import pytest
 from commands import ROOT, environment, run
 from folders_of_files import pictures
 from PIL import Image
-from safetensors.torch import load_file
 
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md"))]
 SHORTER = "--training.steps 20 --sampling.num 20 --sampling.steps 2"
@@ -43,7 +42,7 @@ def test_the_readme_commands_train_and_draw(copy_of_the_checkout):
     for i, command in enumerate(commands):
         if command.startswith("./run_train.sh"):
             commands[i] = f"{command} {SHORTER}"
-        if " sample --run" in command and "--steps" in command:
+        if " sample --run" in command:
             commands[i] = f"{command} --steps 2"
         if command.startswith("./run_tests.sh"):
             commands[i] = f"{command} --version"
@@ -60,8 +59,6 @@ def test_the_readme_commands_train_and_draw(copy_of_the_checkout):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Warning" not in done.stderr
-    drawn = load_file(copy_of_the_checkout / "samples.safetensors")
-    assert drawn["samples"].shape == (500, 1, 8, 8)
     with Image.open(copy_of_the_checkout / "grid.png") as picture:
         assert picture.width > 400
     folder = copy_of_the_checkout / "outputs" / "digits"
@@ -148,8 +145,19 @@ def test_nothing_is_left_to_be_filled_in():
         ), page
 
 
-def test_the_readme_maps_every_package():
+def test_the_readme_is_short_and_begins_with_a_picture_and_a_command():
     text = (ROOT / "README.md").read_text()
+    lines = text.splitlines()
+    assert len(lines) <= 120
+    assert len(text.split()) <= 1500
+    assert sum(line.startswith("|") for line in lines) <= 40
+    first = "\n".join(lines[:30])
+    assert "docs/images/" in first
+    assert "run_train.sh --config" in first
+
+
+def test_the_map_of_files_has_every_package():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
     for path in (ROOT / "titan_dit").iterdir():
         if path.is_dir() and (path / "__init__.py").is_file():
             assert f"{path.name}/" in text, path.name
