@@ -39,6 +39,7 @@ FOUND = (
     *(("parquet", 102_118), ("parquet", 102_088)),
     *(("tokenizers", 103_970), ("tokenizers", 102_498), ("autoencoder", 103_673)),
     *(("snapshots", 100_107), ("pictures", 100_133)),
+    *(("pipeline", 100_239), ("pipeline", 101_118)),
 )
 """Seeds that the long test has found."""
 

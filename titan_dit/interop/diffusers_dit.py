@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_dit.config.section import UserError, show
+from titan_dit.config.section import MOST, UserError, show
 from titan_dit.diffusion.noise_schedule import named
 from titan_dit.diffusion.samplers.from_diffusers import PREDICTIONS, betas, config_of_flow
 from titan_dit.interop import hf_directory, tensor_layouts
@@ -215,8 +215,10 @@ def config_of(values: Mapping[str, Any], num_classes: int | None) -> DiffusersDi
             timestep_frequencies="diffusers",
         )
         outputs = int(values.get("out_channels") or channels)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{CONFIG} lacks a size, or has a wrong one ({error}).") from None
+    if not 0 < classes <= MOST:
+        raise UserError(f"{CONFIG}: num_embeds_ada_norm={classes} must be from 1 to {MOST:,}.")
     if outputs not in (channels, 2 * channels):
         raise UserError(
             f"{CONFIG}: out_channels={outputs}; our DiT has in_channels={channels}, or twice as "
@@ -274,15 +276,15 @@ def objective_of(scheduler: Mapping[str, Any], learn_sigma: bool) -> dict[str, A
     name = str(scheduler.get("_class_name"))
     try:
         steps = int(scheduler.get("num_train_timesteps", 1000))
-        schedule = noise_of(scheduler, steps)
-    except (TypeError, ValueError) as error:
+        schedule, time_scale = noise_of(scheduler, steps), float(steps)
+    except (TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{SCHEDULER} has a wrong number ({error}).") from None
     is_flow = scheduler.get("use_flow_sigmas") and prediction == "flow_prediction"
     if is_flow or name.startswith("FlowMatch"):
         # Its timesteps are the times, times the steps.
         return {
             "name": "rectified_flow",
-            "time_scale": float(steps),
+            "time_scale": time_scale,
             "learn_sigma": learn_sigma,
         }
     kinds = {value: key for key, value in PREDICTIONS.items()}
