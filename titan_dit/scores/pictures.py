@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import sys
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -241,23 +242,37 @@ def array_of(path: Path, where: str, name: str = PICTURES) -> np.ndarray:
         raise UserError(f"{where} {path} holds {', '.join(sorted(found))}, but no {name}.")
     try:
         with zipfile.ZipFile(path) as archive:
-            entry = archive.getinfo(f"{name}.npy")
-            if entry.compress_type == zipfile.ZIP_STORED:
-                return mapped(path, archive, entry)
-            with archive.open(entry) as file:
-                shape, _, dtype, _ = header_of(file)
-            size = math.prod(shape) * dtype.itemsize
-            if size > max(UNPACKED, MAX_RATIO * entry.compress_size):
-                raise ValueError(
-                    f"{size:,} bytes from {entry.compress_size:,}; save it without compression: "
-                    "numpy.savez"
-                )
-            with archive.open(entry) as file:
-                whole: np.ndarray = np.lib.format.read_array(file)
-                return whole
+            array = read_array(path, archive, archive.getinfo(f"{name}.npy"))
+        check_text(array)
+        return array
     except Exception as error:  # zipfile, zlib and numpy raise any exception on a damaged file.
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{where} {path}: {name} cannot be read ({reason}).") from None
+
+
+def read_array(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
+    """See `array_of`; ValueError if it would take far more memory than its part of the file."""
+    if entry.compress_type == zipfile.ZIP_STORED:
+        return mapped(path, archive, entry)
+    with archive.open(entry) as file:
+        shape, _, dtype, _ = header_of(file)
+    size = math.prod(shape) * dtype.itemsize
+    if size > max(UNPACKED, MAX_RATIO * entry.compress_size):
+        raise ValueError(
+            f"{size:,} bytes from {entry.compress_size:,}; save it without compression: numpy.savez"
+        )
+    with archive.open(entry) as file:
+        whole: np.ndarray = np.lib.format.read_array(file)
+        return whole
+
+
+def check_text(array: np.ndarray) -> None:
+    """Raise ValueError for text of invalid code points, of which numpy makes invalid strings."""
+    if array.dtype.kind != "U" or not array.dtype.itemsize:
+        return
+    codes = np.frombuffer(array.tobytes(), np.dtype(np.uint32).newbyteorder(array.dtype.byteorder))
+    if codes.size and codes.max() > sys.maxunicode:
+        raise ValueError("text that is not Unicode")
 
 
 def header_of(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:

@@ -62,7 +62,10 @@ def misfit_of_moments(path: Path, network: Features, where: str) -> str:
     """Why the moments of a .npz are not those of a network's features; "" if they are."""
     made_by = ""
     if MADE_BY in pictures.names_in(path, where):
-        made_by = str(pictures.array_of(path, where, MADE_BY))
+        stored = pictures.array_of(path, where, MADE_BY)
+        made_by = (
+            str(stored) if stored.dtype.kind == "U" else f"{stored.dtype} {list(stored.shape)}"
+        )
     if made_by and made_by != f"{network.name} {network.digest}":
         return (
             f"{where} {path} holds moments of {made_by[:40]}..., but the features are "
@@ -103,7 +106,7 @@ def moments_of(path: Path, size: int, network: Features, where: str) -> Moments:
         )
     # Without MADE_BY it is a file of others, whose `size` may be anything.
     if {SIZE, MADE_BY} <= pictures.names_in(path, where):
-        side = int(pictures.array_of(path, where, SIZE))
+        side = integer_of(path, where, SIZE, 1)
         check_size((side, side), size, f"{where} {path}")
     count = count_of(path, where)
     return Moments(count, mean, covariance * (count - 1))
@@ -123,11 +126,17 @@ def count_of(path: Path, where: str) -> int:
     """How many pictures the moments of a .npz are of; UNKNOWN if it does not say."""
     if COUNT not in pictures.names_in(path, where):
         return UNKNOWN
-    count = pictures.array_of(path, where, COUNT)
-    if count.dtype.kind not in "iu" or count.shape or count < 2:
-        given = f"{count.dtype} {list(count.shape)}" if count.shape else str(count)
-        raise UserError(f"{where} {path}: {COUNT} is {given}, not an integer of at least 2.")
-    return int(count)
+    return integer_of(path, where, COUNT, 2)
+
+
+def integer_of(path: Path, where: str, name: str, least: int) -> int:
+    """An array of a .npz that is one integer of at least `least`; UserError otherwise."""
+    array = pictures.array_of(path, where, name)
+    if array.dtype.kind not in "iu" or array.shape or array < least:
+        is_number = array.dtype.kind in "biuf" and not array.shape
+        given = str(array) if is_number else f"{array.dtype} {list(array.shape)}"
+        raise UserError(f"{where} {path}: {name} is {given}, not an integer of at least {least}.")
+    return int(array)
 
 
 def counts(real: Reference) -> dict[str, int]:
