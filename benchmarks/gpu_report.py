@@ -98,7 +98,7 @@ class Findings:
                 allocator={name: os.environ[name] for name in SETTINGS if name in os.environ},
                 step=HOLDS,
                 ceilings=self.ceilings,
-                configs=list(configs(self.wanted)),
+                configs=list(configs(self.wanted, self.place.get("device", ""))),
                 measured=self.measured,
                 max_tokens=self.max_tokens,
                 levers=self.levers,
