@@ -47,9 +47,7 @@ def parallelize(
         linear.apply(model)
     cross_entropy.apply(model)
     if precision.float8 != "off":
-        styles = float8.apply(
-            model, styles, precision, mesh.sizes, tokens, device_type, device
-        )
+        styles = float8.apply(model, styles, precision, mesh.sizes, tokens, device_type, device)
     if mesh.sizes.tp > 1:
         tensor.shard(model, mesh.axis("tp"), styles)
         vocabulary.apply(model, mesh.axis("tp"))
