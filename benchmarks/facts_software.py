@@ -121,7 +121,8 @@ def device_named(name: str, software: str) -> Device:
     if name == "h100_96":
         # HBM2e of 2.4 TB/s, 500 W (the source's words); torch reports 95.1 GiB of an H20's 96 GB.
         return replace(device_of("h100"), name=name, copy_gb_per_s=2400.0, memory_gib=95.0)
-    device = device_of(name)
+    # llm-foundry attends with FlashAttention on every device, not with cuDNN.
+    device = replace(device_of(name), head_step=32)
     if software == "llm-foundry" and name.startswith("a100"):
         return replace(device, nics_per_node=8, nic_gb_per_s=25.0)  # 1,600 Gb/s a node.
     return device

@@ -9,13 +9,15 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from gpu_contenders import BF16, OBJECTIVES, Cell
+from gpu_contenders import BF16, OBJECTIVES, Cell, linears_of
 
 from titan_dit.config.job import JobConfig
+from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.training import TrainingConfig
 from titan_dit.data.synthetic import Synthetic
 from titan_dit.dry_run.fake_step import take_fake_step
 from titan_dit.optim.adamw import AdamWConfig
+from titan_dit.parallel.float8 import suits
 from titan_dit.plan import resolve
 
 CONTENDERS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -34,11 +36,20 @@ CONTENDERS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 vary a kernel, an allocator or an optimizer of one step."""
 
 
-def configs(wanted: Sequence[tuple[Cell, str]]) -> Iterator[dict[str, Any]]:
-    """The key of each row that the planner describes, with its config as `tables`."""
+def configs(wanted: Sequence[tuple[Cell, str]], device: str = "") -> Iterator[dict[str, Any]]:
+    """The key of each row that the planner describes, with its config as `tables`.
+
+    `in_float8` names the layers that "auto" converts on `device`: later versions may choose others.
+    """
     for cell, name in wanted:
         if name in CONTENDERS:
-            yield {**cell.key, "contender": name, "tables": tables_of(cell, CONTENDERS[name])}
+            changes = CONTENDERS[name]
+            entry = {**cell.key, "contender": name, "tables": tables_of(cell, changes)}
+            if "float8" in changes.get("precision", {}):
+                precision = PrecisionConfig(**changes["precision"])
+                layers = linears_of(cell).items()
+                entry["in_float8"] = [key for key, one in layers if suits(one, precision, device)]
+            yield entry
 
 
 def tables_of(cell: Cell, changes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from titan_dit.kernels.attention_choice import AttentionShape
 from titan_dit.launcher import allocator
 from titan_dit.models.dit import DiTConfig
 from titan_dit.optim.muon import MuonConfig
-from titan_dit.parallel.float8 import linears, suits
+from titan_dit.parallel.float8 import device_of, linears, suits
 from titan_dit.parallel.float8_gains import LinearShape
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.parallel.plans.dit import plan
@@ -133,7 +133,8 @@ def float8(cell: Cell, place: Place, *, recipe: str) -> Step:
     settings: dict[str, Any] = {} if on_gpu else {"float8_emulate": True, "float8_layers": "all"}
     precision = PrecisionConfig(dtype="bf16", float8=recipe, **settings)  # type: ignore[arg-type]
     check_matmuls(precision, False, place.device)
-    if not any(suits(shape, precision, place.device.type) for shape in linears_of(cell)):
+    device = device_of(place.device.type)
+    if not any(suits(shape, precision, device) for shape in linears_of(cell).values()):
         raise UserError(
             f'[precision] float8_layers = "auto" converts no layer to {recipe}: by its table or '
             "roofline none would be faster. The step would be that of bf16"
@@ -141,11 +142,12 @@ def float8(cell: Cell, place: Place, *, recipe: str) -> Step:
     return ours(cell, place, compiled=True, precision=precision)
 
 
-def linears_of(cell: Cell) -> list[LinearShape]:
-    """Shapes of a block's linear layers over tokens, on one rank."""
+def linears_of(cell: Cell) -> dict[str, LinearShape]:
+    """A block's linear layers over tokens, on one rank, by name within the block."""
     path, _ = OBJECTIVES[cell.objective]
     rows = cell.batch * cell.config.token_shape[0]
-    return [*linears(network(cell.config, path), plan(True), AxisSizes(), rows).values()]
+    found = linears(network(cell.config, path), plan(True), AxisSizes(), rows)
+    return {name.split(".", 2)[2]: shape for name, shape in found.items()}
 
 
 def changed(

@@ -20,6 +20,7 @@ from gpu_rounds import DRY_RUN
 from titan_dit.config.section import UserError
 
 KEYS = {
+    "configs": ("model", "tokens", "batch", "contender"),
     "levers": ("lever",),
     "max_tokens": ("remat",),
     "attention": ("head_dim", "tokens", "ring", "compiled", "backend"),
@@ -50,6 +51,7 @@ def merged(runs: list[dict[str, Any]], out: str | None) -> Findings:
     ]
     found.levers = latest("levers", [row for run in runs for row in run["levers"]])
     found.max_tokens = latest("max_tokens", [row for run in runs for row in run["max_tokens"]])
+    found.configs = latest("configs", [row for run in runs for row in run["configs"]])
     for run in runs:
         found.ceilings |= run["ceilings"]
         found.predicted_gib |= predictions(run["rows"], [cell for cell, _ in pairs])

@@ -58,6 +58,7 @@ class Findings:
         self.starts_s: list[float] = []
         """Seconds of each start of the process that measures."""
         self.not_begun: list[str] = []
+        self.configs = list(configs(wanted, self.place.get("device", "")))
         self.failed: dict[str, str] = {}
         """What failed or ran out of memory, of any kind of row, and how."""
 
@@ -98,7 +99,7 @@ class Findings:
                 allocator={name: os.environ[name] for name in SETTINGS if name in os.environ},
                 step=HOLDS,
                 ceilings=self.ceilings,
-                configs=list(configs(self.wanted)),
+                configs=self.configs,
                 measured=self.measured,
                 max_tokens=self.max_tokens,
                 levers=self.levers,

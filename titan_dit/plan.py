@@ -68,6 +68,8 @@ class RunPlan:
     remat: RematConfig
     compile: CompileConfig
     lora: LoRAConfig
+    device: str = ""
+    """The GPU that is planned for, as torch reports it; empty: the one of this process."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -105,7 +105,8 @@ def test_layers_are_chosen_for_the_device_they_run_on(monkeypatch, device_type, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(float8, "gains", lambda shape, recipe, name, table: asked.append(name))
-    float8.suits(LinearShape(256, 32, 96), PrecisionConfig(float8="rowwise"), device_type)
+    chosen = PrecisionConfig(float8="rowwise")
+    float8.suits(LinearShape(256, 32, 96), chosen, float8.device_of(device_type))
     assert asked == [device]
 
 

@@ -125,6 +125,11 @@ def test_the_rest_of_the_ranks_is_no_fixed_size(found):
     assert set(free) == set(found)
 
 
+def test_plans_are_for_the_device_by_torchs_name():
+    space = Space(tiny(), 2, easy(torch_name="NVIDIA H200"))
+    assert {space.plan(one).device for one in space} == {"NVIDIA H200"}
+
+
 def test_float8_needs_a_device_that_has_it_and_bf16():
     recipes = {one.float8 for one in Space(tiny(), 2, easy())}
     assert recipes == {"off"}

@@ -16,7 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from titan_dit.dry_run.fake_step import FakeRank, fake_world, take_fake_step
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.plan import resolve
+from titan_dit.planner import counts as counting
 from titan_dit.planner.counts import Rehearsals
+from titan_dit.planner.hardware import device_of
 from titan_dit.planner.work import Work
 
 BF16 = {"precision": {"dtype": "bf16"}}
@@ -171,6 +173,59 @@ def test_a_ring_computes_the_models_attention_and_hides_its_hops():
     for kernel, work in ((forward, block.forward), (backward, block.backward)):
         [(message, _)] = work.messages.items()
         assert message == ("cp", "ring", 3 * kernel.hop_bytes)
+
+
+def in_float8(recipe):
+    """(fused bytes of a block without and with the casts' own reads, its work), all in float8."""
+    config = tiny_config(precision={"dtype": "bf16", "float8": recipe, "float8_layers": "all"})
+    found = []
+    for nbytes in (0, counting.CAST_BYTES):
+        counting.CAST_BYTES, own = nbytes, counting.CAST_BYTES
+        try:
+            found.append(whole(Rehearsals(config).counts(resolve(config, 1)), 3, *PASSES))
+        finally:
+            counting.CAST_BYTES = own
+    return config, *found
+
+
+PASSES = "forward", "backward"
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_compiled_casts_read_each_float8_operand_twice_more(recipe):
+    config, without, work = run(in_float8, recipe)
+    plan, h = resolve(config, 1), config.model.hidden
+    tokens = plan.microbatch_size * plan.spec.num_tokens
+    f = round(config.model.mlp_ratio * h)
+    # Inputs, output gradients and weights of qkv, out, up and down; each is in two products.
+    inputs, gradients = 3 * h + f, (3 * h) + h + f + h
+    weights = 3 * h * h + h * h + 2 * h * f
+    casts = 3 * 2 * (tokens * (inputs + gradients) + weights)
+    assert work.fused - without.fused == pytest.approx(4 * casts)
+    # One operator after another, they are counted as they are.
+    assert work.moved == without.moved
+
+
+def test_products_in_bf16_are_not_cast():
+    assert not any(map(counting.cast, run(counts, MODELS["dit"]).block.forward.products))
+
+
+def on_device(device):
+    """In float8 on a device: a block's linears of DiT-XL, and the formats of their products."""
+    shape = {"hidden": 1152, "heads": 16, "latent_size": 64, "layers": 1}
+    precision = {"dtype": "bf16", "float8": "tensorwise"}
+    config = tiny_config(model=shape, precision=precision, training={"global_batch_size": 32})
+    plan = replace(resolve(config, 1), device=device)
+    rehearsals = Rehearsals(config)
+    found = rehearsals.counts(plan).block.forward.products
+    sides = {(p.k, p.n) for p in found if p.dtype == "float8"}
+    return {name.split(".", 2)[2] for name in rehearsals.in_float8(plan)}, sides
+
+
+def test_float8_layers_are_those_of_the_device_that_is_planned_for():
+    assert run(on_device, device_of("h100").torch_name) == (set(), set())
+    two = {"mlp.up", "mlp.down"}
+    assert run(on_device, device_of("h200").torch_name) == (two, {(1152, 4608), (4608, 1152)})
 
 
 SIZES = [("dit", {"tp": 2}, 5), ("dit", {}, 7), ("gpt", {"cp": 2}, 5)]

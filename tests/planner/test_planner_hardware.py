@@ -109,10 +109,10 @@ def test_an_unknown_device_names_the_known_ones():
     ("old", "new", "text"),
     [
         ("launch_us = 6.0\n", "", "launch_us is missing. Write launch_us = 6.0, as h100 has it."),
-        ("moved = 0.85\n", "", "[efficiency] moved is missing. Write moved = 0.85, as h100"),
+        ("moved = 0.6\n", "", "[efficiency] moved is missing. Write moved = 0.6, as h100"),
         ("launch_us = 6.0", "lunch_us = 6.0", "lunch_us: unknown key. Did you mean launch_us?"),
         ("moved =", "copied =", "[efficiency] copied: unknown key. Valid: attention, inner,"),
-        ("attention = 0.65", "attention = 1.2", "attention=1.2 must be at most 1."),
+        ("attention = 0.6\n", "attention = 1.2\n", "attention=1.2 must be at most 1."),
         ("inner = 0.78", "inner = 0.0", "inner=0.0 must be above 0."),
         ("allocator = 1.08", "allocator = 0.9", "allocator=0.9 must be at least 1."),
         ("allocator = 1.08", "allocator = nan", "allocator=nan must be"),

@@ -115,6 +115,7 @@ def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]
             plan.compile,
             tokens=plan.microbatch_size * plan.tokens_per_rank,
             adapters=plan.lora,
+            device=plan.device,
         )
         parts[stage] = model
     return parts, count, flops

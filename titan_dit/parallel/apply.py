@@ -34,8 +34,11 @@ def parallelize(
     compilation: CompileConfig,
     tokens: int = 0,
     adapters: LoRAConfig = NONE,
+    device: str = "",
 ) -> None:
-    """Apply float8, TP, LoRA, attention, CP, remat, compile, FSDP2; `tokens`: see `float8.apply`.
+    """Apply float8, TP, LoRA, attention, CP, remat, compile, FSDP2.
+
+    `tokens`, `device`: see `float8.apply`.
 
     One rank has copies in the compute dtype instead of FSDP2, except for some kinds of float8.
     """
@@ -44,7 +47,7 @@ def parallelize(
         linear.apply(model)
     cross_entropy.apply(model)
     if precision.float8 != "off":
-        styles = float8.apply(model, styles, precision, mesh.sizes, tokens, device_type)
+        styles = float8.apply(model, styles, precision, mesh.sizes, tokens, device_type, device)
     if mesh.sizes.tp > 1:
         tensor.shard(model, mesh.axis("tp"), styles)
         vocabulary.apply(model, mesh.axis("tp"))

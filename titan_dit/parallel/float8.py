@@ -42,14 +42,17 @@ def apply(
     sizes: AxisSizes,
     tokens: int,
     device_type: str,
+    device: str = "",
 ) -> TensorPlan:
     """Convert a model on the meta device, before tensor parallelism; returns the adapted plan.
 
     `tokens`: those of a microbatch on this rank. Raises UserError if no layer fits float8. Layers
-    that float8 would not make faster are not converted, see `suits`.
+    that float8 would not make faster on `device` are not converted, see `suits`; empty: on the
+    device of this process.
     """
     layers = linears(model, plan, sizes, tokens)
-    chosen = {name: shape for name, shape in layers.items() if suits(shape, precision, device_type)}
+    device = device or device_of(device_type)
+    chosen = {name: shape for name, shape in layers.items() if suits(shape, precision, device)}
     if layers and not any(shape.fits for shape in layers.values()):
         shapes = sorted({(s.rows, s.inputs, s.outputs) for s in layers.values()})
         raise UserError(
@@ -83,13 +86,17 @@ def linears(
     return found
 
 
-def suits(shape: LinearShape, precision: PrecisionConfig, device_type: str) -> bool:
-    """True if a layer is to be converted."""
+def suits(shape: LinearShape, precision: PrecisionConfig, device: str) -> bool:
+    """True if a layer is to be converted for the named device, see `device_of`."""
     if precision.float8_layers == "all":
         return shape.fits
-    on_gpu = device_type == "cuda" and torch.cuda.is_available()
-    device = torch.cuda.get_device_name() if on_gpu else ""
     return gains(shape, precision.float8, device, read_table())
+
+
+def device_of(device_type: str) -> str:
+    """The name of this process's GPU; empty without one."""
+    on_gpu = device_type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_name() if on_gpu else ""
 
 
 def convert(

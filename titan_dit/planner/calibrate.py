@@ -253,6 +253,9 @@ def calibrate(
                 f"--calibrate {one.name}: {other}. Calibrate each device on steps of its own, or "
                 "give --device the file of theirs."
             )
+    found = [on(one, start) for one in found]
+    others = {one.name: text for one in found if (text := one.left_out or other_layers(one))}
+    found = [one for one in found if one.name not in others]
     cases = cases_of(found)
     fitted = calibrated(cases, start, versions=all_versions(found))
     fitted = replace(fitted, name=out.stem, overhead=allocator_of(found, fitted.overhead))
@@ -260,12 +263,31 @@ def calibrate(
     return [
         *(line for one in found for line in warnings(one)),
         *mixed_versions(found),
+        *(f"left out {name}: {text}" for name, text in others.items()),
         f"calibrated on {len(cases)} steps, from {start.name}",
         *changes(start, fitted),
         *(f"  {name}: {text}" for name, text in fitted.rows.items()),
         f"error    {fitted.error:.1%}: {fitted.sources.get('error', 'as it was')}",
         f"wrote {out}: plan with --device {out}",
     ]
+
+
+def on(one: Measured, device: Device) -> Measured:
+    """The step with a plan for this device; gpu.py logs the name of its own, runs do not."""
+    return replace(one, plan=replace(one.plan, device=one.plan.device or device.torch_name))
+
+
+def other_layers(one: Measured) -> str | None:
+    """Why a step is not what its config plans now: float8 in other layers; None if it is."""
+    if one.in_float8 is None:
+        return None
+    now = {name.split(".", 2)[2] for name in Rehearsals(one.config).in_float8(one.plan)}
+    if now == one.in_float8:
+        return None
+    return (
+        f"it was measured with float8 in {', '.join(sorted(one.in_float8)) or 'no layer'}, its "
+        f"config now has it in {', '.join(sorted(now)) or 'none'}"
+    )
 
 
 def all_versions(found: Sequence[Measured]) -> dict[str, str]:

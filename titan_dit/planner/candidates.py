@@ -93,7 +93,8 @@ class Space:
         pipeline = as_planned(config.pipeline)
         # The layers of a stage and the order of a file belong to one number of stages.
         self.pipeline = replace(pipeline, split=()) if "pipeline.split" not in fixed else pipeline
-        self.base = resolve(replace(config, parallel=alone(config.parallel)), gpus)
+        base = resolve(replace(config, parallel=alone(config.parallel)), gpus)
+        self.base = replace(base, device=device.torch_name)
         self.tensor_plans: dict[bool, TensorPlan] = {}
         self._parallel: dict[tuple[Any, ...], ParallelConfig] = {}
         self._sections: dict[tuple[str, ...] | tuple[str, int], Any] = {}

@@ -92,6 +92,11 @@ class Device:
     error: Fraction
     """Relative error to expect of a step's time: the leave-one-out error of a calibration, else
     of devices on which only the data sheet was known."""
+    torch_name: str = ""
+    """Its name, as torch reports it: [precision] float8_layers = "auto" depends on it."""
+    head_step: PositiveInt = 32
+    """Fused attention computes head dims that are multiples of it. FlashAttention-2: 72 as 96;
+    cuDNN on Hopper: 72 as 128."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Key, or table.key -> where its number is from."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -172,7 +177,7 @@ def build(table: Mapping[str, Any], kind: Any, file: str, prefix: str) -> Any:
             hint = did_you_mean.nearest(key, hints)
             raise UserError(f"{file}: {prefix}{key}: unknown key.{hint}")
     for f in dataclasses.fields(kind):
-        has_default = f.default_factory is not dataclasses.MISSING
+        has_default = f.default is not f.default_factory  # Both are MISSING without one.
         if f.name not in table and not has_default:
             raise UserError(f"{file}: {missing(f.name, prefix)}")
     return kind(
@@ -264,7 +269,7 @@ def numbers(device: Device) -> Iterator[tuple[str, float, Any]]:
         elif isinstance(value, Mapping):
             if item_hint(hint) is PositiveFloat:
                 yield from ((f"{name}.{key}", item, PositiveFloat) for key, item in value.items())
-        elif name != "name":
+        elif not isinstance(value, str):
             yield name, value, hint
 
 

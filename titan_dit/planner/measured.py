@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,10 @@ class Measured:
     """Most that torch's allocator held; None if not logged."""
     device: str = ""
     """Its name, as torch reports it; "CPU" of a run; empty if not logged."""
+    in_float8: frozenset[str] | None = None
+    """Names within a block of the linears that were converted to float8; None if not logged."""
+    left_out: str = ""
+    """Why no device is fitted to it."""
     peak_tflops: float | None = None
     """Its peak in [precision] dtype, which mfu is a share of; None if not logged."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -182,11 +186,13 @@ def steps_of(report: Mapping[str, Any], source: str, trust: bool) -> Iterator[Me
         yield Measured(
             name="{contender}, {model}, {tokens} tokens, batch {batch}".format(**key),
             config=config,
-            plan=resolve(config, 1),
+            plan=replace(resolve(config, 1), device=str(report.get("device", ""))),
             step_ms=statistics.median(lap for row in rows for lap in row["laps_ms"]),
             allocated_gib=highest(rows, "peak_gib"),
             reserved_gib=highest(rows, "reserved_gib"),
             device=str(report.get("device", "")),
+            in_float8=frozenset(entry["in_float8"]) if "in_float8" in entry else None,
+            left_out=str(entry.get("left_out", "")),
             versions={name: text for name, text in versions.items() if text},
         )
 
@@ -242,7 +248,8 @@ def warnings(measured: Measured) -> Iterator[str]:
 def beside(run: Path, device: Device, trust: bool = False) -> list[str]:
     """The plan of a run on a device beside its metrics; console lines. Raises UserError."""
     found = of_run(run, trust=trust)
-    plan, counts = found.plan, Rehearsals(found.config).counts(found.plan)
+    plan = replace(found.plan, device=device.torch_name)
+    counts = Rehearsals(found.config).counts(plan)
     step = estimate(plan, counts, device)
     other = another_device(found, device)
     lines = [

@@ -23,16 +23,20 @@ TILE = 128
 """Rows and columns of a tile of fused attention."""
 FULL_HEAD = 128
 """Head dim of the efficiency of attention."""
-HEAD_STEP = 32
-"""Kernels compute head dims that are multiples of it: 72 as 96."""
 HEAD_OVERHEAD = 32
 """Softmax and loads per key cost as much as so many channels: head dim 64 reaches 5/6 of the rate
 of 128, about what the figures of arXiv:2307.08691 show."""
+CAUSAL_TILES = 3
+"""Tiles that attention with a causal mask loses at the ends and to the mask. Assumed."""
+BACKWARD_TILES = 2
+"""Tiles that backward without a mask loses for forward's one. On an H200 it reaches 0.44, 0.82 and
+0.94 of its rate of long sequences at 256, 1,024 and 4,096 tokens with cuDNN, 0.57, 0.84 and 0.97
+with FlashAttention-2 (benchmarks/results/h200-2026-11-26); forward 0.67, 0.92 and 1."""
 BACKWARD_FLOPS = 2.5 / 2
 """Backward of fused attention has 5 products for forward's 2; model FLOPs count 4."""
 BACKWARD_RATE = 0.85
 """FlashAttention-2 reaches up to 73% of an A100's peak forward, 63% backward (arXiv:2307.08691
-section 4.1)."""
+section 4.1); on an H200, at 16,384 tokens, it has 0.89 of forward's rate, and cuDNN 0.84."""
 
 
 @functools.lru_cache(maxsize=2**16)
@@ -56,7 +60,8 @@ def block_s(attention: Attention, device: Device) -> float:
     keys = attention.keys / attention.ring
     flops = attention.flops / attention.ring
     rate = device.peak(attention.dtype) * device.efficiency.attention
-    rate *= head_factor(attention.head_dim) * length_factor(keys, attention.is_causal)
+    rate *= head_factor(attention.head_dim, device.head_step)
+    rate *= length_factor(keys, attention.is_causal, attention.is_backward)
     tensors = attention.queries + keys  # q and o; k and v
     passes = 2
     if attention.is_backward:
@@ -65,16 +70,17 @@ def block_s(attention: Attention, device: Device) -> float:
     return max(flops / rate, moved_s(ITEM_BYTES[attention.dtype] * elements, device))
 
 
-def head_factor(head_dim: float) -> float:
+def head_factor(head_dim: float, step: int) -> float:
     """Share of the rate at head dim 128; channels of padding are computed in vain."""
-    padded = -(-head_dim // HEAD_STEP) * HEAD_STEP
+    padded = -(-head_dim // step) * step
     full = FULL_HEAD / (FULL_HEAD + HEAD_OVERHEAD)
     return min(1.0, head_dim / (padded + HEAD_OVERHEAD) / full)
 
 
-def length_factor(keys: float, is_causal: bool) -> float:
+def length_factor(keys: float, is_causal: bool, is_backward: bool = False) -> float:
     """Share of the rate of long sequences: tiles at the ends, and those that a causal mask cuts."""
-    return 1 / (1 + (3 if is_causal else 1) * TILE / keys)
+    tiles = CAUSAL_TILES if is_causal else BACKWARD_TILES if is_backward else 1
+    return 1 / (1 + tiles * TILE / keys)
 
 
 def attention_s(attention: Attention, device: Device, links: Links) -> float:

@@ -110,7 +110,15 @@ class FakeParts:
         model, own = self.model, (plan.parallel, plan.precision, plan.remat, plan.compile)
         with without_fsdp():
             tokens = plan.microbatch_size * plan.tokens_per_rank
-            parallelize(model, mesh, plan.tensor_plan, *own, tokens=tokens, adapters=plan.lora)
+            parallelize(
+                model,
+                mesh,
+                plan.tensor_plan,
+                *own,
+                tokens=tokens,
+                adapters=plan.lora,
+                device=plan.device,
+            )
         self.objective = self.sections.objective()
         self.memory = MemoryLog()
         self.log = OperatorLog(mesh, self.memory)
