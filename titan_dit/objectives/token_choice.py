@@ -23,7 +23,7 @@ class Choice(Protocol):
 
     @property
     def top_p(self) -> float:
-        """Draw from the fewest most likely tokens with this probability together."""
+        """Draw from the fewest most likely tokens whose probabilities add up to this."""
 
 
 def choose(
