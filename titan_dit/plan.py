@@ -85,7 +85,7 @@ class RunPlan:
 
     @property
     def tensor_plan(self) -> TensorPlan:
-        """How tp splits the model; without a plan function, not at all."""
+        """The tensor-parallel plan; without a plan function nothing is split."""
         if self.tensor_plan_function is None:
             return uncut(len(self.spec.stream))
         return self.tensor_plan_function(self.parallel.sequence_parallel)

@@ -50,7 +50,7 @@ class TrainedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the network is."""
+        """The network's device."""
         return next(self.network.parameters()).device
 
     @cached_property
@@ -77,9 +77,9 @@ class LatentNetwork(nn.Module):
     ) -> Float[Tensor, "b k h w"]:
         """Predict for noisy latents `x` in the model's units, (stored - shift) * scale.
 
-        `t`: 0 to `diffusion.path.last_timestep`, as the network takes it; `noise_level` of the path
-        tells which end is noise. `y`: labels; -1 is unconditional. k: the channels of x, and as
-        many again with a learned sigma.
+        `t`: 0 to `diffusion.path.last_timestep`, as the network takes it; the path's `noise_level`
+        says which end is noise. `y`: labels; -1 is unconditional. k: the channels of x, twice as
+        many with a learned sigma.
         """
         model = self.diffusion.model
         given = {"tokens": model.tokenize(x), "timestep": t, "labels": y}
@@ -195,7 +195,7 @@ class SavedWeights:
     model_config: ModelConfig
     objective: Objective
     weights: str
-    """As in `TrainedModel`."""
+    """Label of the weights, see `TrainedModel.weights`."""
     tensors: OnDemand
     """The parameters, by name; adapters are merged."""
     saved: Weights
@@ -217,7 +217,7 @@ class SavedWeights:
         return int(self.record["step"])
 
     def diffusion(self, command: str) -> Diffusion:
-        """As `TrainedModel.diffusion`."""
+        """See `TrainedModel.diffusion`."""
         return as_diffusion(self.objective, self.path, command)
 
 

@@ -87,7 +87,7 @@ class Plans:
     def describe(
         self, local: LocalPlan, results: Any, digests: Sequence[Digests], ranks: Ranks
     ) -> Described:
-        """As `GlobalPlan.describe`, on rank 0. Collective; `digests` are those of `results`."""
+        """`GlobalPlan.describe` on rank 0. Collective. `digests`: of all ranks' `results`."""
         if not agree(digests):
             if not self.is_planning:  # The same shards, at other offsets in their files.
                 planned_for = self.planned_for

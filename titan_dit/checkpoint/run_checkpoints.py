@@ -37,7 +37,7 @@ class Checkpoints:
     """The folders `step-00000100`, `step-00000200`, ...; at most one save runs at a time."""
 
     kind, rarer = "checkpoint", "a larger [checkpoint] every"
-    """What is saved and which key makes saves rarer, for messages."""
+    """Noun for what is saved, and the key that makes saves rarer, for messages."""
 
     def __init__(self, folder: Location, settings: CheckpointConfig | None = None) -> None:
         self.folder = folder

@@ -114,7 +114,7 @@ def next_chunk(left: Sequence[int], rooms: Sequence[int], spare: float) -> Chunk
 
 
 def filled(num_bytes: int, left: Sequence[int], rooms: Sequence[int]) -> Chunk:
-    """A chunk of this size, with every shard that still fits when its turn comes."""
+    """A chunk of this size with each shard of `left`, in order, that still fits."""
     offsets, end = {}, 0
     for number in left:
         if end + rooms[number] <= num_bytes:
@@ -148,7 +148,7 @@ def leaves(tensors: TensorTree) -> Iterator[Tensor]:
 
 
 def rebuilt(tensors: TensorTree, copies: Iterator[Tensor]) -> dict[str, Any]:
-    """The same nested dicts with `copies` as leaves."""
+    """Nested dicts like `tensors`, with `copies` as leaves."""
     return {
         name: rebuilt(value, copies) if isinstance(value, Mapping) else next(copies)
         for name, value in tensors.items()

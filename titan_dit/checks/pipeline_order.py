@@ -77,7 +77,7 @@ def check_same_file(plan: RunPlan, gather: Callable[[str], list[str]]) -> None:
 
 
 def misfits(plan: RunPlan, order: Order) -> Iterator[str]:
-    """How an order differs from the plan's ranks, stages, placement and microbatches."""
+    """Yield the differences of an order from the plan's ranks, stages, placement, microbatches."""
     pp, schedule = plan.sizes.pp, plan.pipeline.schedule
     if len(order) != pp:
         yield f"is for {len(order)} pipeline ranks, but [parallel] pp={pp}"

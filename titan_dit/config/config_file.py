@@ -52,7 +52,7 @@ def load(arguments: Sequence[str], variant: Variant) -> JobConfig:
 
 
 def overridden(tables: Tables, given: dict[str, list[str]], variant: Variant) -> Tables:
-    """Tables with the keys of flags set: "section.key" -> its words."""
+    """Set the keys of flags in the tables. `given`: "section.key" -> words of the flag."""
     for section in CHOSEN_BY_NAME:
         # First: the name decides the section's other keys.
         if chosen := given.pop(f"{section}.name", None):

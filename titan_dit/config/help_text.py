@@ -40,7 +40,7 @@ BASIC = {
     "compile": ("enabled",),
     "parallel": ("dp_shard", "tp", "pp"),
 }
-"""What most runs set, in the order in which a newcomer needs it: section -> keys."""
+"""Keys that most runs set, in the order in which a newcomer needs them: section -> keys."""
 
 USAGE = """\
 ./run_train.sh --config FILE [--section.key VALUE ...]     or: titan_dit train ...

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # These import torch: a wrong key is reported without waiting
 
 
 NEW_RUN = {"data_order": "feistel", "initial_weights": "counter"}
-"""What "auto" means in a new run."""
+"""Values of "auto" in a new run."""
 
 
 @dataclass(frozen=True, kw_only=True)

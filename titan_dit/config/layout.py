@@ -38,14 +38,14 @@ class ParallelConfig(Section):
     cp: Few = 1
     """Context-parallel ranks: each sample's tokens are split over them."""
     cp_method: Literal["ring", "ulysses"] = "ring"
-    """How attention reaches the other ranks' tokens: ring passes keys and values around
+    """Attention over the other ranks' tokens. ring passes keys and values around
     (arXiv:2310.01889), ulysses exchanges tokens for heads (arXiv:2309.14509)."""
     pp: Few = 1
     """Pipeline-parallel ranks: the layers are split into stages, see [pipeline]."""
     sequence_parallel: bool = True
     """With tp above 1: shard the tokens between blocks, too (arXiv:2205.05198)."""
     tensor_plan: str = "auto"
-    """How tp splits the model: "package.module:function"; auto takes the model's own plan."""
+    """Tensor-parallel plan, "package.module:function"; auto takes the model's own."""
     async_tp: bool = False
     """Overlap tp collectives with matmuls, part by part; needs CUDA, compile, and tp above 1."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
@@ -80,7 +80,7 @@ class PipelineConfig(Section):
     """run_time: how streams travel between ranks. auto takes shared memory within a host; between
     hosts nixl (RDMA, an extra) if it is installed, else the process group."""
     network: str = ""
-    """run_time with nixl: interface, if a host has several; or an address, given to each host."""
+    """run_time with nixl: network interface, if hosts have several; or each host's own address."""
 
 
 def as_planned(pipeline: PipelineConfig) -> PipelineConfig:

@@ -82,7 +82,7 @@ class LRScheduleConfig(Section):
 
     warmup_steps: NonNegativeInt = 0
     warmup_fraction: Fraction | None = None
-    """In place of warmup_steps: warm-up as a fraction of decay_steps."""
+    """Warm-up as a fraction of decay_steps, in place of warmup_steps."""
     decay: Annotated[str, OneOf(tuple(LR_DECAYS))] = "constant"
     """constant, linear, cosine, wsd, inverse_square_root, or "package.module:function"."""
     decay_steps: PositiveInt | None = None

@@ -15,7 +15,7 @@ Conditional = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Guidance:
-    """How strongly a prediction is moved away from a worse one, where, and how it is rescaled."""
+    """Settings of guidance: scale, channels, noise levels, rescaling and the worse prediction."""
 
     scale: float = 1.0
     """u + scale (c - u); 1 is no guidance."""

@@ -22,8 +22,8 @@ class DDPMKeys(Section):
     steps: Annotated[int, Bound(least=25, most=100_000)] = 1000
     """Diffusion steps T. The last beta of the linear schedule, 20 / T, must be below 1."""
     prediction: Literal["eps", "v", "x"] = "eps"
-    """What the network predicts: the noise, v = signal noise - sigma x_0 (arXiv:2202.00512
-    app. D), or x_0."""
+    """Prediction of the network. eps: the noise. v: signal noise - sigma x_0 (arXiv:2202.00512
+    app. D). x: x_0."""
     learn_sigma: bool = True
     """Learn the variance of the reverse step with the variational bound (arXiv:2102.09672)."""
     min_snr_gamma: PositiveFloat | None = None

@@ -26,7 +26,7 @@ PROPAGATOR: Any = DTensor._op_dispatcher.sharding_propagator
 
 
 class StorageKind(StrEnum):
-    """What a storage holds."""
+    """The kind of data in a storage."""
 
     PARAMETERS = "parameters"
     """This rank's shards, fp32."""

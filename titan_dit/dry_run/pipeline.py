@@ -1,4 +1,4 @@
-"""What a dry run derives from the pipeline's order: microbatches, held activations, idle time."""
+"""Numbers that follow from the pipeline's order: microbatches, held activations, idle time."""
 
 from __future__ import annotations
 

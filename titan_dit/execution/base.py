@@ -110,7 +110,7 @@ class Executor(ABC):
     """`scored` as training calls it; compiled with [compile] objective."""
 
     notes: Sequence[str] = ()
-    """Console lines about how it runs."""
+    """Console lines about the executor, such as its transport."""
 
     def step(self, prepared: Prepared, loss_scale: Tensor | None = None) -> Tensor:
         """Forward and backward over this rank's samples; gradients stay on the parameters.

@@ -115,7 +115,7 @@ def backward_input(
 
 
 class Graph:
-    """Which inputs and weights of a stage the nodes of autograd's graph lead to."""
+    """Reachability in autograd's graph: the inputs and weights that each node leads to."""
 
     def __init__(
         self, roots: Sequence[Node], inputs: Sequence[Node], weights: Sequence[Node]
@@ -132,8 +132,8 @@ class Graph:
             for node, places in self.weights_below.items()
             if places and (self.reaches_input[node] or node in roots)
         ]
-        """Where the second half starts: nodes that reach an input and have weights below, and
-        roots that reach no input."""
+        """Nodes at which the second half starts: those that reach an input and have weights below,
+        and roots that reach no input."""
 
     def trace(self, root: Node) -> None:
         """Add all nodes that a root leads to."""

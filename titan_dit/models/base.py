@@ -160,7 +160,7 @@ def default_initializer(name: str, tensor: Tensor) -> Initializer:
 
 @runtime_checkable
 class ModelConfig(Protocol):
-    """What a [model] section must have; it is a frozen dataclass."""
+    """Protocol of a [model] section, which is a frozen dataclass."""
 
     @property
     def name(self) -> str:

@@ -35,7 +35,7 @@ class Task:
 
     @property
     def mask(self) -> Mask:
-        """With padded samples "lengths": no query attends to padding."""
+        """Attention mask: "lengths" if samples are padded, so that no query attends to padding."""
         return "lengths" if self.sentence_order else "none"
 
 

@@ -26,7 +26,7 @@ def context(rng: SampleRNG) -> dict[str, Tensor]:
 
 
 def without(prepared: Prepared) -> Prepared:
-    """The same batch with dropout off, if there was any: negative keys drop nothing."""
+    """The batch with dropout off: negative keys drop nothing."""
     if NAME not in prepared.context:
         return prepared
     off = -torch.ones_like(prepared.context[NAME])

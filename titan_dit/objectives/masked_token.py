@@ -44,7 +44,7 @@ class MaskedModel(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """Token ids are below it."""
+        """Number of token ids; ids are below it."""
 
     def masked_spec(self, num_scored: int, *, sentence_order: bool) -> ModelSpec:
         """Describe the network; `num_scored`: maximum masked tokens of a sample."""
@@ -92,7 +92,7 @@ class MaskedTokenConfig(MaskedTokenKeys, ObjectiveConfig):
         if facts.sequence_length != found.sequence_length:
             raise UserError(
                 f"[data] sequence_length={facts.sequence_length} and [model] "
-                f"sequence_length={found.sequence_length} differ. Set them alike."
+                f"sequence_length={found.sequence_length} differ. Make them equal."
             )
         own = facts.mask if isinstance(facts, PairFacts) else facts.vocabulary
         mask = own if self.mask_id is None else self.mask_id

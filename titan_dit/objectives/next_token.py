@@ -72,7 +72,7 @@ class NextTokenConfig(NextTokenKeys, ObjectiveConfig):
         if facts.sequence_length != found.sequence_length:
             raise UserError(
                 f"[data] sequence_length={facts.sequence_length} and [model] "
-                f"sequence_length={found.sequence_length} differ. Set them alike."
+                f"sequence_length={found.sequence_length} differ. Make them equal."
             )
         if facts.vocabulary > found.vocabulary:
             raise UserError(

@@ -50,7 +50,7 @@ class Windowed(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """Token ids are below it."""
+        """Number of token ids; ids are below it."""
 
     def spec(self) -> ModelSpec:
         """Describe the network."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @runtime_checkable
 class Choice(Protocol):
-    """How a token is drawn: keys of [sampling] and flags of `sample`."""
+    """Settings for drawing a token: keys of [sampling] and flags of `sample`."""
 
     @property
     def temperature(self) -> float:

@@ -60,7 +60,7 @@ class MuonKeys(AdamWKeys):
     momentum: Decay = 0.95
     """Decay of the momentum."""
     nesterov: bool = True
-    """Step by Nesterov's momentum."""
+    """Use Nesterov momentum."""
     ns_steps: Annotated[int, Bound(least=1, most=100)] = 5
     """Newton-Schulz iterations."""
     ns_dtype: Literal["bf16", "fp32"] = "bf16"

@@ -36,7 +36,7 @@ class Profile:
     """The profile of one average."""
 
     time: float
-    """When it ends, above 0."""
+    """Time at which it ends, above 0."""
     sigma_rel: float
 
 

@@ -33,7 +33,7 @@ class RawDenoiser(Protocol):
 
     @property
     def prediction(self) -> str:
-        """What it predicts, a key of `PREDICTIONS`."""
+        """The network's prediction, a key of `PREDICTIONS`."""
 
     @property
     def schedule(self) -> NoiseSchedule:
