@@ -152,7 +152,7 @@ class Opened:
 def open_evaluation(
     config: JobConfig, objective: Objective, device: torch.device
 ) -> Evaluation | None:
-    """The reference, features and sampler settings of [evaluation]; None if off. Collective."""
+    """The feature network and the reference of [evaluation]; None if disabled. Collective."""
     if not config.evaluation.every:
         return None
     # Imported late: readers of pictures, which a run without it does not need.

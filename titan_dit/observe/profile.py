@@ -95,7 +95,7 @@ class Profile:
         return self.recording and (stopped or self.taken == first + 2 * steps - 1)
 
     def write(self) -> list[str]:
-        """Write the finished profile, or the pipeline's timeline; return console lines."""
+        """Write the profile, the pipeline's timeline or both, if finished; return console lines."""
         lines: list[str] = []
         try:
             if self.span:
