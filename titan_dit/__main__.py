@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def uncaught(options: type[Section]) -> Callable[..., Section]:
-    """Make `options` a function for tyro, which would draw the UserError of a class as a box."""
+    """Wrap `options` in a function: tyro would catch the UserError of a class and draw a box."""
     # tyro takes no default factories from a function.
     made = {
         f.name: f.default_factory()

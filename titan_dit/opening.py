@@ -54,7 +54,7 @@ class Opened:
 
     @property
     def steps(self) -> int:
-        """Of the whole run."""
+        """Optimizer steps of the whole run."""
         return self.config.training.steps
 
     def lines(self, built: Built, device: torch.device, step: int) -> Iterator[str]:
@@ -104,13 +104,26 @@ class Opened:
         seed = config.job.seed
         scores = self.evaluation is not None and due(config.evaluation.every)
         if self.validation_set and (due(config.validation.every) or not scores):
-            given = self.validation_set, self.objective, executor, share
-            size = self.plan.padded_samples_per_rank
-            found |= losses_of_all(*given, ema, alive, seed, size)
+            found |= losses_of_all(
+                self.validation_set,
+                self.objective,
+                executor,
+                share,
+                ema,
+                alive,
+                seed,
+                batch_size=self.plan.padded_samples_per_rank,
+            )
         if self.evaluation and scores:
-            drawn = self.objective, executor.predict, config.sampling, seed
             with ema.swapped_in():
-                found |= self.evaluation.scores(*drawn, share, alive)
+                found |= self.evaluation.scores(
+                    self.objective,
+                    executor.predict,
+                    config.sampling,
+                    seed,
+                    share,
+                    alive,
+                )
         return found
 
     def parts(self) -> dict[str, object]:
@@ -139,7 +152,7 @@ class Opened:
 def open_evaluation(
     config: JobConfig, objective: Objective, device: torch.device
 ) -> Evaluation | None:
-    """What [evaluation] scores with; None if it is disabled. Collective."""
+    """The feature network and the reference of [evaluation]; None if disabled. Collective."""
     if not config.evaluation.every:
         return None
     # Imported late: readers of pictures, which a run without it does not need.
@@ -167,15 +180,14 @@ def open_run(config: JobConfig, world: World) -> Opened:
     source = data.open_surveyed(on_first(data.survey))
     check_source(source, data.name)
     objective = config.objective.build(config.model, source.facts)
-    parts = plan, objective, source.fields, data.name
-    validate_parts(*parts, source, previews=bool(config.sampling.every))
+    validate_parts(
+        plan, objective, source.fields, data.name, source, previews=bool(config.sampling.every)
+    )
     if config.sampling.every:
         objective.check_preview(config.sampling)
     check_optimizer(plan, objective, config.optimizer)
-    num = validation.held_out_of(has_part=data.has_validation_part)
-    chosen = job.seed, num, job.data_order
-    held_out = on_first(lambda: held_out_rows(source, *chosen))
-    sets = validation, data, source, held_out
+    count = validation.held_out_of(has_part=data.has_validation_part)
+    held_out = on_first(lambda: held_out_rows(source, job.seed, count, job.data_order))
     epochs = source.order(job.seed, held_out, job.data_order)
     training = config.training.resolved(epochs.num_rows)
     config = replace(config, training=training)
@@ -187,7 +199,7 @@ def open_run(config: JobConfig, world: World) -> Opened:
         source,
         objective,
         epochs,
-        open_checked(*sets, job, job.folder, world),
+        open_checked(validation, data, source, held_out, job, job.folder, world),
         open_evaluation(config, objective, world.device),
         run_identity.Identity(config_file.to_tables(config), source.facts.as_json(), len(held_out)),
     )

@@ -87,7 +87,7 @@ class RunPlan:
 
     @property
     def tensor_plan(self) -> TensorPlan:
-        """How tp splits the model; without a plan function, not at all."""
+        """The tensor-parallel plan; without a plan function nothing is split."""
         if self.tensor_plan_function is None:
             return uncut(len(self.spec.stream))
         return self.tensor_plan_function(self.parallel.sequence_parallel)
@@ -99,13 +99,13 @@ class RunPlan:
 
     @property
     def whole_microbatches(self) -> int:
-        """Microbatches for a rank's share, the last one possibly not full."""
+        """Microbatches for a rank's share; the last one may not be full."""
         size = self.wanted_microbatch_size or (1 if self.sizes.pp > 1 else self.samples_per_rank)
         return -(-self.samples_per_rank // size)
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Microbatches per rank: the fewest that hold its share and that the schedule supports."""
+        """Microbatches per rank: the fewest that hold its share and that the schedule accepts."""
         least, pp = self.whole_microbatches, self.sizes.pp
         if pp == 1:
             return least
@@ -146,7 +146,7 @@ class RunPlan:
 
     @property
     def splits_backward(self) -> bool:
-        """True if the pipeline computes any input and weight gradients separately."""
+        """True if the pipeline order computes some input and weight gradients separately."""
         if self.sizes.pp > 1 and (order := self.order_of_file):
             return any(a.kind is Kind.BACKWARD_INPUT for actions in order for a in actions)
         return self.sizes.pp > 1 and schedule_of(self.pipeline.schedule).splits_backward
@@ -163,7 +163,7 @@ class RunPlan:
 
     @property
     def decides_at_run_time(self) -> bool:
-        """True if the ranks of a pipeline run whatever has arrived."""
+        """True for a run-time order: pipeline ranks run what has arrived."""
         return self.sizes.pp > 1 and self.pipeline.order == "run_time"
 
     @cached_property
@@ -187,8 +187,13 @@ class RunPlan:
             return (range(model_spec.num_layers),)
         if split:
             return layers_of_stages(check_split(split, model_spec.num_layers, self.num_stages))
-        costs = {"embed": model_spec.embed_cost, "head": model_spec.head_cost}
-        return layers_of_stages(split_layers(model_spec.num_layers, self.num_stages, **costs))
+        balanced = split_layers(
+            model_spec.num_layers,
+            self.num_stages,
+            embed=model_spec.embed_cost,
+            head=model_spec.head_cost,
+        )
+        return layers_of_stages(balanced)
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
         """The stages of a pipeline rank."""
@@ -200,8 +205,8 @@ class RunPlan:
     def order(self, num_microbatches: int) -> Order:
         """The actions of every pipeline rank for `num_microbatches`.
 
-        Those of a file, which is for a training step, if it has as many; else the schedule's. A
-        run-time order keeps to the rules of the schedule's (`schedules.decide`).
+        The order of a file (made for a training step) if it has as many microbatches, else the
+        schedule's. A run-time order follows rules derived from the latter (`schedules.decide`).
         """
         if (order := self.order_of_file) and _microbatches_of(order) == num_microbatches:
             return order

@@ -27,7 +27,7 @@ MODULES = (
     "titan_dit.train",
     "titan_dit.trainer",
 )
-"""What a run imports late; what these import comes with them."""
+"""Modules that a run imports late; their own imports come with them."""
 
 for module in MODULES:
     importlib.import_module(module)

@@ -44,18 +44,18 @@ class TrainedModel:
     network: Model
     """In eval mode, fp32."""
     weights: str
-    """Loaded weights: "ema 0.9999", "model", or of `ema` "sigma_rel 0.075 of step 4096"."""
+    """Loaded weights: "ema 0.9999", "model", or "sigma_rel 0.075 of step 4096" (made by `ema`)."""
     spec: ModelSpec
-    """Of the network."""
+    """The network's ModelSpec."""
 
     @property
     def device(self) -> torch.device:
-        """Where the network is."""
+        """The network's device."""
         return next(self.network.parameters()).device
 
     @cached_property
     def model(self) -> nn.Module:
-        """Called as `model(x, t, y)` for a diffusion, see `LatentNetwork`; else `network`."""
+        """For a diffusion `LatentNetwork`, called as `model(x, t, y)`; else `network`."""
         if isinstance(self.objective, Diffusion):
             return LatentNetwork(self.network, self.objective).eval()
         return self.network
@@ -77,9 +77,9 @@ class LatentNetwork(nn.Module):
     ) -> Float[Tensor, "b k h w"]:
         """Predict for noisy latents `x` in the model's units, (stored - shift) * scale.
 
-        `t`: 0 to `diffusion.path.last_timestep`, as the network takes it; `noise_level` of the path
-        tells which end is noise. `y`: labels; -1 is unconditional. k: the channels of x, and as
-        many again with a learned sigma.
+        `t`: 0 to `diffusion.path.last_timestep`, as the network takes it; the path's `noise_level`
+        says which end is noise. `y`: labels; -1 is unconditional. k: the channels of x, twice as
+        many with a learned sigma.
         """
         model = self.diffusion.model
         given = {"tokens": model.tokenize(x), "timestep": t, "labels": y}
@@ -122,7 +122,7 @@ def load_trained(
     """Build a checkpoint's network and load its "ema" or "model" weights.
 
     `decay` selects the EMA; None: the first. Without any EMA, "ema" falls back to "model". `trust`:
-    import the modules that its config names, which is else refused.
+    import the modules that its config names; without it they are refused.
     """
     known = Known.of(path, trust)
     model = known.outline()
@@ -142,7 +142,7 @@ def load_trained(
 
 @dataclass(frozen=True)
 class Known:
-    """What a checkpoint's record says of its network."""
+    """A checkpoint's network, as its record describes it."""
 
     path: Location
     record: Mapping[str, Any]
@@ -152,7 +152,7 @@ class Known:
 
     @classmethod
     def of(cls, path: Location, trust: bool) -> Known:
-        """Read the record; tells which code of the user's it imports."""
+        """Read the record, and print which modules of the user it imports."""
         record = read_record(path)
         tables = config_file.of_record(record)
         dotted_names.check_trusted(tables, str(path), trust, USED)
@@ -177,7 +177,7 @@ class Known:
         return self.objective.build(self.model, self.objective.facts(self.record["data"]))
 
     def label(self, loaded: str) -> str:
-        """What was loaded, also of an average that `ema` made."""
+        """Label of the loaded weights; for an average made by `ema`, its sigma_rel and step."""
         if averaged := self.record.get("averaged"):
             return f"sigma_rel {averaged['sigma_rel']} of step {averaged['step']}"
         return loaded
@@ -195,11 +195,11 @@ class SavedWeights:
     model_config: ModelConfig
     objective: Objective
     weights: str
-    """As in `TrainedModel`."""
+    """Label of the weights, see `TrainedModel.weights`."""
     tensors: OnDemand
     """The parameters, by name; adapters are merged."""
     saved: Weights
-    """What they are read from."""
+    """The checkpoint's parameters, from which `tensors` reads."""
 
     @property
     def path(self) -> Location:
@@ -208,16 +208,16 @@ class SavedWeights:
 
     @property
     def record(self) -> Mapping[str, Any]:
-        """Of the checkpoint."""
+        """The checkpoint's record."""
         return self.saved.record
 
     @property
     def step(self) -> int:
-        """Of the checkpoint."""
+        """The checkpoint's step."""
         return int(self.record["step"])
 
     def diffusion(self, command: str) -> Diffusion:
-        """As `TrainedModel.diffusion`."""
+        """See `TrainedModel.diffusion`."""
         return as_diffusion(self.objective, self.path, command)
 
 

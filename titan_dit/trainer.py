@@ -61,8 +61,13 @@ class Trainer:
         self.mesh = Mesh(plan.sizes, device.type)
         self.built = built = build(plan, self.objective, self.mesh, device)
         self.executor, self.parameters = built.executor, built.parameters
-        sizes = plan.global_batch_size, plan.spec.num_tokens, built.flops_per_sample
-        self.work = Work(*sizes, world.size, peak_tflops(device, plan.precision.dtype))
+        self.work = Work(
+            plan.global_batch_size,
+            plan.spec.num_tokens,
+            built.flops_per_sample,
+            world.size,
+            peak_tflops(device, plan.precision.dtype),
+        )
 
         self.optimizer = build_optimizer(self.parameters, config.optimizer, plan.spec, built.copies)
         self.ema = EMA(self.parameters, config.ema)
@@ -76,8 +81,9 @@ class Trainer:
         self.meter, self.recompiles = Meter(), Recompiles()
         self.collector = Collector(config.training.gc_every)
         self.stop = StopRequest(world.size, device)
-        limits = config.faults.step_timeout_s, groups.set_timeouts
-        self.watchdog = Watchdog(self.folder, world.rank, *limits)
+        self.watchdog = Watchdog(
+            self.folder, world.rank, config.faults.step_timeout_s, groups.set_timeouts
+        )
         self.profile = Profile(config.profile, self.folder, world.rank, device, built.recording)
         self.sample_log: SampleLog | None = None
         self.row: Row = {}
@@ -87,8 +93,13 @@ class Trainer:
         saves_in = self.checkpoints.folder if self.config.checkpoint.every else None
         with self.watchdog, run_lock.hold_locks(self.folder, saves_in, self.say):
             self.resume()
-            start = self.step, self.config.job.initial_weights
-            replicas.check(self.config.faults, self.parameters, self.mesh, *start)
+            replicas.check(
+                self.config.faults,
+                self.parameters,
+                self.mesh,
+                self.step,
+                drawn_by=self.config.job.initial_weights,
+            )
             self.open_run_directory()
             with self.stop, self.collector:
                 self.train()
@@ -195,8 +206,14 @@ class Trainer:
         """This rank's share of every global batch from the cursor on."""
         share, rows = self.data_share, self.plan.padded_samples_per_rank
         order = RankOrder(self.batch_plan, self.epochs, share.rank, share.num_ranks, rows)
-        given = self.source, order, self.cursor, self.objective.inspect, share.device
-        return loader.load(*given, workers=self.config.data.workers)
+        return loader.load(
+            self.source,
+            order,
+            self.cursor,
+            self.objective.inspect,
+            share.device,
+            workers=self.config.data.workers,
+        )
 
     def train_step(self, batch: Batch) -> tuple[Tensor, Tensor, float]:
         """One optimizer step; return (this rank's share of the loss, gradient norm, lr).
@@ -206,12 +223,17 @@ class Trainer:
         config = self.config
         rng = SampleRNG(config.job.seed, batch.sample_numbers)
         loss = self.executor.step(self.built.prepare(batch, rng), self.guard.loss_scale)
-        rates = config.lr_schedule, config.optimizer.lr
-        lr = learning_rate(*rates, self.step, config.training.steps)
+        lr = learning_rate(
+            config.lr_schedule, config.optimizer.lr, self.step, config.training.steps
+        )
         with self.profile.mark(OPTIMIZER):
-            clipping = config.training.max_grad_norm, self.stop.flag()
-            fuses = config.compile.enabled and loss.is_cuda
-            grad_norm = clip_norm(self.parameters.values(), *clipping, fuses, self.guard.loss_scale)
+            grad_norm = clip_norm(
+                self.parameters.values(),
+                config.training.max_grad_norm,
+                beside=self.stop.flag(),
+                compiled=config.compile.enabled and loss.is_cuda,
+                loss_scale=self.guard.loss_scale,
+            )
             bad = self.guard.check(self.step, self.cursor, loss, grad_norm)
             apply_gradients(self.optimizer, lr, skip=bad)
             self.ema.update(self.step, skip=bad)
@@ -235,7 +257,12 @@ class Trainer:
     def report(self, reading: Reading, lr: float, validated: Row) -> None:
         """Log and print a row of metrics; `validated` holds its validation losses, if any."""
         row = self.row = validated | row_of(
-            *(self.step, self.cursor, reading.loss, reading.smooth_loss, reading.grad_norm, lr),
+            self.step,
+            self.cursor,
+            reading.loss,
+            reading.smooth_loss,
+            reading.grad_norm,
+            lr,
             times=self.meter.read(),
             work=self.work,
             peak_gib=peak_gib(self.world.device),
@@ -253,8 +280,16 @@ class Trainer:
         numbers = self.batch_plan(begin)[0][0], self.batch_plan(cursor)[1]
         bad = rollback.BadSteps(first, last, numbers)
         with self.watchdog.slow("rolling back"), self.meter.paused():
-            context = self.checkpoints, self.config.job, self.config.faults, bad
-            self.continue_from(restore.rolled_back(*context, self.tensors(), self.ema, self.say))
+            progress = restore.rolled_back(
+                self.checkpoints,
+                self.config.job,
+                self.config.faults,
+                bad,
+                self.tensors(),
+                self.ema,
+                self.say,
+            )
+            self.continue_from(progress)
         self.log.add(fault_log.FILE, fault_log.rollback(last, self.step, *numbers))
         self.log.forget_after(self.step)
         self.open_sample_log()
@@ -262,15 +297,15 @@ class Trainer:
 
     def validate(self) -> Row:
         """Validation losses of the weights and of every EMA; scores of drawn pictures."""
-        given = self.executor, self.data_share, self.ema
         with self.paused("validating") as alive:
-            return self.opened.measured(*given, self.due, alive)
+            return self.opened.measured(self.executor, self.data_share, self.ema, self.due, alive)
 
     def preview(self) -> None:
         """Draw the preview, split over the data ranks, with the first EMA; then the loss curve."""
-        given = self.config.sampling, self.config.job.seed, self.data_share
         with self.paused("drawing"), self.ema.swapped_in():
-            preview = self.objective.preview(self.executor.predict, *given)
+            preview = self.objective.preview(
+                self.executor.predict, self.config.sampling, self.config.job.seed, self.data_share
+            )
             self.log.show(self.step, preview)
             self.log.draw_curve()
 
@@ -316,8 +351,16 @@ class Trainer:
 
     def resume(self) -> None:
         """Load the checkpoint selected by [checkpoint] resume, if there is one."""
-        context = self.checkpoints, self.config.job, self.config.checkpoint, self.identity
-        if progress := restore.resumed(*context, self.tensors(), self.ema, self.say):
+        progress = restore.resumed(
+            self.checkpoints,
+            self.config.job,
+            self.config.checkpoint,
+            self.identity,
+            self.tensors(),
+            self.ema,
+            self.say,
+        )
+        if progress:
             self.continue_from(progress)
 
     def continue_from(self, progress: Progress) -> None:
@@ -328,21 +371,33 @@ class Trainer:
     def open_sample_log(self) -> None:
         """Start the sample log if [faults] log_samples is set."""
         if self.config.faults.log_samples:
-            place = self.folder, self.mesh.data_rank, self.mesh.sizes.data
-            self.sample_log = SampleLog.begin(*place, writes=self.mesh.speaks_for_samples)
+            self.sample_log = SampleLog.begin(
+                self.folder,
+                self.mesh.data_rank,
+                self.mesh.sizes.data,
+                writes=self.mesh.speaks_for_samples,
+            )
 
     def open_run_directory(self) -> None:
         """Write the resolved config, open the metrics and print the first console lines."""
         config, world = self.config, self.world
         self.log.open(self.identity.config, config.metrics, self.step)
         if world.is_main and not self.ledger.skipped:
-            (self.folder / rollback.FILE).unlink(missing_ok=True)  # Of a deleted run.
+            (self.folder / rollback.FILE).unlink(missing_ok=True)  # Left by a deleted run.
         self.open_sample_log()
         if self.validation_set and world.is_main:
             self.validation_set.remember(self.folder)
         self.say(*self.opened.lines(self.built, world.device, self.step))
         if world.is_main:
             self.say(*self.opened.hints(self.built, world.device))
-        seen = self.identity.config, self.tensors()["model"]
-        run = config.job.name, self.folder, config.training.steps, world.rank, world.size
-        self.hooks.show(Run(*run, *seen))
+        self.hooks.show(
+            Run(
+                name=config.job.name,
+                folder=self.folder,
+                steps=config.training.steps,
+                rank=world.rank,
+                num_ranks=world.size,
+                config=self.identity.config,
+                parameters=self.tensors()["model"],
+            )
+        )

@@ -91,7 +91,7 @@ def test_a_key_is_shown_with_its_kind_value_and_meaning():
 def test_a_wrong_config_is_named_before_the_help():
     said = help_text.help_of(["--config", "digits", "--training.step", "1"])
     assert said.startswith("[training] step: unknown key. Did you mean steps?\n")
-    assert "The value is that of digits.toml" in said
+    assert "Values are those of digits.toml" in said
     assert help_text.help_of(["--dry-run", "x", "--config", "digits"]).startswith("--dry-run x: ")
 
 

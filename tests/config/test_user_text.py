@@ -70,8 +70,8 @@ def test_lines_are_read_up_to_a_limit(tmp_path):
     [
         ("a.png,a cat, on a mat", r"row 2 \(line 3\): 3 fields for 2 columns"),
         ("a.png", r"row 2 \(line 3\): 1 fields for 2 columns"),
-        ('a.png,"a cat', "line 3: no CSV"),
-        ('a.png,"a" cat', "line 3: no CSV"),
+        ('a.png,"a cat', "line 3: not CSV"),
+        ('a.png,"a" cat', "line 3: not CSV"),
     ],
 )
 def test_a_row_of_csv_has_a_field_for_each_column(tmp_path, row, said):

@@ -216,7 +216,9 @@ def test_what_does_not_fit_is_one_line(runs):
     assert "it has 10 classes, [data] 7" in nameless
     assert f'reinitialize = ["{CLASS_TABLE}"]' in nameless
     assert '"nose.*" matches none of the parameters' in typo
-    assert f"{CLASS_TABLE} would begin anew and never be trained: [lora] freezes it" in untrained
+    assert (
+        f"{CLASS_TABLE} would get new values and never be trained: [lora] freezes it" in untrained
+    )
     others = "he weights were trained with others: [model] heads: 4 -> 2"
     assert by_number == "classes: all 7 by number, because only one side has names"
     assert warning == f"warning: [checkpoint] init: t{others}"

@@ -32,7 +32,7 @@ from titan_dit.config.section import UserError
 from titan_dit.launcher.ranks import Failed, Ranks
 
 SMALL = 4 << 20
-"""Bytes of `.metadata` that every load compares with tensors.json: half a second, 20,000 chunks."""
+"""Maximum bytes of a `.metadata` that every load compares with tensors.json: 0.5 s."""
 
 
 def write(
@@ -163,9 +163,9 @@ def check_fits(path: Location, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_into(tensors: TensorTree, path: Location, ranks: Ranks | None = None) -> None:
-    """`load` without its checks: names and shapes are known to fit, and files to be whole.
+    """`load` without its checks: the tensors are known to fit, and the files to be undamaged.
 
-    Raises what the first rank that failed has raised, such as OSError.
+    Raises the exception of the first rank that failed, such as OSError.
     """
     ranks = ranks or Ranks()
     alone = ranks.count == 1
@@ -175,7 +175,7 @@ def read_into(tensors: TensorTree, path: Location, ranks: Ranks | None = None) -
         try:
             reader = Reader(path, read_manifest(path)["files"])
             state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=alone)
-        except CheckpointException as error:  # It is no Exception: no caller would catch it.
+        except CheckpointException as error:  # A BaseException: no caller would catch it.
             cause, _ = next(iter(error.failures.values()))
             raise cause from None
 
@@ -216,7 +216,7 @@ def damaged_files(
 ) -> list[str]:
     """Names of files whose size or SHA-256 differs from the manifest; ranks share the work.
 
-    If none does, what `wrong_contents` finds.
+    If all are equal, the result of `wrong_contents`.
 
     `read` gets the bytes of each file that has been read.
     """
@@ -232,10 +232,10 @@ def damaged_files(
 def wrong_contents(
     path: Location, files: Mapping[str, Any], largest: float = math.inf
 ) -> list[str]:
-    """What is wrong with the tables of a checkpoint's tensors; at most one line.
+    """Errors in tensors.json and `.metadata`, at most one line.
 
-    No command reads `.metadata` where there is tensors.json, but torch's tools do, and run what is
-    in it: it is compared, up to `largest` bytes.
+    Commands read `.metadata` only in checkpoints without tensors.json, but torch's tools unpickle
+    it, which can run code. So it is compared with tensors.json, if it has at most `largest` bytes.
     """
     reader = Reader(path, files)
     try:

@@ -1,7 +1,4 @@
-"""A checkpoint that is a weighted sum of others, made a few tensors at a time.
-
-Only a group of tensors is in memory.
-"""
+"""Write a checkpoint that is a weighted sum of others; one group of tensors is in memory."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ from titan_dit.system.files import reason_of
 
 Shapes: TypeAlias = dict[str, tuple[torch.Size, torch.dtype]]
 GROUP = 1 << 22
-"""Elements of a group: at least these, and a 32nd of the model. Each takes 12 bytes, and 4 more for
-every average of a checkpoint."""
+"""Maximum elements of a group, or 1 / LARGEST_SHARE of the model if that is more. An element takes
+12 bytes, and 4 more for every average of a checkpoint."""
 LARGEST_SHARE = 32
 CHUNK = 1 << 20
 """Elements that are converted to fp64 at once."""

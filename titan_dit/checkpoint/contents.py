@@ -1,7 +1,7 @@
-"""What tensors a checkpoint holds, and where: tensors.json, and older checkpoints' `.metadata`.
+"""The table of a checkpoint's tensors: tensors.json, or `.metadata` in older checkpoints.
 
-Checkpoints are shared between people. torch's `.metadata` is a pickle, which can run code as it is
-read: it is written for torch's own tools. Commands read tensors.json, which says the same:
+Checkpoints are shared between people. torch's `.metadata` is a pickle, which can run code when it
+is read: it is written only for torch's own tools. Commands read the same table from tensors.json:
 
     {"format": "titan_dit.tensors/1", "files": ["__0_0.distcp"], "tensors":
      {"model.w": {"dtype": "float32", "shape": [4, 2], "chunks": [[0, 0, 1234, 0, 0, 4, 2]]}}}
@@ -36,11 +36,11 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """Dtypes of a checkpoint's tensors, by name."""
 LARGEST = 2**63 - 1
-"""Bytes of a tensor, at most."""
+"""Maximum bytes of a tensor."""
 DIMS = 64
-"""Dims of a tensor, at most: that of kernels of torch."""
+"""Maximum dims of a tensor, the limit of torch's kernels."""
 AROUND = 1 << 16
-"""Bytes that torch.save adds to a tensor's, at most."""
+"""Maximum bytes that torch.save adds to those of a tensor."""
 SCHEMA = {
     "format": str,
     "files": tuple[str, ...],
@@ -68,7 +68,7 @@ class Contents:
     tensors: Mapping[str, Entry]
 
     def placed(self) -> dict[str, Any]:
-        """The same in an order of its own, to compare."""
+        """Name -> (dtype, shape, sorted chunks), equal for equal tables in any order."""
         return {
             name: (
                 entry.dtype,
@@ -107,7 +107,7 @@ def as_json(metadata: Any, places: Mapping[Any, Any]) -> bytes:
 def parse(data: bytes, files: Mapping[str, Mapping[str, Any]]) -> Contents:
     """Read tensors.json; `files` are those of the manifest. Raises UserError for a wrong value."""
     try:
-        # Not `parse_json`: of 1,024 ranks it would look at a million chunks once more.
+        # Not `parse_json`, which walks through all values: 1,024 ranks have a million chunks.
         values = json.loads(data, object_pairs_hook=user_text.once)
     except (ValueError, RecursionError) as error:
         raise UserError(f"it is not valid JSON: {error}") from None
@@ -156,7 +156,7 @@ def entry_of(name: str, table: Mapping[str, Any]) -> Entry:
 def check_chunks(name: str, entry: Entry, ends: Sequence[int], left: list[int]) -> None:
     """Raise UserError unless the chunks make up the tensor and lie in their files.
 
-    `ends`: bytes of each file; `left`: those that no chunk before has taken, which are reduced.
+    `ends`: bytes of each file. `left`: bytes of each file not yet taken by a chunk; updated here.
     """
     num_dims, shape, size = len(entry.shape), entry.shape, entry.dtype.itemsize
     elements, starts = 0, set()

@@ -16,7 +16,7 @@ from titan_dit.checkpoint.store import Location, store_of
 from titan_dit.checkpoint.torch_files import Writer
 
 Group: TypeAlias = tuple[TensorTree, Callable[[], TensorTree]]
-"""The outline of some tensors, and a function that makes them."""
+"""(outline of some tensors, function that makes them)."""
 
 
 def write(final: Location, record: Mapping[str, Any], groups: Sequence[Group]) -> None:
@@ -32,7 +32,7 @@ def write(final: Location, record: Mapping[str, Any], groups: Sequence[Group]) -
 
 
 def write_groups(final: Location, record: Mapping[str, Any], groups: Sequence[Group]) -> None:
-    """`write`; on an error the folder is left."""
+    """`write` without its clean-up after an error."""
     outlines = [plan_locally(tree, not number) for number, (tree, _) in enumerate(groups)]
     whole = GlobalPlan()
     choices = whole.choose([pickle.dumps(local.plan) for local in outlines])
@@ -56,5 +56,5 @@ def write_group(
 
 
 def outline(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor of a shape without memory: a plan looks at nothing else."""
+    """A tensor of this shape and dtype that takes no memory: planning reads no values."""
     return torch.zeros((), dtype=dtype).expand(shape)

@@ -33,7 +33,7 @@ CLASSES = {
     ("pathlib._local", "PosixPath"),
     ("pathlib._local", "WindowsPath"),
 }
-"""(module, name) of all that DCP puts into a checkpoint's metadata, besides dtypes."""
+"""(module, name) of all classes in DCP's checkpoint metadata; dtypes are allowed, too."""
 
 
 OPCODES = (
@@ -43,11 +43,11 @@ OPCODES = (
     *("EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT"),
     *("MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL"),
 )
-"""Opcodes that make plain values; `Plain` has its own of calls, states and entries of dicts."""
+"""Opcodes of plain values, run as by Python. `Plain` overrides calls, states and dict entries."""
 
 
 class Name:
-    """A name that a pickle imports: of a class, or of a dtype."""
+    """An imported name, which stands for a class or a dtype."""
 
     __slots__ = ("is_class", "name")
 
@@ -56,7 +56,7 @@ class Name:
 
 
 class Instance:
-    """What a pickle makes of a class: its arguments, and the state that it is given."""
+    """A recorded call of a class: the arguments, and the state that the pickle sets."""
 
     __slots__ = ("arguments", "name", "state")
 
@@ -82,7 +82,7 @@ def check_keys(keys: Sequence[Any]) -> None:
 
 
 PYTHONS: Mapping[int, Callable[[Any], None]] = pickle._Unpickler.dispatch
-"""What Python's own unpickler does, by opcode."""
+"""Opcode -> method of Python's own unpickler."""
 
 
 def code(name: str) -> int:
@@ -92,10 +92,10 @@ def code(name: str) -> int:
 
 
 class Plain(pickle._Unpickler):
-    """Python's own unpickler with few opcodes: those with which DCP's metadata are written.
+    """Python's own unpickler, restricted to the opcodes of DCP's metadata.
 
-    The unpickler in C would apply a state to whatever is on its stack, and fill memory for the
-    index of a memo.
+    The unpickler in C would apply a state to any object on its stack, and a large memo index would
+    fill the memory.
     """
 
     stack: list[Any]
@@ -142,18 +142,18 @@ class Plain(pickle._Unpickler):
 
 
 def load(data: bytes) -> Any:
-    """What a pickle makes, of plain values and `Instance`s."""
+    """Load a pickle as plain values and `Instance`s. Raises UnpicklingError."""
     try:
         return Plain(io.BytesIO(data)).load()
     except pickle.UnpicklingError:
         raise
-    except Exception:  # Of Python's unpickler: an opcode that has no row, an empty stack.
+    except Exception:  # Raised by Python's unpickler: an unknown opcode, an empty stack.
         what = "it is cut off, or has opcodes that DCP never writes"
         raise pickle.UnpicklingError(what) from None
 
 
 def read(data: bytes) -> dict[str, Any]:
-    """The values of tensors.json that a `.metadata` stands for.
+    """Convert a `.metadata` to the values of tensors.json.
 
     Raises UnpicklingError if it imports another name, and any exception if it is damaged.
     """

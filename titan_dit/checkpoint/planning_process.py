@@ -1,7 +1,6 @@
 """Planning in a process of its own: with a thousand ranks it is a minute of Python.
 
-In the rank's own process that minute would hold Python's lock (GIL), which training needs to launch
-its kernels.
+In the rank's own process that minute would hold the GIL, which training needs to launch kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 READY = "ready"
 START_S = 120.0
-"""Limit of its start: imports from a slow disk. Then the rank plans itself."""
+"""Maximum seconds of its start: imports from a slow disk. After that the rank plans itself."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -38,7 +37,7 @@ class PlanningProcess:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C asks the ranks for a last checkpoint.
+            start_new_session=True,  # Ctrl-C must not end it: the ranks save a last checkpoint.
         )
         if not self.is_ready():
             raise OSError(f"the planning process does not start: {self.end()}")
@@ -68,13 +67,13 @@ class PlanningProcess:
         return answer
 
     def is_ready(self) -> bool:
-        """Wait for the process's first words, up to START_S."""
+        """Wait for the process's first message, up to START_S."""
         assert self.process.stdout
         if not select.select([self.process.stdout], [], [], START_S)[0]:
             return False
         try:
             return bool(self.answer() == READY)
-        except Exception:  # What else was printed there is no pickle, and loads as anything.
+        except Exception:  # Other output on stdout is no pickle; loading it can raise anything.
             return False
 
     def answer(self) -> Any:
@@ -86,7 +85,7 @@ class PlanningProcess:
             raise EOFError from None
 
     def end(self) -> str:
-        """End the process; its exit code and the last line that it wrote."""
+        """End the process; return its exit code and the last line of its stderr."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=1)  # Its own exit code.
         self.close()
@@ -114,7 +113,7 @@ def main() -> None:
         signal.signal(signal.Signals[name], signal.SIG_IGN)
     os.nice(5)  # The ranks come first.
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # What a library prints is no answer.
+    os.dup2(2, 1)  # A library's prints must not mix with the answers.
     from titan_dit.checkpoint.save_plan import GlobalPlan
 
     gc.disable()  # Millions of small objects, none in a cycle.

@@ -28,22 +28,22 @@ from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.launcher.ranks import Ranks
 
 LARGE_BYTES = 4 << 20
-"""Local plans of all ranks, pickled, above which a process of its own is worth its start: about
-20,000 shards, 2 s of Python."""
+"""Minimum bytes of all ranks' pickled local plans for which a process is started: about 20,000
+shards, 2 s of Python."""
 
 Digests: TypeAlias = tuple[bytes, bytes | None]
-"""Of a rank's part now, and of all ranks' parts when they were last used."""
+"""(digest of this rank's part now, digest of all ranks' parts at the last save)."""
 
 
 class Plans:
-    """A rank's part of the plan, on rank 0 the metadata, and the digests that they belong to."""
+    """A rank's part of the plan, the metadata on rank 0, and the digests they were made for."""
 
     def __init__(self) -> None:
         self.planned_for: bytes | None = None
         """Digest of all local plans."""
         self.choice: Choice = []
         self.planner: GlobalPlan | PlanningProcess | None = None
-        """On rank 0, from the choice to the metadata."""
+        """Set on rank 0 between `choose` and `finish`."""
         self.is_planning = False
         """True while rank 0 has a planner."""
         self.described_for: bytes | None = None
@@ -51,7 +51,7 @@ class Plans:
         self.metadata: Described = {}
 
     def plan(self, tensors: TensorTree, ranks: Ranks) -> tuple[LocalPlan, SavePlan]:
-        """This rank's local plan, and what of it the rank writes. Collective."""
+        """This rank's local plan, and the part of it that this rank writes. Collective."""
         mine: list[LocalPlan] = []
 
         def offer() -> Digests:
@@ -87,9 +87,9 @@ class Plans:
     def describe(
         self, local: LocalPlan, results: Any, digests: Sequence[Digests], ranks: Ranks
     ) -> Described:
-        """As `GlobalPlan.describe`, on rank 0. Collective; `digests` are those of `results`."""
+        """`GlobalPlan.describe` on rank 0. Collective. `digests`: of all ranks' `results`."""
         if not agree(digests):
-            if not self.is_planning:  # The shards have other places in the same files.
+            if not self.is_planning:  # The same shards, at other offsets in their files.
                 planned_for = self.planned_for
                 self.make(local, ranks)
                 self.planned_for = planned_for
@@ -106,7 +106,7 @@ class Plans:
         self.planner = None
 
     def digests(self, results: Any) -> Digests:
-        """What `describe` compares of a rank."""
+        """This rank's digests for `describe`; `results`: where its items were written."""
         return digest_of(results), self.described_for
 
     def close(self) -> None:
@@ -128,5 +128,5 @@ def whole(offers: Sequence[Digests]) -> bytes:
 
 
 def agree(offers: Sequence[Digests]) -> bool:
-    """Return True if every rank has last used what all ranks hold now."""
+    """Return True if all ranks' parts are those of every rank's last save."""
     return {before for _, before in offers} == {whole(offers)}

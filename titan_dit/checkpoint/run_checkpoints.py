@@ -37,7 +37,7 @@ class Checkpoints:
     """The folders `step-00000100`, `step-00000200`, ...; at most one save runs at a time."""
 
     kind, rarer = "checkpoint", "a larger [checkpoint] every"
-    """What is saved and which key makes saves rarer, for messages."""
+    """Noun for what is saved, and the key that makes saves rarer, for messages."""
 
     def __init__(self, folder: Location, settings: CheckpointConfig | None = None) -> None:
         self.folder = folder
@@ -50,7 +50,7 @@ class Checkpoints:
         self.failures: list[str] = []
         """Causes of the failed saves since the last good one."""
         self.snapshots: Snapshots | None = None
-        """Of the run's averages, saved beside its checkpoints."""
+        """Snapshots of the run's power-function averages, saved beside its checkpoints."""
 
     def folders(self) -> list[Location]:
         """Every folder with a checkpoint's name, complete or damaged, oldest first."""
@@ -63,7 +63,7 @@ class Checkpoints:
         return [path for path in self.folders() if store.has(path / MANIFEST)]
 
     def takes_snapshot(self, step: int) -> bool:
-        """Whether `save` saves a snapshot of the averages after `step`."""
+        """True if `save` saves a snapshot of the averages after `step`."""
         return self.snapshots is not None and self.snapshots.is_due(step)
 
     def newest(self) -> Location | None:
@@ -75,7 +75,7 @@ class Checkpoints:
     ) -> Location:
         """Start saving the checkpoint of `step`; return its final path. Collective.
 
-        A snapshot of the averages that is due is saved before; without `whole`, only that one.
+        A snapshot of the averages is saved first, if due. `whole=False` saves only the snapshot.
 
         `record` holds plain values: step, cursor, counters, config. Returns once `tensors` may
         change again; `poll` reports the outcome. Raises UserError on every rank after
@@ -167,7 +167,7 @@ class Checkpoints:
             )
 
     def join(self) -> None:
-        """`wait` from another thread: the save in progress stays the owner's to wait for."""
+        """Block as `wait` does, but from another thread: the owner still has to call `wait`."""
         if (thread := self.thread) is not None:
             thread.join()
 

@@ -67,9 +67,16 @@ class Holder:
     @classmethod
     def this(cls, run: Path) -> Holder:
         """Return a Holder for this process, holding since now."""
-        where = str(run.resolve()), socket.gethostname(), process_identity.machine()
-        pid, since = os.getpid(), f"{datetime.now():%Y-%m-%d %H:%M}"
-        return cls(*where, pid, process_identity.start_of(pid), os.environ.get(LAUNCH, ""), since)
+        pid = os.getpid()
+        return cls(
+            run=str(run.resolve()),
+            host=socket.gethostname(),
+            machine=process_identity.machine(),
+            pid=pid,
+            started=process_identity.start_of(pid),
+            launch=os.environ.get(LAUNCH, ""),
+            since=f"{datetime.now():%Y-%m-%d %H:%M}",
+        )
 
     @classmethod
     def of(cls, text: str) -> Holder | None:
@@ -102,7 +109,7 @@ class Watched:
     silent_s: float
     """Its age at the first look; negative if the renewal came later."""
     was_renewed: bool = False
-    """Since the first look. One renewal may be the holder's last; two mean it is alive."""
+    """True if renewed since the first look. One renewal may be the last; two mean it is alive."""
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -185,7 +192,7 @@ class Lock:
         """Take a first look at another holder's lock."""
         stamp, silent = self.store.modified(self.file), 0.0
         if self.is_judged_by_age(holder):
-            # Measure the age by the file system's clock: those of two machines may differ.
+            # Measure the age by the file system's clock: two machines' clocks may differ.
             probe = self.folder / f"{FILE}.{self.own.token}"
             self.store.write(probe, "")
             silent = max(0.0, self.store.modified(probe) - stamp)

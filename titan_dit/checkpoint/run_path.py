@@ -1,4 +1,4 @@
-"""What a path names: a run directory, its checkpoints folder, or one checkpoint.
+"""Resolves a path that names a run directory, its checkpoints folder, or one checkpoint.
 
 Every command and [checkpoint] resume take all three, as a path or a URL.
 """
@@ -15,7 +15,7 @@ from titan_dit.config.section import UserError
 
 CONFIG = "config.toml"
 OF_LIBRARIES = ("config.json", "model_index.json")
-"""Files of a folder of transformers or diffusers."""
+"""Files by which a folder of transformers or diffusers is recognised."""
 WANTED = "Give a run directory such as outputs/digits, its checkpoints folder, or one checkpoint."
 
 
@@ -25,9 +25,9 @@ class RunPath:
 
     given: Location
     run: Location
-    """The run directory, if there is one: of a [checkpoint] dir elsewhere it is not known."""
+    """The run directory; the checkpoints folder if that is elsewhere, by [checkpoint] dir."""
     checkpoints: Checkpoints
-    """The run's checkpoints; those beside `checkpoint`."""
+    """All checkpoints of the run, `checkpoint` included."""
     checkpoint: Location | None
     """Set if the path names one checkpoint, damaged or not."""
 
@@ -36,7 +36,7 @@ class RunPath:
         return [self.checkpoint] if self.checkpoint else self.checkpoints.folders()
 
     def none_found(self, flag: str, what: str = "no checkpoint found") -> UserError:
-        """The error for a path; `flag` is the option or key that holds it, `what` is wrong."""
+        """The error for this path. `flag`: its option or key; `what`: what is wrong with it."""
         store = store_of(self.given)
         runs = [name for name in store.names(self.given) if store.has(self.given / name / CONFIG)]
         if any(store.has(self.given / name) for name in OF_LIBRARIES):
@@ -54,7 +54,7 @@ class RunPath:
 
 
 def resolve(given: Location) -> RunPath:
-    """Tell which of the three a path names. A file in one of them counts as its folder."""
+    """Find out which of the three a path names. A file in one of them counts as its folder."""
     where = parent(given) if isinstance(given, Path) and given.is_file() else given
     names = store_of(where).names(where)
     if MANIFEST in names or (names and NAME.fullmatch(where.name)):
@@ -71,13 +71,13 @@ def resolve(given: Location) -> RunPath:
 
 
 def run_of(folder: Location) -> Location:
-    """The run directory of a checkpoints folder; the folder itself if its parent is none."""
+    """The run directory of a checkpoints folder; the folder itself if its parent is no run."""
     above = parent(folder)
     return above if store_of(above).has(above / CONFIG) else folder
 
 
 def parent(where: Location) -> Location:
-    """The containing folder; of "." and "..", too."""
+    """The containing folder, also for "." and ".."."""
     if isinstance(where, Path) and where.name in ("", ".."):
         where = where.resolve()
     return where.parent

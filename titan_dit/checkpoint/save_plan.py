@@ -1,8 +1,8 @@
-"""Which shards each rank writes, and the checkpoint's metadata: DCP's own planning, as functions.
+"""DCP's planning as functions: which shards each rank writes, and the checkpoint's metadata.
 
-A rank plans its own shards. A global plan sees the plans of all ranks: of a shard that several
-ranks hold it chooses one writer, and it lists all shards in the metadata. It depends only on names,
-shapes and layout, not on values.
+A rank plans its own shards. The global plan is made from the plans of all ranks: it chooses one
+writer for a shard that several ranks hold, and lists all shards in the metadata. It depends only on
+names, shapes and layout, not on values.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.checkpoint.torch_files import METADATA
 
 Choice: TypeAlias = list[tuple[int, int]]
-"""What a rank writes: (position in its local plan, number of the chunk in its tensor)."""
+"""The items that a rank writes: (position in its local plan, number of the chunk in its tensor)."""
 
 Described: TypeAlias = dict[str, bytes]
-"""Name of a file that says where the tensors are -> its contents."""
+"""Name -> contents of the metadata files, `.metadata` and tensors.json."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class LocalPlan:
     """The shards that one rank holds."""
 
     planner: DefaultSavePlanner
-    """Finds the tensors of the items."""
+    """Maps the items of `plan` to tensors."""
     plan: SavePlan
     digest: bytes
-    """Of names, shapes, offsets and dtypes: all that a global plan depends on."""
+    """SHA-256 of names, shapes, offsets and dtypes: all that a global plan depends on."""
 
     def chosen(self, choice: Choice) -> SavePlan:
         """The part of the plan that this rank writes."""
@@ -62,12 +62,12 @@ def digest_of(value: Any) -> bytes:
 
 
 def digest_of_all(digests: Iterable[bytes]) -> bytes:
-    """One digest of those of all ranks, in their order."""
+    """SHA-256 of all ranks' digests, in rank order."""
     return hashlib.sha256(b"".join(digests)).digest()
 
 
 class GlobalPlan:
-    """The plans of all ranks as one. Messages are pickled, from and to ranks of the same run."""
+    """The global plan of a save. Messages are pickled, between ranks of the same run only."""
 
     def __init__(self) -> None:
         self.metadata: Any = None
@@ -90,6 +90,6 @@ class GlobalPlan:
 
 
 def choice(local: SavePlan, chosen: SavePlan) -> Choice:
-    """What of a local plan the global plan has chosen."""
+    """The items of a local plan that the global plan has chosen."""
     positions = {item.index: position for position, item in enumerate(local.items)}
     return [(positions[item.index], item.index.index or 0) for item in chosen.items]

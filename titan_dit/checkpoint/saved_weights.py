@@ -1,4 +1,4 @@
-"""The weights of a network in a checkpoint: an average of them or the last, adapters merged."""
+"""A network's weights in a checkpoint: an average or the last step's, with adapters merged."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ OWN = "objective."
 
 
 class Weights:
-    """The parameters of a network in a checkpoint, by name; of its average, if it has one.
+    """The network's parameters in a checkpoint, by name.
 
-    Without an average of its own a parameter was frozen: it is the average. A weight with an
-    adapter of LoRA is the sum of both, unless the adapter is asked for itself.
+    A parameter that is missing in the chosen average was frozen: its only value is loaded. A weight
+    with a LoRA adapter is loaded merged, unless its A is loaded, too.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Weights:
         chosen = str(decay) if decay is not None else next(iter(kept), "")
         self.average = chosen if wanted == "ema" else ""
         self.what = f"ema {self.average}" if self.average else "model"
-        """What the weights are, "ema 0.9999"."""
+        """Label of the weights: "ema 0.9999" or "model"."""
 
     @cached_property
     def keys(self) -> dict[str, str]:
@@ -65,7 +65,7 @@ class Weights:
 
     @cached_property
     def adapters(self) -> dict[str, tuple[str, str]]:
-        """Weight -> its A and B."""
+        """Name of a weight -> names of its adapter's A and B."""
         found = {weight: (a, b) for weight, a, b in lora.pairs(self.keys)}
         if lost := [weight for weight in found if weight not in self.keys]:
             raise UserError(
@@ -76,7 +76,7 @@ class Weights:
 
     @property
     def scale(self) -> float:
-        """Of the adapters."""
+        """Scale of the adapters, alpha / rank."""
         return LoRAConfig.of_table(self.record["config"].get("lora", {})).scale
 
     def shape(self, name: str) -> torch.Size:
@@ -84,7 +84,7 @@ class Weights:
         return self.contents[self.keys[name]][0]
 
     def whole(self, name: str) -> Tensor:
-        """A parameter, such as an adapter's, as it was saved."""
+        """A parameter as it was saved: unsharded, without its adapter."""
         tensor = torch.empty(self.shape(name))
         checkpoint.read_into({self.keys[name]: tensor}, self.path)
         return tensor
@@ -109,7 +109,7 @@ class Weights:
 
     @torch.no_grad()
     def read(self, tensors: Mapping[str, Tensor]) -> None:
-        """Read into tensors in place, whole or sharded. Collective; ranks may ask for others."""
+        """Read into whole or sharded tensors in place. Collective; names may differ by rank."""
         merged = {n: p for n, p in self.adapters.items() if n in tensors and p[0] not in tensors}
         factors = {name: torch.empty(self.shape(name)) for pair in merged.values() for name in pair}
         wanted = {self.keys.get(n, f"model.{n}"): t for n, t in {**tensors, **factors}.items()}
@@ -119,7 +119,7 @@ class Weights:
 
 
 def add(target: Tensor, whole: Tensor) -> None:
-    """Add a whole tensor to one that may be sharded; rounded once."""
+    """Add an unsharded tensor to one that may be sharded; rounded once, from fp64."""
     if isinstance(target, DTensor):
         # Every rank holds the same whole tensor: no communication.
         whole = whole.to(target.to_local().device)

@@ -1,7 +1,7 @@
 """Snapshots of a run's power-function averages, from which `ema` makes other averages.
 
 They are checkpoints without weights and moments, `averages/step-00000100` in the checkpoint folder.
-No cleaning of checkpoints touches them.
+[checkpoint] keep does not delete them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Snapshots(Checkpoints):
     kind, rarer = "snapshot", "a smaller [ema] snapshots"
 
     def __init__(self, beside: Checkpoints, ema: EMAConfig, steps: int) -> None:
-        # All are kept, and a failed one is no reason to stop.
+        # All are kept, and failed saves do not stop the run.
         settings = replace(beside.settings, keep=0, keep_every=0, max_failures=0)
         super().__init__(beside.folder / FOLDER, settings)
         self.ema, self.steps = ema, steps
@@ -42,7 +42,7 @@ class Snapshots(Checkpoints):
         self.newest_step = -1
 
     def is_due(self, step: int) -> bool:
-        """Whether a snapshot is taken after `step`; none in a run that saves nothing."""
+        """True if a snapshot is taken after `step`; never with [checkpoint] every=0."""
         return bool(self.settings.every) and self.ema.takes_snapshot(step, self.steps)
 
     def save_due(self, step: int, averages: TensorTree, record: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ class Snapshots(Checkpoints):
         """Say nothing: there are many."""
 
     def record_failure(self, step: int, cause: str) -> None:
-        """Report a failed save: unlike a checkpoint's it is not made up for."""
+        """Report a failed save; unlike a checkpoint's, it is not retried."""
         self.failures.append(cause)
         self.messages.append(
             f"[ema] the snapshot of step {step} was not saved in {self.folder}: {cause}. Training "
@@ -63,10 +63,10 @@ class Snapshots(Checkpoints):
         )
 
     def forget_after(self, step: int) -> None:
-        """Delete the snapshots of later steps: the run goes back there. Collective.
+        """Delete the snapshots after `step`, from which the run goes on. Collective.
 
-        Raises UserError on every rank if one cannot be deleted: it would be taken for one of the
-        steps to come.
+        Raises UserError on every rank if one cannot be deleted: it would count as a snapshot of the
+        repeated steps.
         """
         self.wait()
         self.newest_step = -1
@@ -85,7 +85,7 @@ class Snapshots(Checkpoints):
                     )
 
     def lines(self, num_parameters: int) -> Iterator[str]:
-        """The console line about the disk space, which is that of fp32 averages."""
+        """The console line with the number of snapshots and the disk space, 4 bytes an element."""
         taken = self.ema.num_snapshots(self.steps)
         if taken and not self.settings.every:
             yield "no snapshots of [ema] power are taken: [checkpoint] every=0"

@@ -14,9 +14,9 @@ TensorTree: TypeAlias = Mapping[str, Any]
 """Nested dicts of tensors; a DTensor is saved and loaded by its local shards."""
 
 ALIGNMENT = 512
-"""Bytes between the starts of copies, at least; a multiple of every dtype's size."""
+"""The copies start at multiples of this many bytes, itself a multiple of every dtype's size."""
 LARGEST_GAP = 1 / 64
-"""Share of a chunk that may stay empty; of all chunks, what the last one may leave empty."""
+"""Share of a chunk that may stay empty; in the last chunk, the same share of all shards' bytes."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def packed(sizes: Sequence[int]) -> list[Chunk]:
     """Chunks for all shards, given their bytes.
 
     torch rounds every pinned allocation up to a power of two. So each chunk is the largest power of
-    two that some of the shards left can fill; small shards fill the gaps of large ones. The last
-    chunk takes the rest. If few large shards can fill none, the fullest is taken.
+    two that some of the remaining shards can fill; small shards fill the gaps of large ones. The
+    last chunk takes the rest. If the remaining shards can fill none, the fullest chunk is taken.
     """
     rooms = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
     left = sorted(range(len(rooms)), key=lambda number: -rooms[number])
@@ -98,9 +98,9 @@ def packed(sizes: Sequence[int]) -> list[Chunk]:
 
 
 def next_chunk(left: Sequence[int], rooms: Sequence[int], spare: float) -> Chunk:
-    """The next chunk of `packed`, for some of the shards left, the largest of which comes first.
+    """The next chunk of `packed`, for some of the shards in `left` (sorted, largest first).
 
-    `spare`: bytes that it may leave empty if it takes all.
+    `spare`: bytes that may stay empty if the chunk takes all of them.
     """
     num_bytes = power_of_two(sum(rooms[number] for number in left))
     choices = [filled(num_bytes, left, rooms)]
@@ -109,12 +109,12 @@ def next_chunk(left: Sequence[int], rooms: Sequence[int], spare: float) -> Chunk
     while num_bytes > power_of_two(rooms[left[0]]):
         num_bytes //= 2
         choices.append(filled(num_bytes, left, rooms))
-    # Of those that are full it is the first, which is the largest.
+    # All full chunks compare equal: max returns the first, which is the largest.
     return max(choices, key=lambda chunk: min(chunk.num_used / chunk.num_bytes, 1 - LARGEST_GAP))
 
 
 def filled(num_bytes: int, left: Sequence[int], rooms: Sequence[int]) -> Chunk:
-    """A chunk of this size, with every shard that still fits when its turn comes."""
+    """A chunk of this size with each shard of `left`, in order, that still fits."""
     offsets, end = {}, 0
     for number in left:
         if end + rooms[number] <= num_bytes:
@@ -124,7 +124,7 @@ def filled(num_bytes: int, left: Sequence[int], rooms: Sequence[int]) -> Chunk:
 
 
 def power_of_two(num_bytes: int) -> int:
-    """The smallest power of two that is not below; 0 of 0."""
+    """The smallest power of two >= num_bytes; 0 for 0."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
@@ -148,7 +148,7 @@ def leaves(tensors: TensorTree) -> Iterator[Tensor]:
 
 
 def rebuilt(tensors: TensorTree, copies: Iterator[Tensor]) -> dict[str, Any]:
-    """The same nested dicts with `copies` as leaves."""
+    """Nested dicts like `tensors`, with `copies` as leaves."""
     return {
         name: rebuilt(value, copies) if isinstance(value, Mapping) else next(copies)
         for name, value in tensors.items()

@@ -54,8 +54,8 @@ except ImportError:
 
 METADATA = ".metadata"
 TABLE, TENSOR_PER_TABLE = 4 << 20, 4
-"""Bytes that any table of tensors may have; of a larger one its files have so many times as many.
-torch.save alone writes a thousand bytes for each chunk, of which a table has at most 190."""
+"""A table of tensors has at most TABLE bytes, or 1 / TENSOR_PER_TABLE of all other files' bytes.
+torch.save alone writes 1,000 bytes per chunk; a table has at most 190 per chunk."""
 
 
 class WrongTable(UserError):
@@ -101,14 +101,14 @@ class Reader(filesystem.FileSystemReader):
             raise WrongTable(self.folder / name, reason) from None
 
     def check_metadata(self) -> None:
-        """Raise UserError unless `.metadata`, which torch's own tools read, says the same."""
+        """Raise UserError unless `.metadata`, which torch's own tools read, has the same table."""
         own = self.contents()
         theirs = Reader(self.folder, {n: f for n, f in self.files.items() if n != contents.NAME})
         if theirs.contents().placed() != own.placed():
             raise WrongTable(self.folder / METADATA, f"it differs from {contents.NAME}")
 
     def whole(self, name: str) -> bytes:
-        """A file's bytes. Raises ValueError unless they are those of the manifest."""
+        """A file's bytes. Raises ValueError unless size and SHA-256 are those of the manifest."""
         expected, store = self.files[name], store_of(self.folder)
         path = self.folder / name
         if not store.has(path):
@@ -125,7 +125,7 @@ class Reader(filesystem.FileSystemReader):
         return data
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The contents as DCP has them."""
+        """The contents as DCP's `Metadata`."""
         found = self.contents()
         places: dict[MetadataIndex, filesystem._StorageInfo] = {}
         tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -142,7 +142,7 @@ class Reader(filesystem.FileSystemReader):
         return Metadata(tensors, storage_data=places, storage_meta=about)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
-        """As torch's. Raises UserError if a file holds another thing than the tensor."""
+        """As torch's. Raises UserError if a tensor cannot be read from its file."""
         try:
             self.check_stored(plan)
             return super().read_data(plan, planner)
@@ -177,7 +177,7 @@ def reason_of(error: Exception) -> str:
 
 
 class Slice(io.RawIOBase):
-    """A part of a file, to read. torch's own seeks to wrong places relative to the end."""
+    """A read-only part of a file. torch's own class seeks wrongly relative to the end."""
 
     def __init__(self, file: Any, first: int, length: int) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class Slice(io.RawIOBase):
         return read
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """As of a file."""
+        """Move to an offset within the part, as a file's `seek`."""
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.length}[whence]
         if start + offset < 0:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
@@ -200,7 +200,7 @@ class Slice(io.RawIOBase):
         return self.place
 
     def tell(self) -> int:
-        """As of a file."""
+        """Position within the part, in bytes."""
         return self.place
 
     def readable(self) -> bool:
@@ -213,11 +213,11 @@ class Slice(io.RawIOBase):
 
 
 class OneByOne:
-    """A planner for the writer, which gets plain tensors in host memory.
+    """A planner that gives the writer plain tensors in host memory, in one reused buffer.
 
-    torch's writer keeps what it has written until the file is closed. Its own copies of tensors of
-    a GPU, and of shards that share a storage, would be a second state in host memory. These all lie
-    in the same memory: one is valid until the next one is asked for.
+    torch's writer makes copies of GPU tensors, and of shards that share a storage, and keeps them
+    until the file is closed: a second copy of the state in host memory. Here each tensor is valid
+    until the next call.
     """
 
     def __init__(self, planner: SavePlanner) -> None:
@@ -237,7 +237,7 @@ class OneByOne:
         if self.memory.nbytes < data.nbytes:
             self.memory = allocate(power_of_two(data.nbytes), pinned=data.is_cuda)
         copy = placed(self.memory.untyped_storage(), 0, data)
-        copy.copy_(data)  # It would return a float8 weight as another type of tensor.
+        copy.copy_(data)  # Not returned: for a float8 weight its result is of another class.
         return copy
 
 
@@ -265,7 +265,7 @@ class Writer(filesystem.FileSystemWriter):
         """File name -> bytes and SHA-256."""
 
     def write_plan(self, plan: SavePlan, planner: SavePlanner, rank: int) -> list[WriteResult]:
-        """Write this rank's part of a plan; return where each item is."""
+        """Write this rank's part of a plan; return where each item was written."""
         # Without collectives torch puts the rank into the names of the files by itself.
         self.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
         own = self.prepare_local_plan(plan)
@@ -273,7 +273,7 @@ class Writer(filesystem.FileSystemWriter):
         return results
 
     def write_whole(self, name: str, data: bytes) -> None:
-        """Write a file that is no rank's."""
+        """Write a file that holds no rank's shards, such as the metadata."""
         path = self.fs.concat_path(self.path, name)
         with self.fs.create_stream(path, "wb") as stream:
             stream.write(data)

@@ -14,7 +14,7 @@ from titan_dit.plan import RunPlan
 
 
 def check_lora(config: JobConfig, plan: RunPlan) -> None:
-    """Raise UserError if adapters cannot be trained, or other keys of [lora] mean nothing."""
+    """Raise UserError if adapters cannot be trained, or if rank is 0 but another key is set."""
     own, checkpoint = config.lora, config.checkpoint
     if not own.rank:
         if own != LoRAConfig():

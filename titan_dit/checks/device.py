@@ -95,7 +95,7 @@ def state_bytes(
 ) -> int:
     """Bytes of training state per rank: fp32 weights, gradients, the optimizer's moments, EMAs.
 
-    Of parameters that are not among the `trained` ones only the weights.
+    Parameters not in `trained` count their weights only.
     The mean over ranks, so a lower bound for the largest one: pipeline ends hold more, and tensor
     parallelism shards only the blocks.
     """
@@ -139,7 +139,7 @@ def check_kernels(plan: RunPlan, device: torch.device) -> None:
 
 
 def with_kernel(plan: RunPlan, device: torch.device) -> RunPlan:
-    """The plan, with "auto" replaced by the kernel that a ring takes on this device."""
+    """The plan, with attention="auto" replaced by the kernel of ring attention on this device."""
     key = attention.settled(plan.precision.attention, attention_shape(plan, device))
     precision = replace(plan.precision, attention=key)  # type: ignore[arg-type]
     return replace(plan, precision=precision)
@@ -172,9 +172,9 @@ def attention_shape(plan: RunPlan, device: torch.device) -> AttentionShape:
 def attention_hint(
     plan: RunPlan, device: torch.device, flops_per_sample: int, kernel: str | None = None
 ) -> str | None:
-    """Console line on the cost of a head dim; None on a CPU or without padding.
+    """Console line on the cost of padding the head dim; None on a CPU or without padding.
 
-    `kernel`: that runs; by default `attention_kernel`.
+    `kernel`: the kernel that runs; default: `attention_kernel`.
 
     Attention takes 12 n^2 h FLOPs per layer for n tokens and hidden h: two products forward (q k^T,
     and probabilities times v), four backward. Causal, it takes half of that.
@@ -194,7 +194,7 @@ def attention_hint(
 
 
 def format_hint(precision: PrecisionConfig, device: torch.device) -> str | None:
-    """Console line if the device has no arithmetic in bf16, but the run asks for it; else None."""
+    """Console line if the run uses bf16 but the device has no bf16 arithmetic; else None."""
     if device.type != "cuda" or precision.dtype != "bf16" or torch.version.hip:
         return None
     if (found := torch.cuda.get_device_capability(device)) >= BF16:

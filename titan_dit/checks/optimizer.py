@@ -64,7 +64,7 @@ def shapes_of(plan: RunPlan, objective: Objective) -> dict[str, torch.Size]:
 def trained_of(
     shapes: dict[str, torch.Size], plan: RunPlan, config: OptimizerConfig
 ) -> dict[str, torch.Size]:
-    """The shapes of the parameters that are trained, of all in `shapes`."""
+    """The entries of `shapes` whose parameters are trained."""
     names = plan.trained(shapes, config.groups)
     return {name: shape for name, shape in shapes.items() if name in names}
 
@@ -76,7 +76,7 @@ def num_trained(plan: RunPlan, objective: Objective, config: OptimizerConfig) ->
 
 
 def optimizer_lines(plan: RunPlan, objective: Objective, config: OptimizerConfig) -> Iterator[str]:
-    """Console lines: what the optimizer trains, and what the groups of parameters have."""
+    """Console lines about the optimizer, the adapters and the parameter groups."""
     shapes = shapes_of(plan, objective)
     trained = trained_of(shapes, plan, config)
     yield from config.lines(trained)

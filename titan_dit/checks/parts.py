@@ -40,7 +40,7 @@ def validate_parts(
 ) -> None:
     """Raise a UserError if the parts do not fit; with a source, its first row is read.
 
-    `data`: the name of [data]. `previews`: whether the objective must implement `preview`.
+    `data`: the name of [data]. `previews`: True if the objective must implement `preview`.
     """
     check_members(objective, previews)
     check_fields(fields, objective, data)
@@ -109,7 +109,7 @@ def check_row(source: Source, objective: Objective, data: str) -> None:
 
 
 def check_modules(plan: RunPlan, objective: Objective) -> None:
-    """Refuse objective modules where a pipeline skips or mixes them, or built with values."""
+    """Refuse objective modules with a split backward, run-time order or values already set."""
     modules = objective.modules()
     if modules is None:
         return

@@ -1,4 +1,4 @@
-"""Checks of [pipeline] order and memory: the file of an order, and where run-time order fits."""
+"""Checks of [pipeline] order and memory: order files, and where run-time order is allowed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = ("planned", "run_time")
 
 
 def check_order(plan: RunPlan) -> None:
-    """Refuse an unknown order, one without a pipeline, memory that it does not use, a bad file."""
+    """Refuse an unknown order, one with pp=1, `memory` without run_time, and a bad order file."""
     pipeline, pp = plan.pipeline, plan.sizes.pp
     order, memory = show(pipeline.order), show(pipeline.memory)
     if pipeline.order not in NAMES:
@@ -61,7 +61,7 @@ def check_file(plan: RunPlan, order: Order) -> None:
 
 
 def check_same_file(plan: RunPlan, gather: Callable[[str], list[str]]) -> None:
-    """Refuse a file of an order that differs between hosts: messages have no names. Collective.
+    """Refuse an order file that differs between hosts: messages carry no names. Collective.
 
     `gather`: all-gather of a value over the ranks. All ranks have the same [pipeline] order.
     """
@@ -77,7 +77,7 @@ def check_same_file(plan: RunPlan, gather: Callable[[str], list[str]]) -> None:
 
 
 def misfits(plan: RunPlan, order: Order) -> Iterator[str]:
-    """How an order differs from the plan's ranks, stages, placement and microbatches."""
+    """Yield the differences of an order from the plan's ranks, stages, placement, microbatches."""
     pp, schedule = plan.sizes.pp, plan.pipeline.schedule
     if len(order) != pp:
         yield f"is for {len(order)} pipeline ranks, but [parallel] pp={pp}"

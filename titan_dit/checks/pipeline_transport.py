@@ -12,7 +12,7 @@ from titan_dit.system.addresses import address_of, interfaces
 
 
 def check_keys(pipeline: PipelineConfig) -> None:
-    """A planned order, or one of a file, sends by the process group; only nixl takes a network."""
+    """Refuse both keys unless order="run_time", and `network` unless the transport is nixl."""
     keys = {"transport": pipeline.transport, "network": pipeline.network}
     defaults = {"transport": "auto", "network": ""}
     set_keys = {key: value for key, value in keys.items() if value != defaults[key]}
@@ -30,7 +30,7 @@ def check_keys(pipeline: PipelineConfig) -> None:
 
 
 def check_host(pipeline: PipelineConfig) -> None:
-    """This host must have nixl if it is named, and the network."""
+    """Refuse transport="nixl" without the package, and a network that this host does not have."""
     has_nixl, install = find_spec("nixl") is not None, pip_install("'titan_dit[rdma]'")
     if pipeline.transport == "nixl" and not has_nixl:
         raise UserError(

@@ -1,6 +1,6 @@
 """Private parts of torch that a run needs long after its start: missing ones are refused at once.
 
-Other missing parts show in the imports or in the first step. docs/torch-versions.md lists all.
+Other missing parts fail at import or in the first step. docs/torch-versions.md lists all.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ def check(*, profiles_memory: bool, rings: bool) -> None:
     """Raise UserError if a checkpoint, a memory snapshot or ring attention would fail."""
     require("checkpoint/staging.py", DTensor, "_spec")
     require("checkpoint/staging.py", torch, "_foreach_copy_")
-    parts = "create_stream", "init_path"
-    require("checkpoint/torch_files.py", filesystem.FileSystem, *parts)
-    writing = "set_up_storage_writer", "prepare_local_plan"
-    require("checkpoint/torch_files.py", filesystem.FileSystemWriter, *writing)
+    require("checkpoint/torch_files.py", filesystem.FileSystem, "create_stream", "init_path")
+    require(
+        "checkpoint/torch_files.py",
+        filesystem.FileSystemWriter,
+        "set_up_storage_writer",
+        "prepare_local_plan",
+    )
     require("checkpoint/torch_files.py", filesystem, "_StorageInfo")
     if profiles_memory:
         memory = torch.cuda.memory

@@ -1,6 +1,6 @@
-"""The tables of names: a new model, objective, dataset, optimizer, sampler, schedule has a line.
+"""Tables of names; a new model, objective, dataset, optimizer, sampler or schedule adds a row.
 
-A user's own class needs no line: its name is "package.module:Class" (dotted_names.py). Entries are
+A user's own class needs no row: its name is "package.module:Class" (dotted_names.py). Entries are
 imported lazily: a config imports only what it uses.
 """
 
@@ -72,7 +72,7 @@ KEYS = {
 }
 """Section -> name -> the base class of its dataclass with the keys, for a `--help` without torch.
 
-Optional: of a name without a row, `--help` imports the dataclass itself."""
+Optional: for a name without a row `--help` imports the dataclass itself."""
 
 SCHEDULES = {
     "gpipe": "titan_dit.schedules.looped:GPIPE",
@@ -96,13 +96,13 @@ SAMPLERS = {
         "dpmpp_2m": "titan_dit.diffusion.samplers.multistep:flow",
     },
 }
-"""Objective -> name -> its samplers; the first is what "auto" takes."""
+"""Objective -> name -> sampler; "auto" takes the first."""
 
 LR_DECAYS = {
     name: f"titan_dit.optim.lr_schedule:{name}"
     for name in ("constant", "linear", "cosine", "wsd", "inverse_square_root")
 }
-"""Laws of the learning rate after its warm-up, by [lr_schedule] decay."""
+"""Decays of the learning rate after warm-up, by [lr_schedule] decay."""
 
 TENSOR_PLANS = {
     "bert": "titan_dit.parallel.plans.bert:plan",
@@ -125,7 +125,7 @@ MEMBERS = {
 """Required members of a user's class, by section."""
 
 DEFAULT_NAMES = {"optimizer": "adamw"}
-"""Section -> the name that it has without one."""
+"""Section -> its default `name`."""
 
 
 def variant(section: str, name: str) -> type[Section]:
@@ -148,7 +148,7 @@ def variant(section: str, name: str) -> type[Section]:
 
 
 def keys(section: str, name: str) -> type[Section]:
-    """A class with the keys of [section] for `name`, from `KEYS` if it is there: for `--help`."""
+    """The class with the keys of [section] for `name`: from `KEYS`, else from `SECTIONS`."""
     if name not in KEYS[section]:
         return variant(section, name)
     found: type[Section] = dotted_names.look_up(KEYS[section], f"[{section}] name", name)

@@ -52,7 +52,7 @@ def load(arguments: Sequence[str], variant: Variant) -> JobConfig:
 
 
 def overridden(tables: Tables, given: dict[str, list[str]], variant: Variant) -> Tables:
-    """Tables with the keys of flags set: "section.key" -> its words."""
+    """Set the keys of flags in the tables. `given`: "section.key" -> words of the flag."""
     for section in CHOSEN_BY_NAME:
         # First: the name decides the section's other keys.
         if chosen := given.pop(f"{section}.name", None):
@@ -183,7 +183,7 @@ def renamed_keys(
 
 
 def section_type(section: str, tables: Tables, variant: Variant) -> type[Section]:
-    """A section's dataclass; in those of CHOSEN_BY_NAME the key `name` selects it."""
+    """A section's dataclass; for a section in CHOSEN_BY_NAME the key `name` selects it."""
     if section in CHOSEN_BY_NAME:
         name = tables.get(section, {}).get("name", DEFAULT_NAMES.get(section))
         if name is None:
@@ -211,7 +211,8 @@ def plain_sections() -> dict[str, type[Section]]:
 def known_keys(tables: Mapping[str, Mapping[str, Any]], variant: Variant) -> did_you_mean.Known:
     """The keys of all sections. Imports every class of the catalog: for errors only.
 
-    Of the user's own only those that are imported already: these tables may be of another's run.
+    A user's class is included only if its module is already imported: the tables may come from
+    somebody else's run, whose modules must not be executed.
     """
     keys: dict[str, Collection[str]] = {
         section: tuple(hints_of(kind)) for section, kind in plain_sections().items()

@@ -1,7 +1,7 @@
-"""What a user meant by a word that titan_dit does not know: a key, a section, a name, a value.
+"""Suggestions for an unknown key, section, name or value.
 
-Words of torchtitan, Megatron-LM, diffusers, Lightning, Hydra and the original DiT stand in tables;
-other words are looked for among the keys of all sections.
+Tables translate the words of torchtitan, Megatron-LM, diffusers, Lightning, Hydra and the original
+DiT. Other words are compared with the keys of all sections.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ MEANT = {
     "validation.path": "valid_data_path",
     "validation.samples": "eval_iters limit_val_batches validation.steps",
 }
-"""Our key -> words for it elsewhere, or that a user takes for it. A word with a dot holds only as
+"""Our key -> its names in other projects, and what users guess. A word with a dot matches only as
 "section.key"."""
 
 SAID = {
@@ -172,7 +172,7 @@ SAID = {
     "vae": "`data encode` makes latents with an autoencoder (docs/encoding.md). --sampling.vae is "
     "the one that decodes previews.",
 }
-"""Words -> a sentence, where no key is meant."""
+"""Words that correspond to no key -> the sentence to print."""
 
 MEANT_SECTIONS = {
     "metrics": "logging logger log wandb tensorboard",
@@ -192,7 +192,7 @@ MEANT_SECTIONS = {
     "sampling": "sample sampler preview inference",
     "validation": "eval evaluation val",
 }
-"""Our section -> names of it elsewhere."""
+"""Our section -> its names in other projects."""
 
 VALUES = {
     "bf16": "bfloat16 torch.bfloat16 bf16-mixed",
@@ -210,18 +210,18 @@ VALUES = {
     "constant": "constant_with_warmup",
     "full": "block",
 }
-"""Our name or value -> words for it elsewhere."""
+"""Our name or value -> its names in other projects."""
 
 
 def inverted(table: Mapping[str, str]) -> dict[str, str]:
-    """Each word of a table's other side -> ours."""
+    """Invert a table: each foreign word -> ours."""
     return {word: ours for ours, words in table.items() for word in words.split()}
 
 
 KEYS, SECTIONS, NAMES = inverted(MEANT), inverted(MEANT_SECTIONS), inverted(VALUES)
 SENTENCES = {word: said for words, said in SAID.items() for word in words.split()}
 CLOSE, ELSEWHERE = 0.6, 0.75
-"""Least likeness (difflib) of a word in the same section, and in any."""
+"""Minimum similarity (difflib ratio) of a suggestion from the same section, and from any."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class Known:
     """The keys of all sections."""
 
     keys: Mapping[str, Collection[str]]
-    """Section -> keys; of a section with several classes, those of the chosen one."""
+    """Section -> keys; for a section with several classes, the chosen class's keys."""
     others: Mapping[str, Mapping[str, Collection[str]]]
     """Section -> name -> keys of the classes that are not chosen."""
 
@@ -248,7 +248,7 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
 
 def for_value(word: object, valid: Collection[object]) -> str:
-    """Ending of the message about a value that is none of the valid ones; may be empty."""
+    """Ending of the message about an invalid value; "" without a suggestion."""
     if not isinstance(word, str):
         return ""
     ours = NAMES.get(word.lower())
@@ -257,7 +257,7 @@ def for_value(word: object, valid: Collection[object]) -> str:
 
 
 def like(word: str, valid: Iterable[str], least: float) -> str | None:
-    """The valid word that is most alike, whatever its case."""
+    """The most similar valid word, ignoring case; None if its similarity is below `least`."""
     by_lower = {name.lower(): name for name in valid}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=least)
     return by_lower[close[0]] if close else None
@@ -297,7 +297,7 @@ def for_flag(word: str, known: Known) -> str:
 
 
 def meant(section: str, key: str, known: Known) -> str | None:
-    """A word of the tables, or the very key in other sections."""
+    """Suggestion from the tables, or a key of this name in another section; None without one."""
     word = key.lower().replace("-", "_")
     ours = SECTIONS.get(section.lower(), section.lower())
     for name in (f"{section}.{word}", f"{ours}.{word}", word):
@@ -329,7 +329,7 @@ def anywhere(word: str, known: Known) -> str | None:
 def suggestion(found: Iterable[str], known: Known, there: str = "") -> str:
     """`Did you mean [section] key (--section.key)?` for one or more "section.key".
 
-    A key of the section `there`, in which it was looked for, is named alone.
+    A key of `there`, the section in which it was looked up, is named without its section.
     """
     choices = []
     for path in found:

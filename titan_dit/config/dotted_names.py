@@ -19,9 +19,9 @@ OF_RUN = {
     "pipeline": "schedule",
     "parallel": "tensor_plan",
 }
-"""Section -> its key whose module a command imports when it reads the config of a run.
+"""Section -> the key that may name a module. Commands that read a run's config import these.
 
-`train` alone imports others, such as hooks, of the config that it is given."""
+Only `train` imports others, such as hooks, and only from the config that it is given."""
 
 
 def check_trusted(
@@ -32,8 +32,8 @@ def check_trusted(
 ) -> None:
     """Raise UserError if a run's config names modules to import, unless the user trusts it.
 
-    Whoever made a run chose these names, and a module beside it may have one of them. `source`:
-    where the config is, for errors; `only`: the sections that are read.
+    The author of a run chose these names, and may have put a module of such a name beside it.
+    `source`: where the config is, for errors. `only`: the sections that are read.
     """
     for section in only:
         name = tables.get(section, {}).get(OF_RUN[section])
@@ -101,7 +101,10 @@ def import_module(name: str) -> ModuleType:
 
 
 def put_current_folder_last() -> None:
-    """Let no file of the current folder shadow an installed package; `python -m` puts it first."""
+    """Move the current folder to the end of sys.path, where it shadows no installed package.
+
+    `python -m` puts it first.
+    """
     here = str(Path.cwd())
     if sys.path[-1:] != [here] or "" in sys.path:
         sys.path[:] = [entry for entry in sys.path if entry not in ("", here)] + [here]

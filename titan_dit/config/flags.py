@@ -11,13 +11,13 @@ from titan_dit.config import user_text
 from titan_dit.config.section import Table, UserError
 
 DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
-"""What word processors and web pages make of a hyphen."""
+"""Unicode dashes by which word processors and web pages replace a hyphen."""
 
 
 def split(arguments: Sequence[str], sections: Collection[str]) -> tuple[str, dict[str, list[str]]]:
-    """The config's name, and each flag's values, which end at the next flag.
+    """Return the config's name, and each flag's values, which end at the next flag.
 
-    `sections`: their names, to know a flag without its dashes.
+    `sections`: names of sections, to recognise a flag without its dashes.
     """
     flags: dict[str, list[str]] = {}
     configs: list[list[str]] = []
@@ -40,7 +40,7 @@ def split(arguments: Sequence[str], sections: Collection[str]) -> tuple[str, dic
 
 
 def take_keys(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of a command's own flags, and those of keys of the config, --section.key VALUE."""
+    """Split the arguments into a command's own flags and config keys, --section.key VALUE."""
     own: list[str] = []
     keys: list[str] = []
     into = own
@@ -52,7 +52,7 @@ def take_keys(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def only(configs: Sequence[list[str]], flags: Mapping[str, list[str]]) -> str:
-    """The one config that is given."""
+    """The config's name. Raises UserError unless exactly one is given."""
     names = [" ".join(values) for values in configs]
     if len(configs) > 1:
         listed = " and ".join(f"--config {name}" for name in names)
@@ -66,7 +66,10 @@ def only(configs: Sequence[list[str]], flags: Mapping[str, list[str]]) -> str:
 
 
 def check_word(argument: str, values: list[str] | None, sections: Collection[str]) -> None:
-    """Refuse a word that can only be a flag without its dashes; `values`: of the flag before."""
+    """Refuse a word that can only be a flag without its dashes.
+
+    `values`: the values so far of the preceding flag; None before the first flag.
+    """
     bare = argument.lstrip(f"-{DASHES}")
     if argument != bare and bare[:1].isalpha() and not is_number(argument):
         name = "config" if bare == "c" else bare
@@ -141,7 +144,7 @@ def items(texts: Sequence[str], hint: Any) -> list[Any]:
 
 
 def scalar(text: str, kind: Any) -> Any:
-    """One value; text that is none of `kind` is returned as it is, to be refused by its key."""
+    """Parse one value. Text that is no `kind` is returned unchanged; the section refuses it."""
     found = literal(text)
     if kind is bool and text in ("True", "False"):
         return text == "True"

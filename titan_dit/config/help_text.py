@@ -22,7 +22,7 @@ from titan_dit.config.section import OneOf, Section, Table, UserError, hints_of,
 
 DEFAULT_CONFIG = "digits.toml"
 WIDEST = 100
-"""Columns, on a wider terminal too."""
+"""Maximum columns, on any terminal."""
 
 BASIC = {
     "data": ("name", "path"),
@@ -40,7 +40,7 @@ BASIC = {
     "compile": ("enabled",),
     "parallel": ("dp_shard", "tp", "pp"),
 }
-"""What most runs set, in the order in which a newcomer needs it: section -> keys."""
+"""Keys that most runs set, in the order in which a newcomer needs them: section -> keys."""
 
 USAGE = """\
 ./run_train.sh --config FILE [--section.key VALUE ...]     or: titan_dit train ...
@@ -81,7 +81,7 @@ def help_of(arguments: Sequence[str], environment: str = "") -> str:
         said = f"{error}\n\n"
         config = config_file.load(["--config", DEFAULT_CONFIG], catalog.keys)
     of = "this config" if rest and not said else DEFAULT_CONFIG
-    title = f"The value is that of {of}; behind it stands the default, where it differs."
+    title = f"Values are those of {of}; a default that differs follows in parentheses."
     lines = [said + USAGE, f"BASIC KEYS. {title}", *listed(config, basic=True)]
     lines += ["", "ALL OTHER KEYS", *listed(config, basic=False)]
     return "\n".join([*lines, "", environment.rstrip(), ""])
@@ -116,7 +116,7 @@ def entry(key: str, kind: str, value: str, meaning: str) -> Iterator[str]:
 
 
 def value_of(section: Section, key: str) -> str:
-    """The key's value in the config, then its default if that is another."""
+    """The key's value in the config, and its default if that differs."""
     f = next(f for f in dataclasses.fields(section) if f.name == key)
     value = getattr(section, key)
     if config_file.is_required(f):
@@ -135,7 +135,7 @@ def written(value: object) -> str:
 
 
 def kind_of(hint: Any) -> str:
-    """What a key takes, in a few letters."""
+    """A key's type in short: "INT", "true | false", "[FLOAT, ...]" or its choices."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         named = [rule for rule in args[1:] if isinstance(rule, OneOf)]

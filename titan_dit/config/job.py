@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # These import torch: a wrong key is reported without waiting
 
 
 NEW_RUN = {"data_order": "feistel", "initial_weights": "counter"}
-"""What "auto" means in a new run."""
+"""Values of "auto" in a new run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class RunConfig(Section):
         return Path(self.dir or f"outputs/{self.name}")
 
     def check_name(self) -> None:
-        """Refuse a name that is no folder of `outputs`. Runs of older versions may have one."""
+        """Refuse a name that is not one folder's. Runs of older versions may have such a name."""
         if self.name in (".", "..") or any(c in self.name for c in "/\0"):
             raise UserError(
                 f"[job] name={show(self.name)} must be the name of one folder: no slash, not "
@@ -136,12 +136,12 @@ FREE_ON_RESUME = frozenset(
     | {"ema.snapshots"}
     | {"training.steps", "training.microbatch_size", "training.deterministic", "training.gc_every"}
     | {"precision.attention"}
-    # As in [faults]: when a step is skipped. The factor itself is saved with the run.
+    # Like [faults], these decide when a step is skipped. The loss scale itself is saved.
     | {"precision.loss_scale", "precision.loss_scale_init", "precision.loss_scale_min"}
     | {"precision.loss_scale_window", "precision.loss_scale_hysteresis"}
     # The numbers behind a size are compared instead.
     | {"model.size"}
-    # The dataset is compared by its digest; its path and its reading may change.
+    # The dataset is compared by its digest; its path and how it is read may change.
     | {"data.name", "data.path", "data.paths", "data.workers", "data.verify"}
     | {"data.tokenizer"}
     # `ValidationConfig.num_held_out` is compared instead.

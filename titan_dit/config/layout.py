@@ -19,7 +19,7 @@ from titan_dit.config.section import (
 )
 
 MAX_LOSS_SCALE = 2.0**32
-"""Limit of the loss scale, so that a run whose gradients are all 0 does not grow it for ever."""
+"""Maximum loss scale. Without it, a run whose gradients are all 0 would grow the scale for ever."""
 LossScaleValue = Annotated[float, Bound(above=0, most=MAX_LOSS_SCALE)]
 
 
@@ -38,22 +38,22 @@ class ParallelConfig(Section):
     cp: Few = 1
     """Context-parallel ranks: each sample's tokens are split over them."""
     cp_method: Literal["ring", "ulysses"] = "ring"
-    """How attention reaches the other ranks' tokens: ring passes keys and values around
+    """Attention over the other ranks' tokens. ring passes keys and values around
     (arXiv:2310.01889), ulysses exchanges tokens for heads (arXiv:2309.14509)."""
     pp: Few = 1
     """Pipeline-parallel ranks: the layers are split into stages, see [pipeline]."""
     sequence_parallel: bool = True
     """With tp above 1: shard the tokens between blocks, too (arXiv:2205.05198)."""
     tensor_plan: str = "auto"
-    """How tp splits the model: "package.module:function"; auto takes the model's own plan."""
+    """Tensor-parallel plan, "package.module:function"; auto takes the model's own."""
     async_tp: bool = False
     """Overlap tp collectives with matmuls, part by part; needs CUDA, compile, and tp above 1."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Free all-gathered parameters after forward and gather them again in backward. auto does so
     for the blocks if there is more than one shard, but not in a pipeline. One rank has no FSDP2."""
     blocks_per_fsdp_unit: NonNegativeInt = 0
-    """Blocks that FSDP2 all-gathers and reduces together: fewer are less memory, more are less work
-    of the host. 0 takes up to 4 small ones, and one of a large model (docs/performance.md). No
+    """Blocks per FSDP unit, all-gathered and reduced together. Fewer need less memory, more need
+    less time on the host. 0 takes up to 4 small blocks, or 1 large one (docs/performance.md). No
     effect on one rank."""
     prefetch: NonNegativeInt = 0
     """FSDP units to all-gather ahead; 0 uses FSDP2's implicit prefetch of the next one."""
@@ -72,19 +72,19 @@ class PipelineConfig(Section):
     split: tuple[Few, ...] = ()
     """Layers per stage; empty balances the stages, with the costs of embed and head."""
     order: str = "planned"
-    """planned runs the actions as the schedule lists them, run_time whatever has arrived, FILE.csv
-    an order of `pipeline plan`. All give the same gradients (docs/pipelines.md)."""
+    """planned runs the actions as the schedule lists them. run_time runs what has arrived. FILE.csv
+    runs an order of `pipeline plan`. All give the same gradients (docs/pipelines.md)."""
     memory: Annotated[float, Bound(least=1, most=1e6)] = 1.0
     """run_time: activations that a rank may hold, in units of the planned order's peak."""
     transport: Literal["auto", "process_group", "shared_memory", "nixl"] = "auto"
     """run_time: how streams travel between ranks. auto takes shared memory within a host; between
     hosts nixl (RDMA, an extra) if it is installed, else the process group."""
     network: str = ""
-    """run_time with nixl: interface, if a host has several; or an address, given to each host."""
+    """run_time with nixl: network interface, if hosts have several; or each host's own address."""
 
 
 def as_planned(pipeline: PipelineConfig) -> PipelineConfig:
-    """The same pipeline in the schedule's own order, with no key that only run time uses."""
+    """The same pipeline in the planned order; keys that only run_time uses have their defaults."""
     own = PipelineConfig()
     given = ("order", "memory", "transport", "network")
     return replace(pipeline, **{key: getattr(own, key) for key in given})
@@ -100,31 +100,31 @@ class PrecisionConfig(Section):
     """Format of activations and matmuls. fp16 is for GPUs without bf16 (T4, V100) and has a loss
     scale. fp64 is for comparing layouts."""
     loss_scale: Annotated[float, Bound(least=0, most=MAX_LOSS_SCALE)] = 0.0
-    """fp16: constant factor on the loss's gradient; 0 adapts it (docs/fp16.md)."""
+    """fp16: constant loss scale; 0 adapts it to the gradients (docs/fp16.md)."""
     loss_scale_init: LossScaleValue = 4096.0
-    """fp16: factor at the start; later that of the checkpoint."""
+    """fp16: initial loss scale; a resumed run takes the checkpoint's."""
     loss_scale_window: PositiveInt = 1000
-    """fp16: consecutive steps without an overflow after which the factor doubles."""
+    """fp16: consecutive steps without an overflow after which the loss scale doubles."""
     loss_scale_hysteresis: PositiveInt = 2
-    """fp16: the overflow, counted since the factor last doubled, from which on each one halves
-    it."""
+    """fp16: overflows since the last doubling before the loss scale is halved (Megatron's
+    --hysteresis). Each further overflow halves it again."""
     loss_scale_min: LossScaleValue = 1.0
-    """fp16: least factor; a gradient norm that is not finite at it is a bad step."""
+    """fp16: minimum loss scale; there, a gradient norm that is not finite is a bad step."""
     attention: Literal["auto", "flash", "flash3", "flash4", "cudnn", "efficient", "math"] = "auto"
     """Attention kernel, refused at the start if it cannot run the model. auto chooses by device and
-    shape, in a ring as in a layer (docs/performance.md). flash3 and flash4 need own packages."""
+    shape, with or without a ring (docs/performance.md). flash3 and flash4 need extra packages."""
     float8: Literal[
         "off", "tensorwise", "rowwise", "rowwise_with_gw_hp", "te_delayed", "te_current", "te_mxfp8"
     ] = "off"
     """float8 recipe for the blocks' linears: torchao's, or Transformer Engine's (te_*, an extra).
     See docs/float8.md."""
     float8_layers: Literal["auto", "all"] = "auto"
-    """auto converts the layers that get faster on this device, all every layer that fits."""
+    """auto converts the layers that get faster on this device; all converts all that fit."""
     float8_emulate: bool = False
     """Round to float8 but multiply in the original format: numerics on any device, slowly."""
 
     def __post_init__(self) -> None:
-        """Require an initial loss scale that is no smaller than the least one."""
+        """Require loss_scale_init >= loss_scale_min."""
         super().__post_init__()
         if self.loss_scale_init < self.loss_scale_min:
             raise UserError(

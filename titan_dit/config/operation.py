@@ -40,17 +40,18 @@ class CheckpointConfig(Section):
     A path or URL of a run (its newest checkpoint), its checkpoints folder, or one checkpoint:
     another run's initialises this run, one of its own rolls it back."""
     init: FilePath = ""
-    """A new run starts at these weights: a path or URL of a run, its checkpoints folder, or one
-    checkpoint. Step, data and optimizer are new. Unlike `resume`, which goes on with moments."""
+    """Weights at which a new run starts: path or URL of a run, its checkpoints folder, or one
+    checkpoint. Step, data position and optimizer state start anew; `resume` loads them, too."""
     init_weights: Literal["ema", "model"] = "ema"
-    """Which weights of `init`: its first average, if it has one, or those of its last step."""
+    """Weights of `init` to load. ema: its first average, if it has one, else as model. model: the
+    weights of its last step."""
     reinitialize: tuple[str, ...] = ()
-    """With `init`: patterns of parameters that keep their initial draws: "head.*"."""
+    """With `init`: patterns of parameters that keep their random initial values: "head.*"."""
     allow_changes: bool = False
     """Resume even if keys that change the mathematics (model, objective, data, ...) differ."""
 
     def __post_init__(self) -> None:
-        """Refuse two origins of the weights, and patterns that nothing reads."""
+        """Refuse `init` together with a path in `resume`, and `reinitialize` without `init`."""
         super().__post_init__()
         if self.init and self.resume not in ("auto", "never"):
             raise UserError(

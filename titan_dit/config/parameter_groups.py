@@ -15,7 +15,7 @@ from titan_dit.config.section import (
 )
 
 SHOWN = 3
-"""Names that a message lists."""
+"""Maximum names that a message lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,9 @@ class GroupConfig(Table):
     lr: PositiveFloat | None = None
     """Peak learning rate, in place of [optimizer] lr."""
     lr_factor: PositiveFloat | None = None
-    """Times [optimizer] lr."""
+    """Peak learning rate as a multiple of [optimizer] lr."""
     weight_decay: NonNegativeFloat | None = None
-    """In place of [optimizer] weight_decay."""
+    """Weight decay, in place of [optimizer] weight_decay."""
     frozen: bool = False
     """Do not train them: no gradients, no optimizer state."""
 
@@ -45,7 +45,7 @@ class GroupConfig(Table):
             raise UserError(f"{where} changes nothing. Set lr, lr_factor, weight_decay or frozen.")
 
     def describe(self) -> str:
-        """What differs, for the console."""
+        """The group's settings as console text: "lr x 0.1, weight decay 0"."""
         if self.frozen:
             return "frozen"
         parts = [] if self.lr is None else [f"lr {self.lr:g}"]
@@ -64,7 +64,7 @@ def groups_of(names: Iterable[str], groups: Sequence[GroupConfig]) -> dict[str, 
 
 
 def with_frozen(groups: Sequence[GroupConfig], patterns: Iterable[str]) -> tuple[GroupConfig, ...]:
-    """The groups, and a frozen one for each pattern that has none yet."""
+    """Append a frozen group for each pattern that does not have one."""
     known = {group.pattern for group in groups if group.frozen}
     new = [pattern for pattern in dict.fromkeys(patterns) if pattern not in known]
     return (*groups, *(GroupConfig(pattern=pattern, frozen=True) for pattern in new))
@@ -94,7 +94,7 @@ def place_of(*groups: GroupConfig) -> str:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name matches one of the patterns."""
+    """True if a name matches one of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

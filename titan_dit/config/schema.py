@@ -1,8 +1,8 @@
 """Checks JSON files against a schema: manifests of checkpoints and datasets, records of runs.
 
-A digest only tells that a file is as its maker wrote it. A schema is nested dicts of key -> type,
-as sections have them (`conform`), or one of the classes below. Other keys are kept, unchecked: a
-later version may have written them.
+A digest only shows that a file is unchanged since it was written. A schema is a nested dict of
+key -> type as in config sections (`conform`), or an instance of a class below. Other keys are kept,
+unchecked: a later version may have written them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from titan_dit.config.section import Bound, UserError, conform, show
 
 COUNT = Annotated[int, Bound(least=0, below=2**62)]
 LARGEST = 32 << 20
-"""Bytes of a manifest: Python takes up to twenty times as many for what JSON says."""
+"""Maximum bytes of a manifest: parsed JSON takes up to 20 times as many in memory."""
 SHOWN = 80
-"""Characters of a wrong value that a message shows."""
+"""Maximum characters of a wrong value in a message."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,10 @@ class Either:
 
 @dataclass(frozen=True)
 class Each:
-    """A table of any keys; `key` returns what is wrong with one, or None."""
+    """A table with arbitrary keys and values of one schema.
+
+    `key` returns what is wrong with a key, or None.
+    """
 
     schema: Any
     key: Callable[[str], str | None] = lambda _: None
@@ -52,21 +55,21 @@ class Each:
 
 @dataclass(frozen=True)
 class Rows:
-    """A list of rows of exactly these values."""
+    """A list of lists, each a `Row` of these schemas."""
 
     row: Sequence[Any]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A list of exactly these values."""
+    """A list of fixed length, with a schema for each value."""
 
     row: Sequence[Any]
 
 
 @dataclass(frozen=True)
 class Ruled:
-    """A value of a schema for which `rule` returns what is wrong, or None."""
+    """A value of a schema with a further check: `rule` returns what is wrong, or None."""
 
     schema: Any
     rule: Callable[[Any], str | None]
@@ -75,13 +78,13 @@ class Ruled:
 ANY = object()
 """A value that is not checked."""
 PLAIN = object()
-"""A value of a config, whose key is not known here: of limited depth, length and size."""
+"""A config value whose type is not known here; only depth, text length and integers are limited."""
 DEEPEST, LONGEST = 8, 4096
-"""Of lists and tables in a PLAIN value, and of its texts."""
+"""Limits of a PLAIN value: nesting depth of lists and tables, and characters of a text."""
 
 
 def wrong_name(name: str) -> str | None:
-    """What is wrong with a file's name in a manifest: it must be of a file beside it."""
+    """What is wrong with a file name in a manifest, or None. It must not leave the folder."""
     if name in ("", ".", "..") or not name.isprintable() or {*name} & {*"/\\"}:
         return "is not the name of a file in the folder of the manifest"
     return None
@@ -155,7 +158,7 @@ def check_value(value: Any, where: str, deepest: int = DEEPEST) -> None:
 
 
 def check_plain(value: Any, hint: Any, where: str) -> None:
-    """`check` for a type of a section's key, without a value of any length in the message."""
+    """`check` for a type of a section's key; the message is short even if the value is long."""
     try:
         conform(value, hint, where)
     except RecursionError:
@@ -168,7 +171,7 @@ def check_plain(value: Any, hint: Any, where: str) -> None:
 
 
 def brief(value: Any) -> str:
-    """The beginning of a value, for messages; what a terminal does not print is escaped."""
+    """The beginning of a value, for messages; unprintable characters are escaped."""
     if isinstance(value, list | tuple):
         value = value[:SHOWN]
     try:

@@ -73,18 +73,18 @@ class FromHome:
         return os.path.expanduser(path)  # noqa: PTH111
 
     def broken_by(self, path: str) -> str | None:
-        """What no path can hold, or None."""
+        """What is wrong with the path, or None."""
         return "holds a NUL character. Remove it" if "\0" in path else None
 
 
 @dataclass(frozen=True)
 class Written(FromHome):
-    """A path that is written: `commands/own_input.py` compares it with all that are read."""
+    """A path that is written. `commands/own_input.py` refuses it if the command also reads it."""
 
 
 @dataclass(frozen=True)
 class OfRun(FromHome):
-    """A path of a run or a checkpoint. The run's folder takes new files beside the run's own."""
+    """A path of a run or a checkpoint. Outputs may lie in it but not replace the run's files."""
 
 
 FilePath = Annotated[str, FromHome()]
@@ -92,7 +92,7 @@ FilePath = Annotated[str, FromHome()]
 OutputPath = Annotated[str, Written()]
 RunPath = Annotated[str, OfRun()]
 MOST, LARGEST = 10**12, 1e30
-"""Of whole numbers that only count, and of others, which stay finite in fp32."""
+"""Largest integer and largest float of a section; floats stay finite in fp32."""
 PositiveInt = Annotated[int, Bound(least=1, most=MOST)]
 NonNegativeInt = Annotated[int, Bound(least=0, most=MOST)]
 PositiveFloat = Annotated[float, Bound(above=0, most=LARGEST)]
@@ -101,18 +101,19 @@ Finite = Annotated[float, Bound(least=-LARGEST, most=LARGEST)]
 Dim = Annotated[int, Bound(least=1, most=10**7)]
 """Size of a tensor's dim, such as a vocabulary."""
 Few = Annotated[int, Bound(least=1, most=10**4)]
-"""What is made one by one: samples of a preview, ranks of a mesh axis, attention heads."""
+"""Number of things made one by one: samples of a preview, ranks of a mesh axis, heads."""
 Layers = Annotated[int, Bound(least=1, most=2000)]
-"""Their modules are made one by one, also to count their bytes: 5 ms each."""
+"""Number of layers. Each layer's modules are built, even to count bytes only: 5 ms each."""
 BatchSize = Annotated[int, Bound(least=1, most=2**20)]
 Workers = Annotated[int, Bound(least=1, most=256)]
 """Processes or threads."""
 GuidanceScale = Annotated[float, Bound(least=0, most=3e38)]
-"""Finite in fp32. Samples that overflow by it are refused by their numbers."""
+"""cfg_scale, finite in fp32. Samples that overflow because of it are reported by number."""
 Fraction = Annotated[float, Bound(least=0, most=1)]
 Decay = Annotated[float, Bound(least=0, below=1)]
 SigmaRel = Annotated[float, Bound(least=0.001, most=0.28)]
-"""Of a power-function average; 12 ** -0.5 = 0.2887 is the plain mean of all steps."""
+"""Relative width of a power-function average (arXiv:2312.02696).
+12 ** -0.5 = 0.2887 would be the plain mean of all steps."""
 
 
 def conform(value: object, hint: Any, where: str) -> Any:
@@ -150,7 +151,7 @@ class Table:
 
 
 def follow_rules(value: Any, rules: Iterable[object], where: str) -> Any:
-    """Check a value against what its type carries, and expand a path."""
+    """Check a value against the rules in its type's metadata, and expand a path."""
     for rule in rules:
         # Other libraries put their own metadata there.
         if isinstance(rule, Bound | OneOf | FromHome) and (broken := rule.broken_by(value)):
@@ -196,7 +197,7 @@ def conform_scalar(value: object, kind: type, where: str) -> Any:
 
 
 def not_utf8(text: str) -> str:
-    """What is wrong with text that the system gave and that is not UTF-8; "" if it is."""
+    """Message about text from the operating system that is not UTF-8; "" if it is."""
     if text.isascii() or not re.search("[\ud800-\udfff]", text):
         return ""
     return f"{text!a} is not UTF-8. Rename the file or the folder: configs and datasets are UTF-8."
@@ -271,7 +272,7 @@ class Section:
 
     section: ClassVar[str]
     replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """A key -> the keys of the file that its flag replaces."""
+    """Key -> keys of the file that are dropped when this key is given as a flag."""
 
     def __post_init__(self) -> None:
         """Check and convert every field; subclasses add rules across fields."""

@@ -1,4 +1,4 @@
-"""Reads a TOML file that a person has written; errors show the line and the way to write it."""
+"""Reads a TOML file that a person has written; errors show the line and how to write it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ADVICE = (
     (r"[\u2018-\u201f].*", 'write plain quotes, "'),
     (r"", "the key has no value"),
 )
-"""What a value looks like -> what to do."""
+"""(pattern of a wrongly written value, advice)."""
 
 
 def parse(path: Path) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def advice(text: str, message: str) -> str:
 
 
 def repeated(text: str) -> str | None:
-    """The first key that stands twice in a section."""
+    """The first key that occurs twice in a section, as "[section] key"; None without one."""
     section, seen = "", set[str]()
     for line in text.splitlines():
         if heading := HEADING.match(line):

@@ -67,7 +67,7 @@ class TrainingConfig(Section):
             )
 
     def resolved(self, num_rows: int) -> TrainingConfig:
-        """With `steps` in place of `epochs`: enough to see each of `num_rows` that many times."""
+        """Replace `epochs` by `steps` = ceil(epochs x num_rows / global_batch_size)."""
         if self.steps:
             return self
         steps = math.ceil(self.epochs * num_rows / self.global_batch_size)
@@ -82,14 +82,14 @@ class LRScheduleConfig(Section):
 
     warmup_steps: NonNegativeInt = 0
     warmup_fraction: Fraction | None = None
-    """In place of warmup_steps: warm-up as a fraction of decay_steps."""
+    """Warm-up as a fraction of decay_steps, in place of warmup_steps."""
     decay: Annotated[str, OneOf(tuple(LR_DECAYS))] = "constant"
     """constant, linear, cosine, wsd, inverse_square_root, or "package.module:function"."""
     decay_steps: PositiveInt | None = None
-    """Last step of the decay; later ones have the least rate (not with constant). Unset is
+    """Last step of the decay; later steps keep the minimum rate (not with constant). Unset is
     [training] steps."""
     wsd_decay_steps: PositiveInt | None = None
-    """Steps of wsd's decay, the last ones up to decay_steps."""
+    """Number of steps of wsd's decay, which ends at decay_steps."""
     wsd_decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     """Shape of wsd's decay."""
     min_lr_ratio: Fraction = 0.0
@@ -127,7 +127,7 @@ class LoRAConfig(Section):
     section = "lora"
 
     rank: Annotated[int, Bound(least=0, most=10**5)] = 0
-    """Of the adapters B A, which are added to the targets' weights; 0 trains without adapters."""
+    """Rank of the adapters B A, which are added to the targets' weights; 0 trains none."""
     alpha: PositiveFloat | None = None
     """The adapters are multiplied by alpha / rank. Unset: rank, a factor of 1."""
     targets: tuple[str, ...] = ("blocks.*.attn.*", "blocks.*.mlp.*")
@@ -185,9 +185,9 @@ class EMAConfig(Section):
         return min(self.snapshots, steps // self.every) if self.power else 0
 
     def takes_snapshot(self, step: int, steps: int) -> bool:
-        """Whether a run of `steps` takes a snapshot after `step` (1-based).
+        """True if a run of `steps` takes a snapshot after `step` (1-based).
 
-        Snapshot i of n follows the update i / n of all updates, rounded up; the last one the last.
+        Snapshot i of n (from 1) follows EMA update ceil(i x updates / n).
         """
         number, updates, update = self.num_snapshots(steps), steps // self.every, step // self.every
         if not number or step % self.every:
@@ -209,18 +209,18 @@ class ValidationConfig(Section):
     """Steps between validations; the last step is validated, too. 0 disables validation."""
     samples: NonNegativeInt = 0
     """Rows of [data] held out from training, chosen by the seed, evenly over the classes. With
-    `path`, or of data that keeps a part for validation: rows read from there, 0 for all."""
+    `path`, or if [data] has a part for validation: rows read from there, 0 for all."""
     path: FilePath = ""
-    """Another dataset of the same kind; empty holds out rows of [data], or takes its part for
-    validation."""
+    """Another dataset of the same kind. Empty: rows of [data] are held out, or its part for
+    validation is used."""
 
     @property
     def num_held_out(self) -> int:
-        """Rows held out from [data], if it keeps no part for validation."""
+        """Rows held out from [data], if it has no part for validation."""
         return 0 if self.path else self.samples
 
     def held_out_of(self, *, has_part: bool) -> int:
-        """Rows held out from [data]; `has_part`: whether it keeps a part for validation."""
+        """Rows held out from [data]; `has_part`: True if it has a part for validation."""
         return 0 if has_part else self.num_held_out
 
     def check(self, *, has_part: bool) -> None:
@@ -243,8 +243,7 @@ class SamplingConfig(Section):
     num: Few | None = None
     """Samples per preview. Unset: 40 pictures, or 4 texts."""
     prompt: str = ""
-    """Text: what every sample continues. Empty begins a document. Without a tokenizer, token
-    ids."""
+    """Text: prompt of every sample. Empty begins a document. Without a tokenizer, token ids."""
     length: Annotated[int, Bound(least=1, most=10**6)] = 100
     """Text: tokens to draw; each takes a forward pass."""
     temperature: NonNegativeFloat = 1.0
@@ -252,10 +251,10 @@ class SamplingConfig(Section):
     top_k: PositiveInt | None = None
     """Text: draw from the most likely tokens only; unset draws from all."""
     top_p: Annotated[float, Bound(above=0, most=1)] = 1.0
-    """Text: draw from the fewest most likely tokens with this probability together."""
+    """Text: draw from the fewest most likely tokens whose probabilities add up to this."""
     sampler: str = "auto"
     """heun, euler or dpmpp_2m for rectified_flow; ddim, ddpm or dpmpp_2m for ddpm; auto takes the
-    first. Or "diffusers:CLASS", one of its schedulers."""
+    first. Or "diffusers:CLASS", a scheduler of diffusers."""
     steps: Annotated[int, Bound(least=1, most=10**5)] = 25
     """Sampling steps."""
     eta: Fraction = 0.0
@@ -267,7 +266,8 @@ class SamplingConfig(Section):
     cfg_interval: tuple[Fraction, ...] = (0.0, 1.0)
     """Guide at noise levels from the first to the second only; 0 is data, 1 is noise."""
     cfg_rescale: Fraction = 0.0
-    """Share of the guided prediction that gets back the std of the prediction with the label."""
+    """Rescale the guided prediction to the std of the prediction with the label: 0 is off, 1 is
+    all the way (phi of arXiv:2305.08891 sec. 3.4)."""
     vae: FilePath = ""
     """Pictures of a latent model: folder or name of the autoencoder (diffusers) that decodes
     previews. Empty shows channels of the latents."""
@@ -275,7 +275,7 @@ class SamplingConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(Section):
-    """Scores of pictures that the first EMA draws during training, as [sampling] says."""
+    """Scores of pictures drawn by the first EMA during training, with the keys of [sampling]."""
 
     section = "evaluation"
 
@@ -290,7 +290,7 @@ class EvaluationConfig(Section):
     feature_weights: FilePath = ""
     """File with the weights of inception."""
     metrics: tuple[str, ...] = ("fid",)
-    """Of fid, kid, is and prdc."""
+    """Metrics to compute: fid, kid, is, prdc."""
 
     def check(self) -> None:
         """Require a reference."""

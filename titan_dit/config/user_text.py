@@ -1,7 +1,7 @@
-"""Text that users and strangers have written: bounded, UTF-8, and one line for whatever is wrong.
+"""Reads text that users or strangers have written: of limited size, UTF-8, with one-line errors.
 
 Python's parsers raise their own error for bad JSON and TOML, ValueError for an integer of over
-4,300 digits, RecursionError for depth, and UnicodeDecodeError. Here each is a BadTextError.
+4,300 digits, RecursionError for depth, and UnicodeDecodeError. Here all become BadTextError.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import tomli
 from titan_dit.config.section import UserError
 
 MAX_BYTES = 64 << 20
-"""Bytes of a file that is read whole."""
+"""Maximum bytes of a file that is read whole."""
 MAX_DEPTH = 100
-"""Most nesting of a value: code that walks through it, such as messages, may recurse."""
+"""Maximum nesting depth of a value: code that walks through it, such as messages, may recurse."""
 BOM = b"\xef\xbb\xbf"
-"""Some programs begin a file with it."""
+"""UTF-8 byte order mark, with which some programs begin a file."""
 
 
 class BadTextError(ValueError):
@@ -118,13 +118,13 @@ def within(outer: Any) -> Sequence[Any]:
 
 
 def reason_of(error: Exception) -> str:
-    """What a parser does not call a syntax error."""
+    """Text for a parser's error that is not a syntax error: depth, or too many digits."""
     is_deep = isinstance(error, RecursionError)
     return "nested too deeply" if is_deep else "a number of too many digits"
 
 
 def once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; BadTextError if a key stands twice: which one is meant?"""
+    """A JSON object from its pairs. Raises BadTextError if a key occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         name = Counter(name for name, _ in pairs).most_common(1)[0][0]
@@ -146,8 +146,8 @@ def read_csv(
 ) -> Iterator[tuple[int, dict[str, str]]]:
     """Number and fields of each row of a CSV file, whose first line names the columns.
 
-    Refuses a row with another number of fields: an unquoted comma would move its values. A column
-    that is `needed` may be there once.
+    Raises UserError for a row with another number of fields, as an unquoted comma would shift its
+    values, and for a `needed` column that occurs twice.
     """
     # Not lines(): a quoted field may hold line ends.
     reader = csv.reader(csv_lines(file, where, most, fix), skipinitialspace=True, strict=True)
@@ -168,7 +168,7 @@ def read_csv(
                 )
             yield number, dict(zip(columns, fields, strict=True))
     except csv.Error as error:
-        raise UserError(f"{where}, line {reader.line_num}: no CSV ({error}).") from None
+        raise UserError(f"{where}, line {reader.line_num}: not CSV ({error}).") from None
 
 
 def csv_lines(file: Path, where: str, most: int, fix: str) -> Iterator[str]:

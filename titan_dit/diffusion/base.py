@@ -106,7 +106,7 @@ class ProbabilityPath(Protocol):
         """The terms whose sum is `loss`, by name."""
 
     def process(self, predict: Predict, channels: int) -> Any:
-        """What this path's samplers call: (x, t) -> velocity for flows, a `Denoiser` for DDPM."""
+        """The function that samplers call: (x, t) -> velocity for flows, a `Denoiser` for DDPM."""
 
 
 @runtime_checkable

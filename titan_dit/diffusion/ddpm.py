@@ -167,7 +167,7 @@ class Reverse:
 
     @property
     def prediction(self) -> str:
-        """What the network predicts."""
+        """The network's prediction: "eps", "v" or "x"."""
         return self.objective.prediction
 
     def values(self, x: Float[Tensor, "b n d"], timestep: Float[Tensor, " b"]) -> Tensor:

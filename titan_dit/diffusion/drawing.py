@@ -25,7 +25,7 @@ from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.rng import SampleRNG
 
 NUM = 40
-"""Pictures of a preview by default."""
+"""Default number of pictures in a preview."""
 PIXELS = (0.0, 255.0)
 """Values of black and white in decoded pictures."""
 
@@ -56,7 +56,7 @@ class Drawing(Protocol):
 
     @property
     def cfg_rescale(self) -> float:
-        """Share of a guided prediction that is rescaled."""
+        """How far the guided prediction is rescaled to the std of the conditional one, 0 to 1."""
 
 
 def sampler_of(path: ProbabilityPath, name: str, where: str = "[sampling] sampler") -> Sampler:
@@ -79,7 +79,7 @@ def sampler_of(path: ProbabilityPath, name: str, where: str = "[sampling] sample
 
 
 def name_of_sampler(path: ProbabilityPath, name: str) -> str:
-    """The name of a sampler that `sampler_of` finds; of "auto" that of the one it takes."""
+    """The sampler's name, with "auto" replaced by the path's first sampler."""
     return next(iter(catalog.SAMPLERS[path.name])) if name == "auto" else name
 
 
@@ -237,9 +237,9 @@ def preview(
     numbers = torch.arange(rows * share.num_ranks, device=device)
     labels = preview_labels(num, model.num_classes).to(device)
     mine = numbers[share.rank * rows :][:rows]
-    # Beyond `num`: padding, cut off below.
-    given = labels[mine.clamp(max=num - 1)], mine
-    drawn = samples(forward, path, model, facts, sampling, seed, *given)
+    # Numbers from `num` on are padding, cut off below.
+    own_labels = labels[mine.clamp(max=num - 1)]
+    drawn = samples(forward, path, model, facts, sampling, seed, own_labels, mine)
     finite = share.gather(drawn.isfinite().flatten(1).all(1).float())[:num]
     value_range = facts.value_range
     if vae is not None:

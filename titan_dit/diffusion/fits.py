@@ -39,7 +39,7 @@ def missing_members(thing: object, protocol: type) -> str:
 
 
 def what_fits(facts: LatentFacts) -> str:
-    """Ending of the message about a shape: that of [data], and the keys of [model] that fit it."""
+    """Ending of a message about shapes: the shape of [data], and the keys of [model] to set."""
     (c, h, w), *half = facts.latent_shapes
     held = f"mean and std of {[c, h, w]}" if facts.posterior == "both" else f"{[c, h, w]}"
     if h != w:
@@ -51,8 +51,8 @@ def what_fits(facts: LatentFacts) -> str:
 def check_data(facts: DataFacts, model: LatentModel, objective: str) -> LatentFacts:
     """Raise UserError if samples or labels of a dataset do not fit the model.
 
-    Twice the model's channels are accepted: a mean and a std per channel, unless it is recorded
-    that they are not.
+    Twice the model's channels are accepted, as a mean and a std per channel, unless the dataset's
+    metadata say that they are not.
     """
     if not isinstance(facts, LatentFacts):
         raise UserError(

@@ -15,7 +15,7 @@ Conditional = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Guidance:
-    """How strongly a prediction is moved away from a worse one, where, and how it is rescaled."""
+    """Settings of guidance: scale, channels, noise levels, rescaling and the worse prediction."""
 
     scale: float = 1.0
     """u + scale (c - u); 1 is no guidance."""
@@ -25,8 +25,8 @@ class Guidance:
     """Guide at noise levels from the first to the second only (arXiv:2404.07724): t of a flow, the
     step over the last step of a discrete diffusion."""
     rescale: float = 0.0
-    """Share of the guided prediction that is brought back to the std of the prediction with the
-    label (arXiv:2305.08891 sec. 3.4)."""
+    """Rescale the guided prediction to the std of the prediction with the label: 0 is off, 1 is
+    all the way (phi of arXiv:2305.08891 sec. 3.4)."""
     weak: Conditional | None = None
     """A worse network, which guides in place of the prediction without the label
     (arXiv:2406.02507)."""
@@ -56,7 +56,7 @@ def guided(
 
     c and u without the label are one forward pass. With scale 1, and outside the interval, only c
     is computed, at half the cost. Label -1 means no label. All samples have the same timestep;
-    `noise_level` is that of a timestep.
+    `noise_level`: timestep -> 0 (data) to 1 (noise).
     """
     if bool((scale == 1).all()):
         return lambda x, timestep: predict(x, timestep, labels)
@@ -93,6 +93,6 @@ def rescaled(
         return found
     wanted = conditional[..., is_guided].flatten(1).std(1)
     has = found[..., is_guided].flatten(1).std(1)
-    # Of a network that still predicts 0, as at the start of training, both are 0.
+    # Both are 0 if the network still predicts 0, as at the start of training.
     factor = 1 + share * (torch.where(has > 0, wanted / has, 1.0) - 1)
     return torch.where(is_guided, found * factor[:, None, None], found)

@@ -22,8 +22,8 @@ class DDPMKeys(Section):
     steps: Annotated[int, Bound(least=25, most=100_000)] = 1000
     """Diffusion steps T. The last beta of the linear schedule, 20 / T, must be below 1."""
     prediction: Literal["eps", "v", "x"] = "eps"
-    """What the network predicts: the noise, v = signal noise - sigma x_0 (arXiv:2202.00512
-    app. D), or x_0."""
+    """Prediction of the network. eps: the noise. v: signal noise - sigma x_0 (arXiv:2202.00512
+    app. D). x: x_0."""
     learn_sigma: bool = True
     """Learn the variance of the reverse step with the variational bound (arXiv:2102.09672)."""
     min_snr_gamma: PositiveFloat | None = None
@@ -49,11 +49,12 @@ class RectifiedFlowKeys(Section):
     shift: PositiveFloat = 1.0
     """t -> shift t / (1 + (shift - 1) t): above 1, more noise (arXiv:2403.03206 eq. 23)."""
     direction: Literal["to_noise", "to_data"] = "to_noise"
-    """What the network sees: to_noise is the time t, 0 at the data, and the velocity noise - data;
-    to_data is 1 - t and data - noise, as SiT. t is the share of noise in all other keys."""
+    """Time and velocity of the network. to_noise: t, 0 at the data, and noise - data. to_data:
+    1 - t and data - noise, as SiT. In all other keys t is the share of noise."""
     time_scale: PositiveFloat = 1000.0
-    """The network's timestep is its time times this: 1000 covers the steps of DiT; SiT has 1."""
+    """Timestep of the network = its time x time_scale. 1000 is the range of DiT's steps; SiT's
+    networks take 1."""
     learn_sigma: bool = False
-    """Predict as many channels again, which the loss ignores, as SiT's released networks do."""
+    """Predict twice the channels, as SiT's released networks; the loss ignores the second half."""
     label_dropout: Fraction = 0.1
     """Fraction of samples trained without their label, for classifier-free guidance."""

@@ -123,7 +123,7 @@ def named(name: ScheduleName, steps: int) -> NoiseSchedule:
 
 
 def rows_of(name: ScheduleName, steps: int) -> Float[Tensor, "8 T"]:
-    """The tables of a named schedule on the CPU. A constant where it is compiled."""
+    """The tables of a named schedule on the CPU. torch.compile takes them as a constant."""
     return torch.from_numpy(named(name, steps)._rows)
 
 

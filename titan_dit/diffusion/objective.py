@@ -48,11 +48,11 @@ class DiffusionConfig(ObjectiveConfig):
         return as_path(self, self.name)
 
     def noise_level(self, timestep: float) -> float:
-        """The share of the last timestep."""
+        """The timestep as a fraction of the last one, 0 (data) to 1 (noise)."""
         return timestep / self.path.last_timestep
 
     def validation_timesteps(self, bins: int) -> dict[str, float]:
-        """Whole numbers, rounded."""
+        """The middles of equal bins, rounded to whole timesteps; key "t125" is timestep 125."""
         width = (self.path.last_timestep + 1) / bins
         middles = [round((number + 0.5) * width) for number in range(bins)]
         return {f"t{middle}": float(middle) for middle in middles}
@@ -104,7 +104,7 @@ class Diffusion(Objective):
     )
     """Cache of the model's static inputs, which are equal in every step."""
     loaded: dict[str, autoencoder.Autoencoder] = dataclasses.field(default_factory=dict, repr=False)
-    """The autoencoder of previews, by its folder or name."""
+    """Cache: [sampling] vae -> the autoencoder of previews."""
 
     @property
     def token_targets(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -219,12 +219,12 @@ class Diffusion(Objective):
         return height * self.autoencoder(sampling).facts.factor
 
     def knows_classes(self, like: Mapping[str, int]) -> bool:
-        """Whether all are classes of the data, by name or number."""
+        """True if all keys of `like` are classes of the data, by name or number."""
         names = self.data.class_names
         return drawing.labels_like(like, 1, self.model.num_classes, names) is not None
 
     def picture_labels(self, num: int, like: Mapping[str, int]) -> Int64[Tensor, " num"]:
-        """In the proportions of `like`; of all classes, evenly, if these are not known here."""
+        """Labels in the proportions of `like`; evenly over all classes if one is unknown."""
         classes = self.model.num_classes
         found = drawing.labels_like(like, num, classes, self.data.class_names)
         return drawing.spread_labels(num, list(range(classes))) if found is None else found
@@ -241,12 +241,20 @@ class Diffusion(Objective):
         # Imported late: the benchmarks train on machines without Pillow.
         from titan_dit.pictures import grid
 
-        given = self.path, self.model, self.data, sampling, seed
         value_range = self.data.value_range
         decodes = nullcontext() if value_range else self.decoder(sampling, labels.device)
         with decodes as vae:
             for numbers in batches:
-                samples = drawing.samples(forward, *given, labels[numbers], numbers)
+                samples = drawing.samples(
+                    forward,
+                    self.path,
+                    self.model,
+                    self.data,
+                    sampling,
+                    seed,
+                    labels=labels[numbers],
+                    numbers=numbers,
+                )
                 if vae is None:
                     yield grid.to_pixels(samples, value_range)
                 else:
@@ -262,7 +270,7 @@ class Diffusion(Objective):
     def decoder(
         self, sampling: SamplingConfig, device: torch.device
     ) -> Iterator[autoencoder.Autoencoder]:
-        """The autoencoder of [sampling] vae, on a device whose memory belongs to training."""
+        """The autoencoder of [sampling] vae, on `device` within the block and on the CPU after."""
         vae = self.autoencoder(sampling)
         vae.module.to(device)
         try:

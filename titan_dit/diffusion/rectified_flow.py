@@ -21,7 +21,7 @@ from titan_dit.objectives.base import at_least_fp32
 from titan_dit.rng import SampleRNG
 
 LEVELS = 1000
-"""Validation names a time by its thousandths, in either direction and unit."""
+"""Validation names a time t by its thousandths, whatever the network's direction and unit."""
 Time = TypeVar("Time", float, Tensor)
 
 
@@ -34,7 +34,7 @@ class RectifiedFlow(RectifiedFlowKeys, DiffusionConfig):
 
     @property
     def last_timestep(self) -> float:
-        """That of time 1."""
+        """The largest timestep: at the noise, with direction "to_data" at the data."""
         return self.time_scale
 
     @property
@@ -52,7 +52,7 @@ class RectifiedFlow(RectifiedFlowKeys, DiffusionConfig):
         return 1 - along if self.to_data else along
 
     def validation_timesteps(self, bins: int) -> dict[str, float]:
-        """At the same times t in either direction and unit."""
+        """The middles of equal bins of t: the same t whatever the network's direction and unit."""
         middles = [round((number + 0.5) * (LEVELS + 1) / bins) for number in range(bins)]
         # Exact, unlike timestep_at(middle / LEVELS).
         along = {middle: LEVELS - middle if self.to_data else middle for middle in middles}

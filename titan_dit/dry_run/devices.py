@@ -1,4 +1,4 @@
-"""Whether a rank fits the devices that are known, and the words of the dry run's tables."""
+"""Known devices, whether a rank fits them, and explanations of the dry run's tables."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ DEVICES_GIB = {
     "MI300X, 192 GB": 191.6,  # 191.69, 191.98
     "B300, 288 GB": 267.6,  # 267.69; nvidia-smi: 275,040 MiB, 268.6 GiB
 }
-"""GiB, at most what torch reports: `total_memory`, "total capacity" in its out-of-memory errors.
+"""GiB of each device: what torch reports as `total_memory`, or "total capacity" when out of memory.
 
-Drivers differ a little: the figure is below the smallest that was found. Beside it: figures in
-public issues, and, without a name, in logs of others. None was measured here.
+Drivers differ a little: each figure is below the smallest that was found. The comments hold figures
+of public issues or, without a name, of other people's logs. None was measured here.
 """
 USABLE = 0.9
-"""The rest is for the driver, NCCL's buffers and fragmentation."""
+"""Usable share of the memory; the rest is for the driver, NCCL's buffers and fragmentation."""
 WORDS = {
     StorageKind.PARAMETERS: "this rank's shards of the weights, fp32",
     StorageKind.GRADIENTS: "gradients of the shards, fp32",
@@ -42,10 +42,10 @@ WORDS = {
 PEAK = "the highest sum within a step, which the device must hold"
 SENT = {
     "all-gather": "each rank gets the parts of all ranks",
-    "reduce-scatter": "a sum over ranks, of which each keeps a part",
-    "all-reduce": "a sum over ranks, which all get",
-    "all-to-all": "each rank exchanges a part with each other one",
-    "broadcast": "one rank's tensor, which all get",
+    "reduce-scatter": "the sum over ranks, of which each keeps a part",
+    "all-reduce": "the sum over ranks, on each of them",
+    "all-to-all": "each rank sends a different part to each other rank",
+    "broadcast": "one rank's tensor, sent to all ranks",
     "send": "activations, gradients and tied weights, to other pipeline stages",
     "ring": "keys and values, from rank to rank",
 }

@@ -77,16 +77,16 @@ class Report:
     num_parameters: int
     flops_per_sample: int
     num_microbatches: int
-    """Per rank and step."""
+    """Microbatches per rank and step."""
     microbatch_size: int
     num_run: int
-    """Microbatches that the dry run executed; more of them are extrapolated."""
+    """Microbatches that the dry run executed; memory and traffic of the rest are extrapolated."""
     ranks: tuple[RankReport, ...]
     """The first rank of every pipeline rank that was run."""
 
     @property
     def peak(self) -> int:
-        """Bytes of the rank that needs most."""
+        """Peak bytes of the rank that needs most memory."""
         return max(rank.peak.total for rank in self.ranks)
 
 
@@ -99,17 +99,18 @@ def take_fake_step(
     ema: EMAConfig,
     ranks: Sequence[int] | None = None,
 ) -> Report:
-    """Run a step of pipeline ranks, None: of all; `fields` are those of the data.
+    """Run a step of the pipeline ranks `ranks`, None: of all. `fields`: fields of the dataset.
 
-    For some ranks alone it is faster and gives their memory: their traffic is that of `num_run`
-    microbatches.
+    With `ranks` given it is faster, as only one number of microbatches is run: memory is the same,
+    but traffic is that of `num_run` microbatches.
     """
     # torch.compile needs real tensors; its savings are not modelled.
     requested, sizes = plan, plan.sizes
     plan = replace(plan, compile=replace(plan.compile, enabled=False))
-    # A whole tensor is one fake operation; drawn by the counter it is many, one for each chunk.
+    # The generator draws a tensor in one fake operation, the counter in one for each chunk.
     plan = replace(plan, initial_weights="generator")
-    # In a planned order each rank runs alone. `growth_of` adds what a run-time order may hold more.
+    # In a planned order each rank can run alone. `growth_of` adds the activations that a run-time
+    # order may hold beyond that.
     if plan.decides_at_run_time:
         plan = replace(plan, pipeline=as_planned(plan.pipeline))
     # The CPU lacks most attention kernels. All fused ones save the same tensors.
@@ -162,7 +163,7 @@ def take_fake_step(
 
 @contextmanager
 def chunks_of_a_device() -> Iterator[None]:
-    """Score logits in a GPU's chunks: fake tensors are on the CPU, whose thousands take minutes."""
+    """Use a GPU's chunk size for logits: the thousands of chunks of a CPU would take minutes."""
     own, cross_entropy.CHUNK = cross_entropy.CHUNK, cross_entropy.CHUNK_ON_DEVICE
     try:
         yield
@@ -210,8 +211,9 @@ class FakeRank:
             self.parameters = own_parameters(self.parts)
             if plan.num_stages - 1 in self.parts:
                 self.parameters |= place_modules(plan, objective, mesh, CPU)
-            own = self.parameters, self.optimizer_config, plan.spec, copies_of(self.parts)
-            self.optimizer = build_optimizer(*own)
+            self.optimizer = build_optimizer(
+                self.parameters, self.optimizer_config, plan.spec, copies_of(self.parts)
+            )
             self.ema = EMA(self.parameters, ema)
             for part in self.parts.values():  # With copies of tied weights.
                 self.memory.mark(part.parameters(), StorageKind.PARAMETERS)
@@ -220,10 +222,10 @@ class FakeRank:
                 self.memory.mark(average.values(), StorageKind.EMA)
 
     def run(self, share: int, size: int, fewer: int, enough: int, count: int) -> Traffic:
-        """Steps of `fewer`, then `enough` microbatches (see `step`); traffic scaled to `count`.
+        """Run a step of `fewer`, then one of `enough` microbatches; return the traffic of `count`.
 
-        The memory of the second one is in `memory`. Without `fewer` the first one is an update
-        alone, and the traffic that of `enough`.
+        `memory` holds the log of the second step. If `fewer` is 0, the first step is an optimizer
+        step alone, and the traffic is that of `enough` microbatches.
         """
         with self.mode, self.memory, self.traffic:
             # Warm-up: allocates the optimizer's state, and gives the first traffic count.
@@ -252,14 +254,14 @@ class FakeRank:
         self.update()
 
     def update_alone(self) -> None:
-        """An update with gradients from nowhere."""
+        """An optimizer step with uninitialised gradients: it allocates the optimizer's state."""
         for parameter in self.parameters.values():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
         self.update()
 
     def update(self) -> None:
-        """Clip, step and average, as `Trainer.train_step`."""
+        """Gradient clipping, optimizer step and EMA, as in `Trainer.train_step`."""
         log = self.memory
         with log.phase("optimizer", StorageKind.TEMPORARY):
             bad = ~clip_norm(self.parameters.values(), self.training.max_grad_norm).isfinite()
@@ -291,7 +293,7 @@ class FakeRank:
 
 
 class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers what an optimizer reads on the host, since fake tensors have no values.
+    """Gives values to an optimizer's reads on the host, since fake tensors have none.
 
     A bool (`skip`) is False, a number 1. The unfused AdamW reads both in its first step.
     """

@@ -26,12 +26,12 @@ PROPAGATOR: Any = DTensor._op_dispatcher.sharding_propagator
 
 
 class StorageKind(StrEnum):
-    """What a storage holds."""
+    """The kind of data in a storage."""
 
     PARAMETERS = "parameters"
     """This rank's shards, fp32."""
     GRADIENTS = "gradients"
-    """Of the shards, fp32."""
+    """Gradients of the shards, fp32."""
     OPTIMIZER = "optimizer"
     EMA = "EMA"
     GATHERED = "gathered"
@@ -140,7 +140,7 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def peak(self, growth: float = 1.0) -> Peak:
-        """The memory peak since `begin`, if there were `growth` times the activations."""
+        """The memory peak since `begin`, with the bytes of activations multiplied by `growth`."""
         times = dict.fromkeys(StorageKind, 1.0) | {StorageKind.ACTIVATIONS: growth}
         total = most = sum(times[record.kind] * size for record, size in self.events[: self.first])
         moment = self.first
@@ -197,9 +197,9 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     parameter.register_post_accumulate_grad_hook(self._mark_gradient)  # type: ignore[no-untyped-call]
 
     def _unlogged(self, operation: Any) -> Any:
-        """DTensor infers the shapes of an operator's output on fake tensors: none of the run's.
+        """Infer the shapes of an operator's output without logging DTensor's own fake tensors.
 
-        torch 2.11 does so for every step of the optimizer.
+        torch 2.11 infers them in every step of the optimizer.
         """
         self.is_inferring = True
         try:
@@ -212,7 +212,7 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _record(self, tensor: Tensor) -> Storage:
         """The record of a tensor's storage; logs an allocation if it is new."""
-        if tensor.device.type == "meta":  # A shape, such as that of a message: no memory.
+        if tensor.device.type == "meta":  # The shape of a message, for example: no memory.
             return Storage(StorageKind.TEMPORARY, 0)
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -237,7 +237,7 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def is_wrapper(types: Iterable[type]) -> bool:
-    """Whether an operator has DTensors or other wrappers, from the types that a mode is given.
+    """True if an operator's `types`, as given to a mode, include DTensor or another wrapper.
 
     A mode returns NotImplemented for them: they unwrap themselves, and the same mode then sees the
     operator on their local tensors.
@@ -246,9 +246,9 @@ def is_wrapper(types: Iterable[type]) -> bool:
 
 
 def held_by(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors with a tensor's memory on this rank: a wrapper has none of its own.
+    """The plain tensors that hold a tensor's memory on this rank.
 
-    Of a DTensor its shard, of a float8 weight its numbers and their scale.
+    A DTensor yields its shard, a float8 weight its values and their scale.
     """
     if not is_wrapper((type(tensor),)):
         yield tensor

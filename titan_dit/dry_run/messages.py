@@ -1,4 +1,4 @@
-"""Messages whose senders hold their tensors as long as a GPU does, on fake and on gloo ranks."""
+"""Lets senders on fake and gloo ranks free sent tensors as early as on a GPU."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from titan_dit.parallel.links import Links
 
 
 class Awaited(dist.Work):
-    """A work that is waited for when its sender asks whether it is completed."""
+    """A `Work` whose `is_completed` waits for it."""
 
     def __init__(self, work: dist.Work) -> None:
         super().__init__()
         self.work: dist.Work | None = work
 
     def is_completed(self) -> bool:
-        """True, after the work is done."""
+        """Wait until the work is done; True."""
         return self.wait()
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
-        """Wait until the work is done, once: gloo hangs at the second time."""
+        """Wait until the work is done. Later calls return at once: gloo hangs in a second wait."""
         work, self.work = self.work, None
         return True if work is None else work.wait()
 
 
 def await_sends(links: Links) -> None:
-    """Let the works of sent messages complete.
+    """Make the works of sent messages report their completion.
 
-    Neither gloo's nor those of the fake process group report that they are: all that a pass sends
-    would be held to its end. NCCL's do, once the reader has come to the message.
+    Those of gloo and of the fake process group never do, so all sent tensors would be held until
+    the end of a pass. NCCL's do, once the receiver has got the message.
     """
     send: Any = links.send
 

@@ -1,4 +1,4 @@
-"""What a dry run derives from the pipeline's order: microbatches, held activations, idle time."""
+"""Numbers that follow from the pipeline's order: microbatches, held activations, idle time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from titan_dit.schedules.decide import windows
 from titan_dit.schedules.simulator import Simulation, simulate, stage_costs
 
 MOST_MICROBATCHES = 16
-"""Run at most this many or four per pipeline rank. Only gpipe has more in flight."""
+"""Maximum microbatches to run, or 4 per pipeline rank if more. Only gpipe has more in flight."""
 
 
 def microbatches_to_run(plan: RunPlan, count: int) -> tuple[int, int]:
-    """Fewest microbatches that can run; fewest with the peak of `count`, or MOST_MICROBATCHES."""
+    """Two numbers of microbatches to run: the fewest possible, and the fewest with the full peak.
+
+    The full peak is that of `count`. The second number is limited by MOST_MICROBATCHES.
+    """
     pp = plan.sizes.pp
     if pp == 1:
         # From the second microbatch on, accumulated gradients are in memory, too.
@@ -38,10 +41,10 @@ def microbatches_to_run(plan: RunPlan, count: int) -> tuple[int, int]:
 
 
 def fullest(actions: Sequence[Action]) -> set[tuple[int, ...]]:
-    """What a rank holds during its actions, without what another moment exceeds or equals.
+    """The maximal states of a rank's memory during its actions (the Pareto front).
 
-    For each of its stages: microbatches with activations, those of them whose input gradients are
-    done, and whether gradients of earlier microbatches are in memory, too.
+    A state has three numbers per stage: microbatches with activations, those of them whose input
+    gradients are done, and 1 if gradients of earlier microbatches are in memory.
     """
     now = {stage: [0, 0, 0] for stage in sorted({action.stage for action in actions})}
     moments: set[tuple[int, ...]] = set()
@@ -66,7 +69,7 @@ def fullest(actions: Sequence[Action]) -> set[tuple[int, ...]]:
 def growth_of(plan: RunPlan, run: int, count: int) -> list[float]:
     """Per pipeline rank: peak activations with `count` microbatches over those with `run`.
 
-    In a run-time order with `count`, a rank may fill its window.
+    A run-time order is assumed to fill each rank's window.
     """
     if plan.sizes.pp == 1:
         return [1.0]

@@ -14,7 +14,7 @@ from titan_dit.schedules.action import peak_activations
 
 LESS = "more ranks, a larger dp_shard, --remat.mode full, or a smaller --training.microbatch_size"
 JITTER = 0.3
-"""Standard deviation of the log of actions' times, where microbatches are not alike."""
+"""Standard deviation of the log of action times in the simulation of unequal microbatches."""
 UNITS = {"GiB": 2**30, "MiB": 2**20}
 
 

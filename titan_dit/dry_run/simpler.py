@@ -1,7 +1,6 @@
-"""Whether a layout with fewer mesh axes fits the same device.
+"""Finds a layout with fewer mesh axes that fits the same device.
 
-Only memory decides, by a dry run of each candidate, at most three. Which layout is faster: that is
-for the planner.
+Only memory is compared, by a dry run of each candidate, at most three. Speed is for the planner.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from titan_dit.dry_run.devices import DEVICES_GIB, GIB, USABLE
 from titan_dit.plan import RunPlan, resolve
 
 GPUS = ("A100, H100, 80 GB", "H200, 141 GB", "MI300X, 192 GB", "B300, 288 GB")
-"""One device of each size: without a GPU here, the smallest that holds the layout is meant."""
+"""One device of each size. Without a GPU here, the smallest that holds the layout is taken."""
 LARGEST_SHARD = 128
-"""FSDP ranks of a candidate; with more data ranks it has replicas (HSDP). A ring of n ranks takes
-n - 1 hops, and the part of a block that each sends gets too small to fill a link."""
+"""Maximum FSDP ranks of a candidate; with more data ranks it has replicas (HSDP). A ring of n ranks
+takes n - 1 hops, and each rank's part of a block gets too small to fill a link."""
 DROPPED = ("pp", "tp", "cp")
-"""The axes in the sequence in which they are dropped."""
+"""Axes in the order in which they are dropped."""
 
 PeakOf = Callable[[JobConfig, RunPlan], int]
-"""The peak memory of a layout, in bytes of the rank that needs most. May raise UserError."""
+"""(config, plan) -> peak bytes of the rank that needs most memory. May raise UserError."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Candidate:
     """A layout with fewer axes."""
 
     flags: str
-    """What to add to the command."""
+    """Flags to add to the command."""
     config: JobConfig
     plan: RunPlan
 
@@ -74,9 +73,9 @@ def lines(config: JobConfig, plan: RunPlan, peak: int, peak_of: PeakOf) -> Itera
 
 
 def device_for(peak: int) -> tuple[str, float] | None:
-    """This machine's GPU, or the smallest known one that holds `peak`; its name and usable bytes.
+    """(name, usable bytes) of this machine's GPU, else of the smallest known one that holds `peak`.
 
-    None if it holds less than `peak`.
+    None if `peak` does not fit.
     """
     if torch.cuda.is_available():
         size, where = estimate.rank_memory()
@@ -101,9 +100,9 @@ def candidates(config: JobConfig, plan: RunPlan) -> Iterator[Candidate]:
 
 
 def without(config: JobConfig, plan: RunPlan, dropped: list[str]) -> JobConfig:
-    """The config with these axes at 1, whose ranks go to the data axes.
+    """The config with these axes at 1; their ranks go to the data axes.
 
-    Microbatches stay as large, or as large as a rank's smaller share allows.
+    The microbatch size stays, or becomes a divisor of it that divides a rank's smaller share.
     """
     kept = plan.sizes.model
     for axis in dropped:

@@ -37,7 +37,7 @@ class Traffic:
     def extrapolate(self, count: int, own: int, other: Traffic, others: int) -> Traffic:
         """Extrapolate to `count` microbatches: self has the traffic of `own`, `other` of `others`.
 
-        Linear in the microbatches: each sends the same, and the rest of a step is constant.
+        Linear: each microbatch sends the same, and the rest of a step is constant.
         """
         if own == others:
             return self

@@ -22,7 +22,7 @@ NOTHING: Tensors = MappingProxyType({})
 TokenLoss: TypeAlias = Callable[[Output, Mapping[str, Tensor]], Tensor]
 """(output of the head, targets) -> loss per token [b, n]: `Objective.loss`."""
 Scored: TypeAlias = tuple[Tensor, Tensor]
-"""A microbatch's share of the loss, and the factor that its gradient is multiplied by."""
+"""(a microbatch's share of the step's loss, factor of its gradient)."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Shapes:
     stream: tuple[Tensor, ...]
     predictions: tuple[Tensor, ...]
     losses: Tensor
-    """Per token, [b, n]."""
+    """Losses per token, [b, n]."""
 
 
 def unchanged(value: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def scored(loss: TokenLoss, output: Output, part: Prepared) -> Scored:
     """
     share = loss_share(loss(output, part.targets), part)
     value = share.detach()
-    return share, 1 + (value - value)  # Of 0 * value the compiler would make 0, also of a NaN.
+    return share, 1 + (value - value)  # The compiler would fold 0 * value to 0, even for NaN.
 
 
 def scaled(found: Scored, loss_scale: Tensor | None) -> Scored:
@@ -101,16 +101,16 @@ class Executor(ABC):
     """Runs a rank's share of a batch through the model, in microbatches."""
 
     spec: ModelSpec | None = None
-    """Batches are checked against it; None for no check."""
+    """ModelSpec against which batches are checked; None for no check."""
 
     sum_over_data: Callable[[Tensor], Tensor] = staticmethod(unchanged)
     """Sum a value over the data-parallel ranks."""
 
     score: Callable[[TokenLoss, Output, Prepared], Scored] = staticmethod(scored)
-    """For training: perhaps compiled."""
+    """`scored` as training calls it; compiled with [compile] objective."""
 
     notes: Sequence[str] = ()
-    """Console lines about how it runs."""
+    """Console lines about the executor, such as its transport."""
 
     def step(self, prepared: Prepared, loss_scale: Tensor | None = None) -> Tensor:
         """Forward and backward over this rank's samples; gradients stay on the parameters.
@@ -129,7 +129,7 @@ class Executor(ABC):
 
     @abstractmethod
     def run(self, prepared: Prepared, loss_scale: Tensor | None = None) -> Tensor:
-        """See `step`; `total_tokens` is known."""
+        """See `step`; `prepared.total_tokens` is set."""
 
     @abstractmethod
     def predict(self, inputs: Tensors, static: Tensors, context: Tensors = NOTHING) -> Tensor:

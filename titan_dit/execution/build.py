@@ -40,7 +40,7 @@ class Built:
 
     executor: Executor
     prepare: Callable[[Batch, SampleRNG], Prepared]
-    """`Objective.prepare` for training, compiled if [compile] says so."""
+    """`Objective.prepare` for training; compiled with [compile] objective."""
     parameters: dict[str, nn.Parameter]
     """This rank's parameters, under the names of the whole network."""
     copies: Mapping[str, nn.Parameter]
@@ -52,7 +52,7 @@ class Built:
     notes: Sequence[str]
     """Console lines about the build."""
     recording: PipelineRecording | None
-    """Of the timeline of a pipeline; None without one."""
+    """Recording of the pipeline's timeline; None without a pipeline."""
 
 
 def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device) -> Built:
@@ -74,7 +74,7 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
 
 
 def own_parameters(parts: Mapping[int, Model]) -> dict[str, nn.Parameter]:
-    """What this rank trains and saves, by name: a copy of a tied weight is its owner's matter."""
+    """Parameters that this rank trains and saves, by name; without copies of tied weights."""
     return {
         name: parameter
         for part in parts.values()
@@ -217,8 +217,14 @@ def whole_token_executor(
     )
     if not plan.decides_at_run_time:
         return PipelinedExecutor(*given)
-    how = pipeline.transport, pipeline.network
-    transport, line = open_transport(mesh.links, plan.stage_ranks, shapes.stream, device, *how)
+    transport, line = open_transport(
+        mesh.links,
+        plan.stage_ranks,
+        shapes.stream,
+        device,
+        pipeline.transport,
+        pipeline.network,
+    )
     return DecidingExecutor(
         *given,
         memory=pipeline.memory,

@@ -22,10 +22,10 @@ from titan_dit.schedules.messages import inputs_of
 from titan_dit.schedules.moments import Mark, Moment
 
 AHEAD = 2
-"""Actions on a device that have not ended: one that runs, and one for the device to go on with.
-Decided earlier, an action would not know what arrives meanwhile."""
+"""Maximum unfinished actions on a device: one that runs, and the next one. An action that is
+decided earlier could not use messages that arrive in the meantime."""
 POLL_S = 5e-5
-"""A host that is AHEAD looks this often if its device has ended an action."""
+"""Seconds between a host's checks if its device has ended an action, while AHEAD are unfinished."""
 
 
 class DecidingExecutor(PipelinedExecutor):
@@ -44,7 +44,7 @@ class DecidingExecutor(PipelinedExecutor):
         self.notes = notes
         self.memory, self.transport, self.decisions = memory, transport, decisions
         transport.watched += decisions.peers
-        # Nobody ends an executor; a process that ends closes its sockets itself.
+        # Executors have no close(): sockets are freed at garbage collection or process exit.
         weakref.finalize(self, close, transport, decisions)
 
     def learn(
@@ -55,12 +55,19 @@ class DecidingExecutor(PipelinedExecutor):
     ) -> None:
         """See `PipelinedExecutor.learn`."""
         decider = Decider(self.order[self.links.rank], len(self.stage_ranks), self.memory)
-        channels = decider, self.transport, self.decisions
-        source = Deciding(*channels, self.stage_ranks, self.links.rank, self.device, self.mark)
+        source = Deciding(
+            decider,
+            self.transport,
+            self.decisions,
+            self.stage_ranks,
+            self.links.rank,
+            self.device,
+            self.mark,
+        )
         loop = Loop(self.stages, len(self.stage_ranks), source, self.mark)
         loop.run(source.actions(), inputs, side_inputs, finish)
-        # Replicas decide differently and end their stages in different sequences: their
-        # collectives must not.
+        # Replicas decide differently and finish their stages in different orders, but all must
+        # issue their collectives in one order.
         for _, stage in sorted(self.stages.items()):
             reduce_gradients(stage)
 
@@ -74,8 +81,8 @@ def close(transport: Transport, decisions: Decisions) -> None:
 class Deciding:
     """The source of actions of one pass, and its messages.
 
-    In a tp x cp group the first rank's `Decider` chooses. The Deciders of the others only say what
-    may be received; they run what they are told, once its messages are there.
+    In a tp x cp group the first rank's `Decider` chooses. The other ranks run its choices, once the
+    messages that these need have arrived; their Deciders only name the messages to receive.
     """
 
     def __init__(
@@ -92,10 +99,10 @@ class Deciding:
         self.stage_ranks, self.rank = stage_ranks, rank
         self.queue, self.mark = DeviceQueue(device), mark
         self.here: set[Action] = set()
-        """Messages of other ranks that have arrived and are not taken."""
+        """Messages of other ranks that have arrived and are not yet used."""
 
     def actions(self) -> Iterator[Action]:
-        """What this rank runs next, until everything has run."""
+        """Yield this rank's actions of the pass, each when it is to run."""
         choose = self.chosen if self.decisions.leads else self.followed
         while not self.decider.finished:
             action = choose()
@@ -104,7 +111,7 @@ class Deciding:
             self.decider.done(action)
 
     def chosen(self) -> Action:
-        """What to run next; waits for messages while nothing can run."""
+        """The next action, by this rank's Decider; waits for messages while none can run."""
         while self.queue.is_full():
             self.transport.wait(POLL_S)
             self.receive()  # A wait ends at once while something is unread.
@@ -123,7 +130,7 @@ class Deciding:
         return found
 
     def followed(self) -> Action:
-        """What the first rank of the group runs next; waits for its messages."""
+        """The next action, as chosen by the group's first rank; waits for its messages."""
         self.mark(Moment.DECIDES, None)
         self.receive()
         waits = False
@@ -145,7 +152,7 @@ class Deciding:
         return {message for message in inputs if self.stage_ranks[message.stage] != self.rank}
 
     def receive(self) -> None:
-        """Note what has arrived, and let arrive what may."""
+        """Register the messages that have arrived, and post the receives that are allowed."""
         self.decisions.read()
         for message in self.transport.arrived():
             self.mark(Moment.ARRIVED, message)
@@ -156,12 +163,12 @@ class Deciding:
             self.mark(Moment.ALLOWS, message)
 
     def take(self, message: Action) -> Stream:
-        """A message that has arrived."""
+        """Take the tensors of a message that has arrived."""
         self.here.remove(message)
         return self.transport.take(message)
 
     def send(self, message: Action, tensors: Stream) -> None:
-        """Give a message to the rank of its reader."""
+        """Send a message to the rank that uses it."""
         self.transport.send(message, tensors)
 
     def flush(self) -> None:
@@ -171,7 +178,7 @@ class Deciding:
 
 
 class DeviceQueue:
-    """How many actions a device has not ended, known by events; none on a CPU."""
+    """Unfinished actions on a device, counted by CUDA events; always none on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,4 +1,4 @@
-"""The loop of a pipeline rank: takes one action after another, computes, sends and receives."""
+"""The loop of a pipeline rank: runs its actions one by one, receives inputs and sends outputs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from titan_dit.schedules.moments import Mark, Moment, unmarked
 
 
 class Source(Protocol):
-    """Brings and takes the messages of a pass, and yields its actions: `Planned`, `Deciding`."""
+    """Yields the actions of a pass and transfers its messages: `Planned` or `Deciding`."""
 
     def take(self, message: Action) -> Stream:
-        """A message of another rank, for an action that it has yielded."""
+        """Receive a message of another rank, for an action that this source has yielded."""
 
     def send(self, message: Action, tensors: Stream) -> None:
-        """Give an output to the rank of its reader; it never waits for that rank."""
+        """Send an output to the rank that uses it, without waiting for that rank."""
 
     def flush(self) -> None:
         """Wait until everything is sent; at the end of a pass."""
@@ -84,7 +84,7 @@ class Loop:
         side_inputs: SideInputs,
         finish: Callable[[Output, int], Tensor],
     ) -> None:
-        """One microbatch through one stage."""
+        """Forward of one microbatch through one stage."""
         stage = self.stages[action.stage]
         stream: Stream = ()
         learns = torch.is_grad_enabled()
@@ -102,7 +102,7 @@ class Loop:
         self.pass_on(action, tuple(out))
 
     def backward(self, action: Action) -> None:
-        """One microbatch back through one stage, or its part for the input or the weights."""
+        """Backward of one microbatch through one stage: full, input half or weight half."""
         kind, index, number = action
         stage, message = self.stages[index], output_of(action)
         if kind is Kind.BACKWARD_WEIGHT:
@@ -122,7 +122,7 @@ class Loop:
         return self.made.pop(message) if message in self.made else self.source.take(message)
 
     def pass_on(self, message: Action, tensors: Stream) -> None:
-        """Give an output to the stage that uses it; the pipeline's own outputs have none."""
+        """Give an output to the stage that uses it; the pipeline's final outputs have none."""
         reader = reader_of(message)
         if reader in self.stages:
             self.made[message] = tensors

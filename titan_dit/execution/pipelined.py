@@ -35,7 +35,7 @@ class PipelinedExecutor(Executor):
     """Runs this rank's stages of a pipeline; `links` between the neighbours are open."""
 
     mark: Mark = staticmethod(unmarked)
-    """Told the moments of every pass, see `schedules/moments.py`."""
+    """Called at the moments of every pass, see `schedules/moments.py`."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class PipelinedExecutor(Executor):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """`dtype`: of the computation, see `TiedWeights`."""
+        """`dtype`: the compute dtype, see `TiedWeights`."""
         self.links, self.order, self.stage_ranks = links, order, stage_ranks
         self.shapes, self.loss, self.device = shapes, loss, device
         self.microbatch_size = microbatch_size
@@ -75,8 +75,7 @@ class PipelinedExecutor(Executor):
         self.gather()
         for stage in self.stages.values():
             fsdp.hold_gradients(stage.part)
-        inputs = [part.inputs for part in parts], [part.side_inputs for part in parts]
-        self.learn(*inputs, loss_of)
+        self.learn([part.inputs for part in parts], [part.side_inputs for part in parts], loss_of)
         self.tied.add_gradients()
         self.mark(Moment.FINISHED, None)
         return sum(losses, torch.zeros((), device=prepared.weight.device))
@@ -105,8 +104,14 @@ class PipelinedExecutor(Executor):
         finish: Callable[[Output, int], Tensor],
     ) -> None:
         """This rank's actions of an order; see `Loop.run`."""
-        network = self.stage_ranks, sequences, self.links
-        source = Planned(*network, self.shapes.stream, self.device, self.mark)
+        source = Planned(
+            self.stage_ranks,
+            sequences,
+            self.links,
+            self.shapes.stream,
+            self.device,
+            self.mark,
+        )
         actions = source.actions(order[self.links.rank])
         loop = Loop(self.stages, len(self.stage_ranks), source, self.mark)
         # All replicas run the same order: they reduce a stage while others still compute.
@@ -179,7 +184,7 @@ class PipelinedExecutor(Executor):
 
 
 def with_factor(loss: Tensor, factor: Tensor) -> Tensor:
-    """The loss with the factor of its gradient (see `scored`): its backward runs without one."""
+    """The loss times the factor of its gradient (see `scored`); backward starts from it with 1."""
     return loss * factor
 
 
@@ -193,7 +198,7 @@ def forward_order(stage_ranks: Sequence[int], num_microbatches: int) -> Order:
     num_ranks = len(set(stage_ranks))
     stages = range(len(stage_ranks))
     every = [(stage, number) for stage in stages for number in range(num_microbatches)]
-    # In the sequence of one global order: no rank waits for a later message.
+    # All ranks follow one global order, so no rank waits for a message that is sent later.
     every.sort(key=lambda item: (item[0] // num_ranks, item[1], item[0]))
     return tuple(
         tuple(Action(Kind.FORWARD, *item) for item in every if stage_ranks[item[0]] == rank)

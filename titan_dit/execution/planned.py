@@ -1,4 +1,4 @@
-"""Planned order: a rank runs its actions as listed, and waits for what the next one needs."""
+"""Planned order: a rank runs its actions as listed, and waits for the messages each one needs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Planned:
         device: torch.device,
         mark: Mark = unmarked,
     ) -> None:
-        """`stream`: what the stages exchange, on the meta device."""
+        """`stream`: the tensors that the stages exchange, on the meta device."""
         self.stage_ranks, self.mark = stage_ranks, mark
         self.links, self.stream, self.device = links, stream, device
         incoming = {s: sent for (s, target), sent in channels.items() if target == links.rank}
@@ -55,7 +55,7 @@ class Planned:
             yield action
 
     def post_inputs(self, action: Action) -> None:
-        """Start receiving what an action needs from other ranks."""
+        """Start receiving the messages that an action needs from other ranks."""
         for message in inputs_of(action, len(self.stage_ranks)):
             if message in self.source_of:
                 self.post(message)
@@ -80,7 +80,7 @@ class Planned:
         return buffers
 
     def send(self, message: Action, tensors: Stream) -> None:
-        """Start sending a message to the rank of its reader."""
+        """Start sending a message to the rank that uses it."""
         self.sends = [sent for sent in self.sends if not sent[1].is_completed()]
         works = self.links.send(tensors, self.stage_ranks[reader_of(message)])
         self.sends += [(tensors, work) for work in works]

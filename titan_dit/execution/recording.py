@@ -1,4 +1,4 @@
-"""Records the timeline of one pipeline of a run: all its ranks note, its first rank writes."""
+"""Records the timeline of one pipeline of a run: all its ranks record, its first rank writes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from titan_dit.schedules.action import Order
 from titan_dit.schedules.moments import Moment, unmarked
 
 Written: TypeAlias = Sequence[tuple[str, object, float]]
-"""Moments by name, as they travel between ranks."""
+"""(name of a moment, its subject, time in ns) for each moment, as sent between ranks."""
 
 
 class PipelineRecording:
     """The recording of this rank's pipeline; of several pipelines only one is recorded.
 
-    `begin` and `write` are collective over the ranks of the pipeline, which talk on the CPU.
+    `begin` and `write` are collective over the ranks of the pipeline, on the CPU.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PipelineRecording:
         takes_part: bool,
         num_pipelines: int = 1,
     ) -> None:
-        """`sizes`: the expected costs of the stages, in layers. `mesh`: of the pipeline."""
+        """`sizes`: the expected costs of the stages, in layers. `mesh`: the pipeline's ranks."""
         self.num_pipelines = num_pipelines
         self.executor, self.mesh, self.sizes = executor, mesh, tuple(sizes)
         self.takes_part = takes_part
@@ -52,7 +52,7 @@ class PipelineRecording:
         self.before: list[Offset] = []
 
     def begin(self) -> None:
-        """Begin a window; an unwritten one is forgotten."""
+        """Begin a window; an unwritten one is discarded."""
         if self.takes_part:
             self.before = clocks.measure(self.mesh.get_group())
             self.recorder.begin()
@@ -65,7 +65,7 @@ class PipelineRecording:
 
     @contextmanager
     def outside(self, name: str) -> Iterator[None]:
-        """Something outside the pipeline; see `timeline.OUTSIDE`."""
+        """Mark the block as work outside the pipeline; see `timeline.OUTSIDE`."""
         if self.takes_part:
             self.recorder.mark(Moment.OUTSIDE, name)
         yield
@@ -86,13 +86,13 @@ class PipelineRecording:
         offsets = zip(self.before, after, strict=True)
         ranks = read_all(everyone, [Clock(*pair) for pair in offsets])
         order = self.executor.order
-        place = tuple(self.executor.stage_ranks), self.sizes
-        return Timeline(ranks, *place, order, microbatches_of(order))
+        stage_ranks = tuple(self.executor.stage_ranks)
+        return Timeline(ranks, stage_ranks, self.sizes, order, microbatches_of(order))
 
     def write(self, folder: Path, note: str = "") -> list[str]:
         """End the window, write its files and return the console lines, on the first rank.
 
-        `note`: a line of the text. Collective.
+        `note`: an additional line of the text file. Collective.
         """
         timeline = self.end() if self.takes_part else None
         others = f"of {self.num_pipelines} pipelines only the first is recorded"

@@ -64,9 +64,12 @@ class SlicedExecutor(Executor):
 
     def predict(self, inputs: Tensors, static: Tensors, context: Tensors = NOTHING) -> Tensor:
         """See `Executor.predict`. Predictions are all-gathered over cp."""
-        dims = self.dims
-        mine = self.slice(inputs, dims.inputs), self.slice(static, dims.static)
-        return self.all_gather_tokens(self.inner.predict(*mine, self.slice(context, dims.context)))
+        found = self.inner.predict(
+            self.slice(inputs, self.dims.inputs),
+            self.slice(static, self.dims.static),
+            self.slice(context, self.dims.context),
+        )
+        return self.all_gather_tokens(found)
 
     def evaluate(self, prepared: Prepared) -> Tensor:
         """See `Executor.evaluate`."""

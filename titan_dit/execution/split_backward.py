@@ -17,21 +17,22 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 OutputGradients: TypeAlias = tuple[Tensor | None, ...]
-"""Of a node's outputs; None for those without."""
+"""Gradients of a node's outputs; None for outputs without one."""
 InputGradients: TypeAlias = tuple[Tensor | None, ...]
-"""Of a stage's inputs; None where unused."""
+"""Gradients of a stage's inputs; None for an unused input."""
 
 
 class WeightHalf:
     """The gradients of the weights, still to be computed."""
 
     def __init__(self, edges: Sequence[GradientEdge], groups: Sequence[Group]) -> None:
-        # A node is owned by those that lead to it; an edge keeps the graph alive, but no output.
+        # Nodes are owned by the nodes that lead to them. Edges keep the graph alive without
+        # keeping the output tensors.
         self.edges, self.groups = edges, groups
         self.kept: dict[Node, OutputGradients] = {}
-        """The gradients of a node's outputs, from the first half."""
+        """Node of the boundary -> gradients of its outputs, kept by the first half."""
         self.given: dict[Node, list[tuple[GradientEdge, Tensor]]] = {}
-        """The gradients of the stage's outputs that lead to weights, but to no input."""
+        """Output gradients of the stage where the output's node leads to no input."""
 
     def run(self) -> None:
         """Add the gradients of the weights to their `grad`; call once."""
@@ -50,8 +51,8 @@ class WeightHalf:
         self, group: Group, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]
     ) -> None:
         """Add the gradients of the weights of a group."""
-        # With a weight in common, one node may lead to another, by way of other groups' nodes. What
-        # it passes on is kept already.
+        # One node of a group may lead to another, through nodes of other groups. The gradient that
+        # reaches the latter is complete in `kept` already: the hook puts it in place.
         several = len(group.nodes) > 1
         hooks = [
             node.register_prehook(lambda _, kept=self.kept[node]: kept)
@@ -114,15 +115,15 @@ def backward_input(
 
 
 class Graph:
-    """What the nodes of autograd's graph lead to."""
+    """Reachability in autograd's graph: the inputs and weights that each node leads to."""
 
     def __init__(
         self, roots: Sequence[Node], inputs: Sequence[Node], weights: Sequence[Node]
     ) -> None:
         self.reaches_input = dict.fromkeys(inputs, True) | dict.fromkeys(weights, False)
-        """Whether a node leads to an input of the stage."""
+        """Node -> True if it leads to an input of the stage."""
         self.weights_below = {node: frozenset[int]() for node in inputs}
-        """The places of the weights that a node leads to by nodes that reach no input."""
+        """Node -> indices of the weights it leads to through nodes that reach no input."""
         self.weights_below |= {node: frozenset((place,)) for place, node in enumerate(weights)}
         for root in roots:
             self.trace(root)
@@ -131,8 +132,8 @@ class Graph:
             for node, places in self.weights_below.items()
             if places and (self.reaches_input[node] or node in roots)
         ]
-        """Where the second half starts: nodes that reach an input and have weights below, and
-        roots that reach no input."""
+        """Nodes at which the second half starts: those that reach an input and have weights below,
+        and roots that reach no input."""
 
     def trace(self, root: Node) -> None:
         """Add all nodes that a root leads to."""
@@ -164,5 +165,6 @@ class Graph:
             group_of |= dict.fromkeys(places, (nodes, places))
         found = {id(group): group for group in group_of.values()}.values()
         made = [Group(nodes, [weights[p] for p in sorted(places)]) for nodes, places in found]
-        # Groups of several nodes first: they also run nodes of others, which those free.
+        # Groups of several nodes first: they also run nodes of other groups, whose own runs free
+        # these nodes.
         return sorted(made, key=lambda group: len(group.nodes), reverse=True)

@@ -16,7 +16,7 @@ from titan_dit.models.base import Model, SideInputs, Stream
 from titan_dit.parallel import fsdp
 
 Gradients: TypeAlias = Sequence[Tensor] | None
-"""Of the floating-point tensors of a stage's output stream; None if the output is the loss."""
+"""Gradients of the floating-point tensors of a stage's output; None if the output is the loss."""
 
 
 class Stage:
@@ -26,15 +26,15 @@ class Stage:
         self.part, self.index, self.stream = part, index, stream
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.kept: dict[int, tuple[Stream, Stream]] = {}
-        """Inputs and outputs of the microbatches between forward and backward."""
+        """Microbatch -> (inputs, outputs), between its forward and its backward."""
         self.halves: dict[int, WeightHalf] = {}
-        """The rest of the backwards of which only the first half is done."""
+        """Microbatch -> weight half of its backward, after `backward_input`."""
         self.postponed: dict[int, Gradients] = {}
-        """The whole backwards of the first stage, which wait for those of the weights."""
+        """First stage only: microbatch -> output gradients, until `backward_weight`."""
 
     @cached_property
     def accumulators(self) -> list[Callable[[], None]]:
-        """See `fsdp.accumulators`; asked for after the first forward."""
+        """See `fsdp.accumulators`; first read after the first forward."""
         return fsdp.accumulators(self.part)
 
     def forward(self, given: Mapping[str, Tensor] | Stream, side_inputs: SideInputs) -> Output:
@@ -65,7 +65,7 @@ class Stage:
     def backward(self, microbatch: int, gradients: Gradients) -> Stream:
         """Full backward: returns the input gradients, accumulates those of the weights."""
         inputs, outputs, gradients = self.graph_of(microbatch, gradients)
-        if outputs:  # None of a first stage whose parameters are all frozen.
+        if outputs:  # A first stage whose parameters are all frozen has none.
             torch.autograd.backward(outputs, gradients)
         return with_zeros([tensor.grad for tensor in inputs], inputs)
 

@@ -1,9 +1,9 @@
 """DiTs of diffusers: folders of `DiTTransformer2DModel`, and of the whole `DiTPipeline`.
 
-Beside the names, these differ. Its qkv are three weights. Every block holds a copy of the embedders
+These differ besides the names. Its qkv are three weights. Every block holds a copy of the embedders
 of timestep and label. Its patch convolution is our linear weight. The pipeline guides with class
-1000, so the table of labels has 1,001 rows: those behind our classes are copies of the null row.
-Its timestep frequencies divide by 127, the original's by 128.
+1000, so the label table has 1,001 rows: the rows after our classes are copies of the null row. Its
+timestep frequencies divide by 127, the original's by 128.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ CONFIG, INDEX, SCHEDULER = "config.json", "model_index.json", "scheduler_config.
 TRANSFORMER, VAE = "transformer", "vae"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 ROWS = 1001
-"""Of the label table: 1,000 classes and the null class, which the pipeline takes as class 1000."""
+"""Rows of the label table: 1,000 classes and the null class, class 1000 of the pipeline."""
 VERSION = "0.35.0"
-"""The oldest release of diffusers that the folders are written for."""
+"""The oldest release of diffusers that reads the written folders."""
 FIXED = {
     "activation_fn": "gelu-approximate",
     "attention_bias": True,
     "norm_elementwise_affine": False,
     "norm_type": "ada_norm_zero",
 }
-"""Keys that our network has one value of."""
+"""Keys of config.json and the only values that our network supports."""
 OUTER = {"head.modulation": "proj_out_1", "head.out": "proj_out_2"}
 INNER = {
     "modulation": "norm1.linear",
@@ -61,12 +61,12 @@ THEIR_PATCH = "pos_embed.proj"
 
 @dataclass(frozen=True)
 class DiffusersDiT:
-    """A network of ours and its counterpart in diffusers."""
+    """Our DiT and its counterpart in diffusers."""
 
     config: DiTConfig
     output_channels: int
     rows: int = ROWS
-    """Of the label table."""
+    """Rows of the label table."""
 
     def block(self, layer: int) -> str:
         """Prefix of a block's names."""
@@ -87,7 +87,7 @@ class DiffusersDiT:
         return dict(tensor_layouts.to_theirs(self.layouts(), self.parameters))
 
     def layouts(self) -> dict[str, Same]:
-        """Where our parameters lie."""
+        """Name of our parameter -> its layout in diffusers' tensors."""
         _, layers, heads, patch = self.config.shape
         found: dict[str, Same] = {PATCH: Kernel((f"{THEIR_PATCH}.weight",), patch)}
         found["embed.patch.bias"] = Same((f"{THEIR_PATCH}.bias",))
@@ -118,7 +118,7 @@ class DiffusersDiT:
     def to_ours(self, theirs: OnDemand) -> OnDemand:
         """Convert diffusers' tensors to our fp32 parameters; UserError on a mismatch.
 
-        Refuses blocks with other embedders than the first one, and a table whose rows behind our
+        Refuses blocks with other embedders than the first one's, and a table whose rows after our
         classes are not all the null row.
         """
         outline = {n: t for n, t in theirs.outline.items() if n != "pos_embed.pos_embed"}
@@ -128,7 +128,7 @@ class DiffusersDiT:
         return tensor_layouts.to_ours(self.layouts(), kept, self.parameters)
 
     def check_copies(self, theirs: Mapping[str, Tensor]) -> None:
-        """Refuse what one embedder and one null row cannot hold."""
+        """Refuse blocks with different embedders, and different rows after our classes."""
         first = self.embedder(0)
         for name in [name for name in theirs if name.startswith(first)]:
             tensor = theirs[name]
@@ -168,12 +168,12 @@ class DiffusersDiT:
 
 
 EPS = 1e-6
-"""Of the layer norms, as ours. Released weights have 1e-5, which hardly changes predictions."""
+"""Epsilon of the layer norms, as in our DiT. Released weights have 1e-5, which hardly matters."""
 LARGEST_EPS = 1e-5
 
 
 def check_expressible(config: DiTConfig, as_is: bool) -> None:
-    """Refuse by name what DiTTransformer2DModel cannot hold."""
+    """Raise UserError for keys of [model] that DiTTransformer2DModel does not support."""
     if config.qk_norm:
         raise UserError("[model] qk_norm=true: diffusers' DiT has no QK norm layers.")
     if config.ffn != 4 * config.shape[0]:
@@ -195,7 +195,7 @@ def is_dit(values: Mapping[str, Any]) -> bool:
 
 
 def config_of(values: Mapping[str, Any], num_classes: int | None) -> DiffusersDiT:
-    """Our config of a transformer's config.json. UserError for what we do not have."""
+    """Our config for a transformer's config.json. UserError for unsupported values."""
     if not is_dit(values):
         raise UserError(f"{CONFIG} is of {values.get('_class_name')}, not of {KIND}.")
     for key, value in FIXED.items():
@@ -234,7 +234,7 @@ def config_of(values: Mapping[str, Any], num_classes: int | None) -> DiffusersDi
 
 
 def scheduler_json(objective: Any) -> dict[str, Any]:
-    """The scheduler's config that draws what an objective has learned. UserError if there is none.
+    """Config of the scheduler that samples an objective's models. UserError if there is none.
 
     DDIM for DDPM, DPM-Solver++ on flow sigmas for rectified flow (with shift 1).
     """
@@ -268,7 +268,7 @@ def scheduler_json(objective: Any) -> dict[str, Any]:
 
 
 def objective_of(scheduler: Mapping[str, Any], learn_sigma: bool) -> dict[str, Any]:
-    """The [objective] table of a pipeline's scheduler. UserError for noise that we do not have."""
+    """The [objective] table for a pipeline's scheduler. UserError for unsupported noise levels."""
     for key in ("rescale_betas_zero_snr", "invert_sigmas"):
         if scheduler.get(key):
             raise UserError(f"{SCHEDULER}: {key}=true: we have no such noise levels.")
@@ -281,7 +281,7 @@ def objective_of(scheduler: Mapping[str, Any], learn_sigma: bool) -> dict[str, A
         raise UserError(f"{SCHEDULER} has a wrong number ({error}).") from None
     is_flow = scheduler.get("use_flow_sigmas") and prediction == "flow_prediction"
     if is_flow or name.startswith("FlowMatch"):
-        # Its timesteps are the times, times the steps.
+        # Its timesteps are t x num_train_timesteps.
         return {
             "name": "rectified_flow",
             "time_scale": time_scale,
@@ -305,7 +305,7 @@ def objective_of(scheduler: Mapping[str, Any], learn_sigma: bool) -> dict[str, A
 
 
 def noise_of(scheduler: Mapping[str, Any], steps: int) -> str | None:
-    """The name of a scheduler's noise schedule; None if it is not one of ours, or has no betas."""
+    """The name of a scheduler's noise schedule; None without betas, or if we do not have it."""
     given = scheduler.get("trained_betas")
     if given is None:
         cosine = scheduler.get("beta_schedule") == "squaredcos_cap_v2"
@@ -324,7 +324,7 @@ def noise_of(scheduler: Mapping[str, Any], steps: int) -> str | None:
 def write_pipeline_parts(
     folder: Path, scheduler: Mapping[str, Any], vae: Path, names: Mapping[int, str]
 ) -> None:
-    """Write what makes a pipeline of a folder with `transformer/`: scheduler, vae, index."""
+    """Write scheduler, vae and index, which make a folder with `transformer/` a pipeline."""
     (folder / "scheduler").mkdir()
     (folder / "scheduler" / SCHEDULER).write_text(json.dumps(scheduler, indent=2) + "\n")
     (folder / VAE).mkdir()

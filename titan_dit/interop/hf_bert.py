@@ -1,7 +1,7 @@
 """BERTs of transformers: their configs and tensors, to ours and back.
 
-With LayerNorms after each addition BertForMaskedLM, with LayerNorms before MegatronBertForMaskedLM;
-BertForPreTraining and MegatronBertForPreTraining have a second task's head.
+With norm_place "post" it is BertForMaskedLM, with "pre" MegatronBertForMaskedLM.
+BertForPreTraining and MegatronBertForPreTraining have the head of the second task, too.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ ARCHITECTURES = {
     ("pre", False): "MegatronBertForMaskedLM",
     ("pre", True): "MegatronBertForPreTraining",
 }
-"""By [model] norm_place and [objective] sentence_order."""
+"""([model] norm_place, [objective] sentence_order) -> architecture."""
 
 
 class BERT(Family):
@@ -120,7 +120,7 @@ class BERT(Family):
         }
 
     def layout(self, name: str, model: ModelConfig) -> Same:
-        """Where a parameter of ours lies."""
+        """The layout of our parameter `name` in transformers' tensors."""
         assert isinstance(model, BERTConfig)
         if name in OUTER:
             padding = model.rows - model.vocabulary

@@ -21,7 +21,7 @@ from titan_dit.system.files import sync_folder
 CONFIG = "config.json"
 WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"
 LARGEST_SHARD = 5 * 10**9
-"""Bytes of a file, as transformers' own limit once was."""
+"""Maximum bytes of a weight file, a former default of transformers."""
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -50,7 +50,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; UserError if the file holds another thing."""
+    """A JSON object; UserError if the file holds anything else."""
     content = user_text.read_json(file, file.name)
     if not isinstance(content, dict):
         raise UserError(f"{file.name} holds a {type(content).__name__}, not an object.")
@@ -58,7 +58,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_weights(folder: Path, names: Sequence[str] = (WEIGHTS, PICKLED)) -> OnDemand:
-    """All tensors of a folder; a .bin is read as plain weights, and executes nothing."""
+    """All tensors of a folder; a .bin is read as plain weights, without executing code."""
     for name in names:
         if (folder / name).is_file():
             return read_file(folder / name)

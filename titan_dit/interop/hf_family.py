@@ -1,4 +1,4 @@
-"""What an architecture of transformers must tell, so that its directories are read and written."""
+"""The interface of a family of transformers architectures, to read and write their directories."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from titan_dit.models.base import ModelConfig
 
 
 class Family(ABC):
-    """Architectures that are one [model] of ours."""
+    """Architectures of transformers that correspond to one [model]."""
 
     architectures: tuple[str, ...]
-    """As config.json names them."""
+    """Their names in config.json."""
     model: str
     """[model] name."""
     prefix: str
-    """Of the names of the part without a head; directories of this part alone lack it."""
+    """Prefix of the names outside the head; directories of the model without a head lack it."""
     dropped: re.Pattern[str]
     """Tensors in files that the network does not have: masks, positions, other heads."""
     special: Mapping[str, str]
     """Keys of config.json with ids of special tokens -> fields of the data's facts."""
     copies: Mapping[str, str] = MappingProxyType({})
-    """Names that some files hold twice, and of which tensor they are a copy if it is tied."""
+    """Name of a tensor that some files store twice -> name of the original, if it is tied."""
     renamed: Mapping[str, str] = MappingProxyType({})
-    """Older endings of names, and those of today."""
+    """Old ending of a name -> current ending."""
 
     @abstractmethod
     def tables(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """[model] and [objective] for a config.json; UserError if no network of ours is it."""
+        """[model] and [objective] for a config.json; UserError if it has no counterpart here."""
 
     @abstractmethod
     def config(self, model: ModelConfig, objective: Any) -> dict[str, Any]:
-        """The config.json of a network; UserError if no architecture is it."""
+        """The config.json of a network; UserError if it fits no architecture."""
 
     @abstractmethod
     def layout(self, name: str, model: ModelConfig) -> Same:
-        """Where a parameter of ours lies."""
+        """The layout of our parameter `name` in transformers' tensors."""
 
     def name(self, theirs: str) -> str:
-        """A tensor's name as transformers writes it today."""
+        """The current name of a tensor in transformers."""
         for old, new in self.renamed.items():
             if theirs.endswith(old):
                 theirs = theirs.removesuffix(old) + new

@@ -26,7 +26,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
 }
-"""Settings that the network must have, the first one as transformers' default."""
+"""Key of config.json -> values that our network supports, transformers' default first."""
 OUTER = {"embed.token": "wte", "embed.position": "wpe", "head.norm": "ln_f"}
 INNER = {
     "attn_norm": "ln_1",
@@ -38,7 +38,7 @@ INNER = {
 }
 BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)")
 OURS_ALONE = {"positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": True}
-"""Keys of [model] with other values than these are networks that GPT-2 is not."""
+"""Keys of [model] and the only values that GPT-2 supports."""
 
 
 class GPT2(Family):
@@ -93,7 +93,7 @@ class GPT2(Family):
         }
 
     def layout(self, name: str, model: ModelConfig) -> Same:
-        """Where a parameter of ours lies."""
+        """The layout of our parameter `name` in transformers' tensors."""
         assert isinstance(model, GPTConfig)
         padding = model.rows - model.vocabulary
         if name == "head.out.weight":

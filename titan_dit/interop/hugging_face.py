@@ -41,7 +41,7 @@ def family_for(model: ModelConfig) -> Family:
 def layouts_of(
     family: Family, model: ModelConfig, parameters: Mapping[str, Tensor]
 ) -> dict[str, Same]:
-    """Where our parameters lie."""
+    """Name of our parameter -> its layout in transformers' tensors."""
     return {name: family.layout(name, model) for name in parameters}
 
 
@@ -65,7 +65,7 @@ def to_theirs(
 
 
 def cleaned(family: Family, tensors: Mapping[str, Tensor], names: Collection[str]) -> OnDemand:
-    """Today's names, with the prefix; without what is dropped, and without copies of a tensor."""
+    """The tensors under current names, with the prefix; dropped tensors and copies are left out."""
     kept = {family.name(name): name for name in tensors}
     if not any(name.startswith(family.prefix) for name in kept):
         whole = {*names, *family.copies}
@@ -77,7 +77,7 @@ def cleaned(family: Family, tensors: Mapping[str, Tensor], names: Collection[str
         stored = kept.pop(copy)
         if not torch.equal(tensors[kept.setdefault(original, stored)], tensors[stored]):
             raise UserError(
-                f"{copy} differs from {original}, but of this network they are one tensor "
+                f"{copy} differs from {original}, but in this network they are one tensor "
                 "(config.json: tie_word_embeddings)."
             )
     outline = outline_of(tensors)

@@ -26,7 +26,7 @@ from titan_dit.models.dit import DiTConfig
 EMA_DECAY = "0.9999"
 """Decay of the imported average; runs with another one start from it, too."""
 GROUP = 32 * 2**20
-"""Bytes of tensors in memory at once, or a single larger one."""
+"""Maximum bytes of tensors in memory at once; a larger tensor is alone."""
 
 
 def record_of(tables: config_file.Tables, facts: DataFacts) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def record_of(tables: config_file.Tables, facts: DataFacts) -> dict[str, Any]:
 
 
 def record_made_of(record: Mapping[str, Any], **tables: Any) -> dict[str, Any]:
-    """The record of weights that were made of a run's, without averages; `tables` are replaced."""
+    """The record of weights made from a run's, without averages; `tables` replace sections."""
     averages = {**record["config"]["ema"], "decays": [], "power": [], "warmup": False}
     return {
         **new_record(),
@@ -60,7 +60,7 @@ def record_made_of(record: Mapping[str, Any], **tables: Any) -> dict[str, Any]:
 
 
 def new_record() -> dict[str, Any]:
-    """What the records of all weights that belong to no run have in common."""
+    """Keys that the records of all weights without a run have in common."""
     return {
         "step": 0,
         "cursor": 0,
@@ -73,7 +73,7 @@ def new_record() -> dict[str, Any]:
 def record_of_dit(
     config: DiTConfig, objective: Mapping[str, Any], facts: LatentFacts
 ) -> dict[str, Any]:
-    """`record_of` for a DiT. A checkpoint needs [data]; that of imported weights is unknown."""
+    """`record_of` for a DiT. [data] is a placeholder, as the data of the weights are unknown."""
     shape = {key: getattr(config, key) for key in ("latent_size", "channels", "num_classes")}
     keys = ("hidden", "layers", "heads", "patch", "mlp_ratio", "timestep_frequencies")
     sizes = {key: getattr(config, key) for key in keys}
@@ -115,7 +115,7 @@ class Leaf:
 
 
 def leaves(tree: Mapping[str, Any], model: Mapping[str, Tensor]) -> Iterator[Leaf]:
-    """The tensors of a tree; what belongs to one parameter of the model is together."""
+    """The tensors of a tree; all tensors of a model parameter follow each other."""
     order = {name: number for number, name in enumerate(model)}
     found = list(flattened(tree))
     yield from sorted(found, key=lambda leaf: next(order[k] for k in leaf.keys if k in order))

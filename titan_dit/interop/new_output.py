@@ -18,11 +18,11 @@ from titan_dit.system.files import PARTIAL, reason_of, sync_folder
 def new_output(target: Path) -> Iterator[Path]:
     """Yield a path to write; it is renamed to `target` at the end of the block.
 
-    It lies in a folder beside the target, with room for other files. What a killed process left
-    there is deleted. Raises UserError if the target cannot be written; `tensor_reader.reading` is
-    for what the block reads.
+    The path is in a folder beside the target, which may hold other files, too. Leftovers of killed
+    processes are deleted. Raises UserError if the target cannot be written. Errors of reading
+    within the block need `tensor_reader.reading`.
     """
-    final = target.resolve()  # Of a link: where it leads.
+    final = target.resolve()  # Follows a link.
     aside = final.with_name(f"{final.name}.{os.getpid()}{PARTIAL}")
     lock = -1
     try:
@@ -50,7 +50,7 @@ def delete_left(final: Path) -> None:
     for folder in final.parent.iterdir():
         if not name.fullmatch(folder.name) or not folder.is_dir():
             continue
-        with suppress(OSError):  # Of a process that is writing it now.
+        with suppress(OSError):  # Locked by a process that is writing it now.
             lock = locked(folder)
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)

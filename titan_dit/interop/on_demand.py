@@ -1,4 +1,4 @@
-"""Tensors that are read or computed when they are asked for, so that no process holds a model."""
+"""Tensors that are read or computed on access, so that no process holds a whole model."""
 
 from __future__ import annotations
 

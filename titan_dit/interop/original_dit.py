@@ -46,9 +46,9 @@ INNER = {
 BLOCK = re.compile(r"blocks\.(\d+)\.")
 ROUNDING = 3e-4
 """Tolerance of `pos_embed`. Libraries round sines differently, and train.py averages the table with
-the weights: by rounding alone its average drifts by up to 1.7e-4, where it stays."""
+the weights: rounding alone makes its average drift, but by no more than 1.7e-4."""
 SCALE = 0.18215
-"""Of Stable Diffusion's autoencoder, whose latents the released weights take."""
+"""Scale of latents of Stable Diffusion's autoencoder, on which the released weights are trained."""
 
 Moments: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 """AdamW's `exp_avg`, `exp_avg_sq` and `step` by parameter."""
@@ -91,7 +91,7 @@ class Original:
         return TABLE | {f"{k}.{kind}": f"{v}.{kind}" for k, v in pairs.items() for kind in kinds}
 
     def layouts(self) -> dict[str, Same]:
-        """Where our parameters lie."""
+        """Name of our parameter -> its layout in the original's tensors."""
         _, _, heads, patch = self.config.shape
         found: dict[str, Same] = {}
         for name, theirs in self.names().items():
@@ -152,7 +152,7 @@ def entry(moments: Moments, key: str, name: str) -> Tensor:
 
 
 def moment(halves: Mapping[str, OnDemand], count: Tensor, name: str, key: str) -> Tensor:
-    """A moment of a parameter of ours, or the number of its steps."""
+    """A moment of our parameter, or its number of steps."""
     return count if key == "step" else halves[key][name]
 
 
@@ -242,7 +242,7 @@ def check(
             problems.append(f"wrong shape: {name} is {list(tensor.shape)}, not {list(shape)}")
         elif not tensor.is_floating_point():
             problems.append(f"not floating point: {name} is {tensor.dtype}")
-        elif not tensor.float().isfinite().all():  # As it will be: fp32.
+        elif not tensor.float().isfinite().all():  # In fp32, as it will be loaded.
             problems.append(f"NaN or infinity in {name}")
     if problems:
         raise UserError(f"{what} not match a DiT:\n  " + "\n  ".join(first(problems, 12)))

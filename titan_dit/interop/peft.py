@@ -25,20 +25,20 @@ from titan_dit.models import lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
-"""Of an old version of peft, in place of WEIGHTS."""
+"""Weight file of old versions of peft, in place of WEIGHTS."""
 PREFIX = "base_model.model."
 PREFIXES = (PREFIX, "transformer.")
-"""peft's, and that of a diffusers pipeline."""
+"""Prefixes of names: peft's, and that of a diffusers pipeline."""
 KINDS = {"A": ".lora_A.weight", "B": ".lora_B.weight"}
 REQUIRED = {"bias": "none", "peft_type": "LORA"}
-"""Keys of the config, and the values that [lora] has."""
+"""Keys of the config and the only values that [lora] supports."""
 UNSUPPORTED = (
     *("use_dora", "use_qalora", "lora_bias", "alpha_pattern", "rank_pattern"),
     *("layer_replication", "modules_to_save", "target_parameters"),
 )
 """Keys that must be empty or false."""
 INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Values of init_lora_weights that leave the adapted weights as they are; pissa and others add to
+"""Values of init_lora_weights that leave the adapted weights unchanged. pissa and others change
 them, so that their adapters do not fit the base."""
 
 Pair = tuple[Tensor, Tensor]
@@ -64,7 +64,7 @@ def to_theirs(found: DiffusersDiT, pairs: Mapping[str, Pair]) -> Iterator[tuple[
 
 
 def config_json(names: Mapping[str, object], rank: int, alpha: float, base: str) -> dict[str, Any]:
-    """adapter_config.json. `names`: of the tensors; `base`: where the weights are, if known."""
+    """adapter_config.json. `names`: names of tensors. `base`: path of the base weights, or ""."""
     modules = [name.removeprefix(PREFIX).removesuffix(KINDS["A"]) for name in names]
     return {
         "base_model_name_or_path": base or None,
@@ -93,7 +93,7 @@ class Adapters:
 
 
 def read(folder: Path, found: DiffusersDiT) -> Adapters:
-    """The adapters of a folder, fp32. UserError for what [lora] does not have."""
+    """The adapters of a folder, fp32. UserError for settings that [lora] does not support."""
     config = hf_directory.read_json(folder / CONFIG)
     other = [key for key, value in REQUIRED.items() if config.get(key, value) != value]
     other += [key for key in UNSUPPORTED if config.get(key)]
@@ -189,7 +189,7 @@ def joined(layout: Same, pairs: Mapping[str, Pair], outline: Mapping[str, Tensor
 
 
 def same(one: Pair, other: Pair) -> bool:
-    """Whether two adapters are equal."""
+    """True if two adapters are equal."""
     return all(torch.equal(*both) for both in zip(one, other, strict=True))
 
 

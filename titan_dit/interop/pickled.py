@@ -1,4 +1,4 @@
-"""Write a .pt file from a .safetensors file, whose pages are given back while it is written."""
+"""Write a .pt file from a .safetensors file, whose mapped pages are released during the write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from titan_dit.interop.tensor_reader import MAPPED
 
 
 def write(target: Path, source: Path, outline: Mapping[str, Tensor]) -> None:
-    """Write the state dict of a file of `tensor_writer`, whose tensors `outline` tells, durably."""
+    """Durably write the tensors of a file of `tensor_writer` as a state dict.
+
+    `outline`: their shapes and dtypes, in the order of the file.
+    """
     with source.open("rb") as stream:
         # Private: torch takes writable memory only.
         pages = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -37,7 +40,7 @@ def mapped(pages: mmap.mmap, outline: Mapping[str, Tensor]) -> Iterator[tuple[st
 
 
 class Releasing:
-    """A stream that gives mapped pages back after every so many bytes that it writes."""
+    """A stream that releases mapped pages whenever it has written more than MAPPED bytes."""
 
     def __init__(self, stream: Any, pages: mmap.mmap) -> None:
         self.stream, self.pages, self.bytes = stream, pages, 0

@@ -16,11 +16,11 @@ from titan_dit.config.section import UserError, show
 from titan_dit.diffusion.keys import RectifiedFlowKeys
 
 FIXED: Mapping[str, Any] = {"direction": "to_data", "time_scale": 1.0}
-"""Keys of [objective] that say what SiT's velocity means."""
+"""Keys of [objective] that define SiT's time and velocity."""
 OBJECTIVE: Mapping[str, Any] = {"name": "rectified_flow", "timesteps": "uniform", **FIXED}
-"""What the released weights were trained for."""
+"""[objective] of the released weights."""
 ARGUMENTS: Mapping[str, Any] = {"path_type": "Linear", "prediction": "velocity"}
-"""Arguments of its train.py, and the values that `OBJECTIVE` is."""
+"""Arguments of its train.py, and the values that correspond to `OBJECTIVE`."""
 
 
 def wrote(arguments: Mapping[str, Any]) -> bool:
@@ -42,12 +42,12 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def fits(objective: Mapping[str, Any]) -> bool:
-    """True if SiT's code computes with the network of an [objective] what it was trained for."""
+    """True if SiT's code uses a network of an [objective] as it was trained."""
     return not misfits(objective)
 
 
 def misfits(objective: Mapping[str, Any]) -> list[str]:
-    """The keys of an [objective] that SiT's code has other values of."""
+    """Keys of an [objective] whose values differ from SiT's, as "key=value, not value"."""
     wanted = {"name": OBJECTIVE["name"], **FIXED}
     if objective["name"] != wanted["name"]:
         wanted = {"name": wanted["name"]}
@@ -61,7 +61,7 @@ def misfits(objective: Mapping[str, Any]) -> list[str]:
 
 
 def check_expressible(objective: Mapping[str, Any]) -> None:
-    """Refuse by name an objective that SiT's code would take for another one."""
+    """Raise UserError for an objective that SiT's code would misinterpret; name its keys."""
     if found := misfits(objective):
         raise UserError(
             f"[objective] {'; '.join(found)}: SiT's time runs from noise (0) to data (1), and its "

@@ -1,4 +1,4 @@
-"""How a parameter of ours lies in the files of others: names, and order in memory."""
+"""Layouts of our parameters in other projects' files: names, and order in memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class FusedQKV(Same):
 
     def to_ours(self, *theirs: Tensor) -> Tensor:
         """The parameter, [out, in] or [out]."""
-        rows = theirs[0].t()  # Of a bias the same.
+        rows = theirs[0].t()  # A bias stays the same.
         return swap_leading(rows.contiguous(), 3, self.heads)
 
     def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
@@ -118,7 +118,7 @@ class Copies(Same):
 
 @dataclass(frozen=True)
 class FilledTable(Copies):
-    """Copies of a table of classes whose last row is the null class, filled by it to `rows`."""
+    """Copies of a label table, padded to `rows` rows with its last row, the null class."""
 
     classes: int
     rows: int
@@ -152,7 +152,7 @@ class Padded(Same):
 def to_theirs(
     layouts: Mapping[str, Same], ours: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield their tensors with their names; each of ours is asked for once."""
+    """Yield their tensors with their names; each of ours is read once."""
     for name, layout in layouts.items():
         yield from zip(layout.names, layout.to_theirs(ours[name]), strict=True)
 
@@ -171,5 +171,5 @@ def to_ours(
 
 
 def needed(layout: Same) -> tuple[str, ...]:
-    """The tensors from which ours is made: the first of equal ones."""
+    """Names of the tensors from which ours is made; of several copies only the first."""
     return layout.names[:1] if isinstance(layout, Copies) else layout.names

@@ -34,17 +34,17 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 MAPPED = 128 * 2**20
-"""Bytes of a .pt file that are read before its pages are given back."""
+"""Bytes of a .pt file that are read before its pages are released."""
 
 
 def open_safetensors(path: Path) -> tuple[OnDemand, dict[str, str]]:
-    """The tensors and the metadata of a file. Raises SafetensorError or OSError if it is none."""
+    """The tensors and the metadata of a file. Raises SafetensorError or OSError on failure."""
     outline = {}
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118
             part = file.get_slice(name)
             kind = DTYPES.get(part.get_dtype())
-            # Kinds that no network of ours has are looked at as they are.
+            # A dtype that no network of ours has: its outline is the tensor itself.
             known = file.get_tensor(name) if kind is None else None
             outline[name] = (
                 torch.empty(part.get_shape(), dtype=kind, device="meta") if known is None else known
@@ -77,7 +77,7 @@ class Pickled:
         self.content: Mapping[str, Any] | None = None
 
     def whole(self) -> Mapping[str, Any]:
-        """The content. Raises UserError for code, a damaged file, or another thing than a dict."""
+        """The content. Raises UserError for code, a damaged file, or anything but a dict."""
         if self.content is None:
             self.content = self.load()
         return self.content
@@ -105,7 +105,7 @@ class Pickled:
         return content
 
     def torch_load(self) -> Any:
-        """Memory-mapped if the file is of today's format."""
+        """Call torch.load, memory-mapped unless the file's format is older than torch 1.6."""
         check_unpacked(self.path, self.path.stat().st_size)
         # DiT's train.py stores its argparse.Namespace with the weights; it holds plain values.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():

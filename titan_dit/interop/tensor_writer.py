@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 INDEX = ".index.json"
-"""Added to the name of a file that is in shards."""
+"""Suffix of the index of a file in shards."""
 NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",

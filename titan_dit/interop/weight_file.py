@@ -20,9 +20,9 @@ from titan_dit.system.files import reason_of
 
 SUFFIXES = (".pt", ".pth", ".safetensors")
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""Names that may stand anywhere in a parameter's name."""
+"""Names of wrapper modules that may occur anywhere in a parameter's name."""
 REPLICA = "module."
-"""Of DistributedDataParallel: a prefix, once for each wrapper."""
+"""Prefix that DistributedDataParallel adds, once for each wrapper."""
 ADAM_KEYS = ("step", "exp_avg", "exp_avg_sq")
 Getter: TypeAlias = Callable[..., Tensor]
 """(*keys) -> the tensor under nested keys of a file."""
@@ -39,7 +39,7 @@ class Weights:
     """AdamW state by parameter; None if missing or not of `model`."""
     metadata: dict[str, str]
     arguments: dict[str, Any]
-    """Of the script that wrote a .pt file; empty if unknown."""
+    """Arguments of the script that wrote a .pt file; empty if unknown."""
 
 
 def read(path: Path) -> Weights:
@@ -68,7 +68,7 @@ def read(path: Path) -> Weights:
 def open_file(path: Path) -> tuple[Mapping[str, Any], dict[str, str], Getter]:
     """A file's content by its keys, its metadata, and a function that reads one tensor.
 
-    Of a .safetensors file, names "ema.x" and "model.x" are nested dicts.
+    Names "ema.x" and "model.x" in a .safetensors file become nested dicts.
     """
     if path.suffix != ".safetensors":
         file = Pickled(path)
@@ -115,14 +115,17 @@ def unwrap(state: Any, where: str, get: Getter, keys: tuple[str, ...] = ()) -> O
 
 
 def is_dense(value: Tensor) -> bool:
-    """False also for a view that is larger than what is stored: a copy would take any memory."""
+    """True for a strided tensor whose storage holds all its elements.
+
+    False for an expanded view: a copy of it could take any amount of memory.
+    """
     if value.layout != torch.strided or value.is_quantized:
         return False
     return value.is_meta or value.nbytes <= value.untyped_storage().nbytes()
 
 
 def without_wrappers(name: str) -> str:
-    """A parameter's name without those of torch.compile, FSDP and DDP, in whatever order."""
+    """A parameter's name without the wrappers of torch.compile, FSDP and DDP, in any order."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     while name.startswith(REPLICA):

@@ -2,8 +2,8 @@
 
 Plain operators hold the logits, their fp32 copy and its softmax: in bf16 12 bytes a logit at the
 peak. Here fp32 values exist for a few tokens at a time, and backward writes the gradient over the
-logits: 2 bytes in bf16, 4 in fp32. Of three numbers per token a vocabulary that is sharded over
-ranks needs the maximum or the sum over them (arXiv:1909.08053 sec. 3).
+logits: 2 bytes in bf16, 4 in fp32. With a vocabulary that is sharded over ranks, three numbers per
+token are all-reduced, a maximum and two sums (arXiv:1909.08053 sec. 3).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch.autograd.function import FunctionCtx
 from titan_dit.models.vocabulary import Vocabulary
 
 CHUNK = 2**19
-"""Logits that are in fp32 at a time on a CPU: what its caches hold."""
+"""Logits that are in fp32 at a time on a CPU: as many as its caches hold."""
 CHUNK_ON_DEVICE = 2**26
-"""On a GPU: 256 MiB in fp32."""
+"""Logits that are in fp32 at a time on a GPU: 256 MiB."""
 
 
 def unchanged(value: Tensor) -> Tensor:
-    """The maximum or the sum over one rank."""
+    """The identity: the maximum or the sum over one rank."""
     return value
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The rows of the vocabulary that a rank's logits are of; alone: all."""
+    """A rank's rows of the vocabulary, from row `first` on; the default is a rank with all rows."""
 
     first: int = 0
     largest: Callable[[Tensor], Tensor] = unchanged
@@ -76,7 +76,7 @@ class _CrossEntropy(torch.autograd.Function):
         local = targets - shard.first
         is_here = (local >= 0) & (local < num_valid)
         local = local.clamp(0, max(num_valid - 1, 0))
-        # Of a rank that holds only padding. Finite: -inf less -inf would be NaN.
+        # The maximum of a rank that holds only padding. Finite: -inf - -inf would be NaN.
         largest = logits.new_full((len(logits),), torch.finfo(dtype).min, dtype=dtype)
         total, own = torch.zeros_like(largest), torch.zeros_like(largest)
         steps = chunks(logits) if num_valid else range(0)

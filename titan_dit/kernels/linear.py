@@ -1,9 +1,9 @@
 """oneDNN for the blocks' linear layers, fp32 on a CPU; otherwise `product` is `F.linear`.
 
 F.linear copies the bias over the whole output and lets MKL add the matmul. oneDNN adds the bias as
-it writes. `benchmarks/step.py --contenders plain ours ours_without_onednn` measures it. In a graph
-it is an operator of its own, because of F.linear the compiler makes MKL's product. Only this file
-calls the operator, which is private to torch.
+it writes. `benchmarks/step.py --contenders plain ours ours_without_onednn` measures it. In a
+compiled graph it is a custom operator, since the compiler would turn F.linear into MKL's product.
+Only this file calls the operator, which is private to torch.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
 )
 def in_a_graph(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`onednn` as a call that the compiler does not look into."""
+    """`onednn` as an operator that the compiler does not trace."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result
 

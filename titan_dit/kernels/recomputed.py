@@ -10,10 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recomputed(function: Callable[..., Any], *given: Any, **options: Any) -> Any:
-    """Call the function; what it saves for backward is computed again then.
+    """Call the function; the tensors that it would save are recomputed in backward.
 
-    Without a gradient, as in the first blocks if they are frozen, nothing is saved: torch's
-    compiler cannot recompute what has no backward. `options`: see torch's checkpoint.
+    If no input requires a gradient, as in the first blocks if they are frozen, it is a plain call:
+    torch's compiler cannot recompute what has no backward. `options`: see torch's checkpoint.
     """
     if not any(learns(value) for value in reversed(given)):
         return function(*given)
@@ -22,7 +22,7 @@ def recomputed(function: Callable[..., Any], *given: Any, **options: Any) -> Any
 
 
 def learns(given: Any) -> bool:
-    """True if a gradient is computed of a value: a tensor, a module, or a collection of these."""
+    """True if a value requires a gradient: a tensor, a module, or a collection of these."""
     if isinstance(given, Tensor):
         return given.requires_grad
     if isinstance(given, nn.Module):

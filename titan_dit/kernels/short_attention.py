@@ -1,8 +1,8 @@
 """Attention over few tokens, for bf16 on a CPU, where torch's flash kernel is slow.
 
 Up to MAX_TOKENS tokens flash reaches a quarter of a matmul's speed there. This uses plain matmuls
-and a softmax, which torch.compile fuses into few kernels. Backward recomputes the forward, which
-saves no more than flash does. `benchmarks/step.py --bf16` measures it.
+and a softmax, which torch.compile fuses into few kernels. Backward recomputes the forward, so no
+more is saved than by flash. `benchmarks/step.py --bf16` measures it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from titan_dit.kernels.recomputed import recomputed
 from titan_dit.models import layers
 
 MAX_TOKENS = 512
-"""From 1024 on flash is twice as fast: the scores no longer fit into the caches."""
+"""Maximum tokens. From 1024 on flash is twice as fast: the scores no longer fit into the caches."""
 
 
 def suits(
     device_type: str, precision: PrecisionConfig, recompute: RematConfig, compilation: CompileConfig
 ) -> bool:
-    """True if "auto" means this kernel: compiled (eager it is no faster) and without remat."""
+    """True if "auto" takes this kernel: compiled (eager it is no faster) and without remat."""
     return (
         (device_type, precision.dtype, precision.attention) == ("cpu", "bf16", "auto")
         and compilation.enabled

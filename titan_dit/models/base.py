@@ -51,9 +51,9 @@ class ModelSpec:
     predictions: Mapping[str, TensorSpec]
     """Outputs of `head`, in this order; batch first."""
     scores: Mapping[str, TensorSpec] | None = None
-    """Outputs of `head` in training, if they are others: a head that is given the targets in
-    `context` can return losses, without holding the logits of a large vocabulary. Then
-    `predictions` are its outputs without context. Batch first."""
+    """Outputs of `head` in training, if they differ from `predictions`; batch first. A head that
+    gets the targets in `context` can return losses, without holding the logits of a large
+    vocabulary. `predictions` are then its outputs without context."""
     context: Mapping[str, TensorSpec] = field(default_factory=dict)
     """Per-sample inputs of every pipeline stage, without gradients; batch first."""
     static: Mapping[str, TensorSpec] = field(default_factory=dict)
@@ -98,12 +98,12 @@ class Model(nn.Module):
     """(stream, side) -> predictions in the order of `ModelSpec.predictions`; a single one may be a
     bare tensor."""
     tied: Mapping[str, str] = MappingProxyType({})
-    """Parameters of `head` that are parameters of `embed`, by name."""
+    """Name of a parameter of `head` -> name of the parameter of `embed` that it shares."""
 
     def tie(self) -> None:
-        """Let `head` hold the parameters of `embed` that it shares, where this stage has both.
+        """Let `head` hold the parameters of `embed` that it shares, if this stage has both.
 
-        What replaces parameters one by one, such as a move to another device, unties them.
+        Call it again after parameters are replaced one by one, such as by a move to another device.
         """
         if self.embed is None or self.head is None:
             return
@@ -132,8 +132,8 @@ class Model(nn.Module):
     def initializers(self) -> dict[str, Initializer]:
         """The initial distribution of every parameter and buffer, by name.
 
-        By default GPT-2's: N(0, 0.02) for matrices, 1 for the weights of norms, 0 for biases; and
-        those that a module has in an attribute `initial`, by the names of its own tensors.
+        The default is GPT-2's: N(0, 0.02) for matrices, 1 for the weights of norms, 0 for biases. A
+        module overrides it by an attribute `initial`: name of its tensor -> initializer.
         """
         tensors = itertools.chain(self.named_parameters(), self.named_buffers())
         table = {name: default_initializer(name, tensor) for name, tensor in tensors}
@@ -160,7 +160,7 @@ def default_initializer(name: str, tensor: Tensor) -> Initializer:
 
 @runtime_checkable
 class ModelConfig(Protocol):
-    """What a [model] section must have; it is a frozen dataclass."""
+    """Protocol of a [model] section, which is a frozen dataclass."""
 
     @property
     def name(self) -> str:

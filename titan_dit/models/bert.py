@@ -26,16 +26,16 @@ from titan_dit.models.vocabulary import Vocabulary, cross_entropy
 
 @dataclass(frozen=True)
 class Task:
-    """What a BERT is trained on."""
+    """The training tasks of a BERT."""
 
     num_scored: int
-    """Most masked tokens of a sample: the head computes the loss of no others."""
+    """Maximum masked tokens of a sample; the head computes the losses of these only."""
     sentence_order: bool = False
-    """Also whether a sample's two spans are in order. Such samples are padded."""
+    """Train the second task, too: are a sample's two spans in order? Its samples are padded."""
 
     @property
     def mask(self) -> Mask:
-        """Padding is no key of attention."""
+        """Attention mask: "lengths" if samples are padded, so that no query attends to padding."""
         return "lengths" if self.sentence_order else "none"
 
 
@@ -95,7 +95,7 @@ def norm_of(config: BERTConfig) -> nn.LayerNorm:
 
 
 def dropout_of(config: BERTConfig, layer: int, place: int = 0) -> SampleDropout | None:
-    """The dropout of a place, if there is any."""
+    """The dropout at a place of a layer; None if the rate is 0."""
     return SampleDropout(config.dropout, layer, place) if config.dropout else None
 
 
@@ -180,12 +180,12 @@ class Head(nn.Module):
         if "order" in side:
             label = side["order"][:, 0]
             loss = cross_entropy(self.order_logits(x), label.clamp(min=0), 2)
-            # Of a slice of tokens without token 0 the label is -1.
+            # In a cp slice without token 0 the label is -1.
             losses = losses + F.pad(loss.where(label >= 0, 0)[:, None], (0, x.shape[1] - 1))
         return losses
 
     def masked_losses(self, x: Float[Tensor, "b n d"], labels: Int[Tensor, "b n"]) -> Tensor:
-        """The loss of each masked token, elsewhere 0. Logits are computed of few other tokens."""
+        """The loss of each masked token, else 0. Logits are computed for `num_scored` tokens."""
         # A stable sort has the masked tokens first, in any slice of the tokens.
         places = (labels < 0).byte().argsort(stable=True, dim=1)[:, : self.num_scored]
         targets = labels.gather(1, places)
@@ -200,7 +200,7 @@ class Head(nn.Module):
         return result
 
     def order_logits(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b 2"]:
-        """Whether the spans are in order, or swapped: logits, from the normed stream's token 0."""
+        """Logits (in order, swapped) of the spans, from token 0 of the normed stream."""
         logits: Tensor = self.order(self.pooler(x[:, :1]).tanh())
         return logits[:, 0]
 
@@ -240,7 +240,8 @@ class BERT(Model):
     def flops_per_sample(self, tokens: int) -> int:
         """FLOPs of forward and backward per sample: 2 per multiply-add of a matmul, no recompute.
 
-        Padding counts as tokens, of the head only the masked tokens. The pooled head is left out.
+        Padding counts as tokens; the head counts for masked tokens only. The head of the second
+        task is left out.
         """
         blocks = self.config.shape[1] * self.config.block_flops(tokens)
         return blocks + self.config.head_flops(self.task.num_scored)

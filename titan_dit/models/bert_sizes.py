@@ -38,19 +38,19 @@ class BERTSizes(Section):
     layers: Layers | None = None
     heads: Few | None = None
     vocabulary: Dim = 30522
-    """Token ids are below it. Tables are padded to a multiple of 128."""
+    """Number of token ids. Tables are padded to a multiple of 128 rows."""
     sequence_length: Dim = 512
-    """Tokens of a sample, with special ones and padding."""
+    """Tokens of a sample, including special tokens and padding."""
     ffn: Annotated[int, Bound(least=0, most=10**7)] = 0
     """Width of the MLP; 0: 4 x hidden."""
     norm_place: Literal["post", "pre"] = "post"
-    """LayerNorms after each addition to the stream, as BERT has them; or before attention and MLP,
-    and one after the last block, as Megatron has them (arXiv:1909.08053 fig. 7)."""
+    """post: LayerNorms after each residual addition, as in BERT. pre: before attention and MLP, and
+    one after the last block, as in Megatron (arXiv:1909.08053 fig. 7)."""
     norm_eps: PositiveFloat = 1e-12
-    """Megatron's: 1e-5."""
+    """Epsilon of the LayerNorms; Megatron's is 1e-5."""
     dropout: Annotated[float, Bound(least=0, below=1)] = 0.0
-    """Dropout of the embedding and of what attention and MLP add. There is none of attention's
-    probabilities."""
+    """Dropout of the embedding and of the outputs of attention and MLP; attention probabilities
+    have none."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of initial matrices; with norm_place = "pre" those that write to the
     residual stream have init_std / sqrt(2 layers)."""

@@ -51,8 +51,9 @@ class DiTSizes(Section):
     qk_norm: bool = False
     """RMS-normalise queries and keys per head (arXiv:2302.05442)."""
     timestep_frequencies: Literal["dit", "diffusers"] = "dit"
-    """10000 ** (-i / 128), as in the original DiT, or / 127, as in diffusers: the same weights are
-    another function. Train with "diffusers" to export to it."""
+    """Frequencies of the timestep embedding: 10000 ** (-i / 128) as in the original DiT, or
+    10000 ** (-i / 127) as in diffusers. Weights trained with one are wrong with the other: train
+    with "diffusers" to export to it."""
 
     def __post_init__(self) -> None:
         """Fill in the named size, then check divisibility."""

@@ -84,7 +84,7 @@ def norm_of(config: GPTConfig) -> nn.Module:
 
 
 def dropout_of(config: GPTConfig, layer: int, place: int = 0) -> SampleDropout | None:
-    """The dropout of a place, if there is any."""
+    """The dropout at a place of a layer; None if the rate is 0."""
     return SampleDropout(config.dropout, layer, place) if config.dropout else None
 
 
@@ -96,7 +96,7 @@ class Embed(nn.Module):
         hidden = config.shape[0]
         self.token = nn.Embedding(config.rows, hidden)
         self.is_learned = config.positions == "learned"
-        # A plan names it in any case.
+        # The tensor plan names `position` in both cases.
         table = nn.Embedding(config.sequence_length, hidden) if self.is_learned else nn.Identity()
         self.position: nn.Module = table
         self.dropout = dropout_of(config, config.shape[1])
@@ -167,7 +167,7 @@ class GPT(Model):
         self.tie()
 
     def initializers(self) -> dict[str, Initializer]:
-        """N(0, init_std); what writes to the residual stream is smaller (Radford 2019 sec. 2.3)."""
+        """N(0, init_std), smaller for residual projections (Radford 2019 sec. 2.3)."""
         std, layers = self.config.init_std, self.config.shape[1]
         table = super().initializers()
         for name, parameter in self.named_parameters():

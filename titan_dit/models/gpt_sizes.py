@@ -49,7 +49,7 @@ class GPTSizes(Section):
     layers: Layers | None = None
     heads: Few | None = None
     vocabulary: Dim = 50257
-    """Token ids are below it. Tables are padded to a multiple of 128."""
+    """Number of token ids. Tables are padded to a multiple of 128 rows."""
     sequence_length: Dim = 1024
     """Tokens of a sample."""
     query_groups: Annotated[int, Bound(least=0, most=10**4)] = 0
@@ -67,10 +67,10 @@ class GPTSizes(Section):
     bias: bool = True
     """Biases of the blocks' linear layers."""
     tied: bool = True
-    """The output layer has the weights of the token embedding (arXiv:1608.05859)."""
+    """The output layer shares the weights of the token embedding (arXiv:1608.05859)."""
     dropout: Annotated[float, Bound(least=0, below=1)] = 0.0
-    """Dropout of the embedding and of what attention and MLP add. There is none of attention's
-    probabilities."""
+    """Dropout of the embedding and of the outputs of attention and MLP; attention probabilities
+    have none."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of initial matrices; those that write to the residual stream have
     init_std / sqrt(2 layers)."""

@@ -141,7 +141,7 @@ class TimestepEmbedder(nn.Module):
 
 
 CLASS_TABLE = "embed.label.table.weight"
-"""A model's parameter with a row per class, in label order, and the null row."""
+"""Name of the label table [num_classes + 1, hidden]: a row per class, then the null row."""
 
 
 class LabelEmbedder(nn.Module):

@@ -16,13 +16,13 @@ from titan_dit.config.training import LoRAConfig
 from titan_dit.models.initializers import Independent, Initializer, zeros
 
 A, B = "lora_A", "lora_B"
-"""A layer's parameters; the names are peft's."""
+"""Names of an adapted layer's parameters, as in peft."""
 UNIFORM = Independent("uniform", lambda shape: shape[1] ** -0.5)
 """A's initial values: uniform within 1 / sqrt(inputs), as peft's and as a linear layer's."""
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is an A or a B."""
+    """True if a parameter is an adapter's A or B."""
     return name.rpartition(".")[2] in (A, B)
 
 
@@ -56,7 +56,7 @@ def shapes(model: nn.Module, config: LoRAConfig) -> dict[str, torch.Size]:
 
 
 def initializers(model: nn.Module) -> dict[str, Initializer]:
-    """Those of all A and B."""
+    """Initial distributions of all A and B, by name: A uniform, B zero."""
     names = [name for name, _ in model.named_parameters() if is_adapter(name)]
     return {name: UNIFORM if name.endswith(A) else zeros for name in names}
 
@@ -72,5 +72,5 @@ def pairs(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
 def product(
     a: Float[Tensor, "rank i"], b: Float[Tensor, "o rank"], scale: float
 ) -> Float[Tensor, "o i"]:
-    """What an adapter adds to its layer's weight, in fp64."""
+    """`scale` B A, the adapter's addition to its layer's weight, in fp64."""
     return b.double() @ a.double() * scale

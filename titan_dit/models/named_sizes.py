@@ -18,9 +18,9 @@ def shape_of(size: str | None, sizes: Mapping[str, Sequence[int]]) -> Sequence[i
 
 
 def fill_in(section: Section, size: str | None, values: Sequence[int] | None, example: str) -> None:
-    """Set the keys that `size` replaces to its values, or, without a size, demand them.
+    """Set the keys that `size` replaces to its values; without a size, require them.
 
-    Raises UserError if a key is given and differs, or is missing; `example`: a size.
+    Raises UserError if a key is given and differs, or is missing. `example`: a size to suggest.
     """
     keys = section.replaces["size"]
     given = {key: getattr(section, key) for key in keys}

@@ -20,14 +20,14 @@ from titan_dit.models.weight_draws import mixed, signed
 from titan_dit.rng import GOLDEN
 
 PLACES = 16
-"""Most places of one layer."""
+"""Maximum dropout places of a layer."""
 
 
 class SampleDropout(nn.Module):
     """Zero a share `rate` of the hidden channels, and divide the others by 1 - rate."""
 
     own_tokens: Callable[[Tensor], Tensor] = staticmethod(lambda positions: positions)
-    """Positions of all tokens to those of this rank: sequence parallelism replaces it."""
+    """Positions of all tokens -> those of this rank's tokens; sequence parallelism replaces it."""
     initial: dict[str, Initializer]
     """The value of the buffer; see `Model.initializers`."""
 
@@ -53,7 +53,7 @@ class SampleDropout(nn.Module):
         """Drop channels of the m of n tokens that this rank has.
 
         `keys`: `SampleRNG.keys`; a sample with a negative key stays as it is (evaluation).
-        `positions`: of the n tokens, in the sample.
+        `positions`: positions of the n tokens in the sample.
         """
         if not self.rate:
             return x

@@ -19,21 +19,22 @@ def cross_entropy(
 
 
 def whole(logits: Float[Tensor, "b n rows"]) -> Float[Tensor, "b n rows"]:
-    """The logits of all rows, from those that this rank has: without tp the same."""
+    """The logits of all rows, from this rank's: without tp the identity."""
     return logits
 
 
 class Vocabulary(nn.Module):
-    """What a head does with its logits: score them, or return them; without parameters.
+    """The last step of a head: the loss of its logits, or the logits; it has no parameters.
 
-    `size` token ids, in tables of `rows`: the other rows are padding, which no softmax counts.
+    `size`: number of token ids. `rows`: rows of the table; the rest of them is padding, which the
+    softmax leaves out.
     """
 
     score: Callable[..., Tensor]
     """logits [t, rows], targets [t], size -> loss [t]. kernels/cross_entropy.py and
     parallel/vocabulary.py replace it."""
     whole: Callable[[Tensor], Tensor]
-    """Replaced by parallel/vocabulary.py."""
+    """This rank's logits -> the logits of all rows; parallel/vocabulary.py replaces it."""
 
     def __init__(self, size: int, rows: int) -> None:
         super().__init__()

@@ -82,7 +82,7 @@ TAIL = (
 )
 """Numerator and denominator, highest power first."""
 BREAK = 0.9515
-"""|u| from which the tail's fraction holds: a tail probability below 0.02425."""
+"""|u| above which the tail's approximation is used: a tail probability below 0.02425."""
 
 
 def normal(key: int, elements: Int64[Tensor, " n"], scale: float = 1.0) -> Float64[Tensor, " n"]:
@@ -98,7 +98,7 @@ def normal_quantile(u: Float64[Tensor, " n"]) -> Float64[Tensor, " n"]:
     tail = (r > (BREAK / 2) ** 2).nonzero()[:, 0]
     end = u[tail]
     s = square_root(log((1 - end.abs()) * 0.5).mul_(-2))
-    # The fraction is that of the lower tail.
+    # The approximation is for the lower tail.
     x = polynomial(TAIL[0], s).div_(polynomial(TAIL[1], s)).mul_(-end.sign())
     return found.index_copy_(0, tail, x)
 

@@ -81,7 +81,7 @@ class Preview:
     """File suffix, such as ".png"."""
     write: Callable[[Path], None]
     note: str = ""
-    """Console line of what is wrong with it."""
+    """Console line about a defect of the preview; empty without one."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class Objective:
     token_targets: ClassVar[tuple[str, ...]] = ()
     """Targets with one value per token, in dim 1; they are sliced over cp."""
     constants: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """Functions of names and numbers alone which a compiler cannot trace (numpy): it calls them
-    once and keeps their results."""
+    """Functions with constant results that torch.compile cannot trace (numpy): it calls them once
+    and keeps the results. Their arguments are strings and numbers."""
 
     @abstractmethod
     def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:
@@ -133,7 +133,7 @@ class Objective:
     ) -> dict[str, Float[Tensor, "b n"]]:
         """Terms that validation shows beside the loss, by name, from the loss per token.
 
-        Only the loss is at hand: a term must be that of some tokens.
+        Only the loss per token is known, so a term is the loss of a subset of the tokens.
         """
         return {}
 
@@ -154,7 +154,7 @@ class Objective:
     def summary(self, losses: Mapping[str, float], facts: DataFacts) -> Mapping[str, float]:
         """Validation losses in other units, such as perplexity, by name.
 
-        `losses`: the mean of each of `evaluations`, by its name. `facts`: of the validation set.
+        `losses`: name in `evaluations` -> mean loss. `facts`: facts of the validation set.
         """
         return {}
 
@@ -195,11 +195,11 @@ class Objective:
         raise NotImplementedError
 
     def knows_classes(self, like: Mapping[str, int]) -> bool:
-        """Whether `picture_labels` can follow the proportions of a set."""
+        """True if `picture_labels` can follow the proportions `like`."""
         raise NotImplementedError
 
     def picture_labels(self, num: int, like: Mapping[str, int]) -> Int64[Tensor, " num"]:
-        """Classes of `num` pictures, if possible in the proportions of a set: name -> count."""
+        """Classes of `num` pictures, if possible in the proportions `like`: class -> count."""
         raise NotImplementedError
 
     def pictures(
@@ -210,7 +210,7 @@ class Objective:
         labels: Int64[Tensor, " n"],
         batches: Iterable[Int64[Tensor, " b"]],
     ) -> Iterator[UInt8[Tensor, "b h w 3"]]:
-        """Draw batches of picture numbers, on their device; `labels` are those of all numbers."""
+        """Draw the pictures of each batch of numbers, on its device; number i has `labels[i]`."""
         raise NotImplementedError
 
 

@@ -12,21 +12,21 @@ from titan_dit.objectives.base import Prepared
 from titan_dit.rng import SampleRNG
 
 NAME = "dropout_keys"
-"""In the context of a model that drops, int64 [b]; see `SampleDropout`."""
+"""Name of the keys in the context of a model with dropout, int64 [b]; see `SampleDropout`."""
 
 
 def drops(spec: ModelSpec) -> bool:
-    """If a model has dropout."""
+    """True if a model has dropout."""
     return NAME in spec.context
 
 
 def context(rng: SampleRNG) -> dict[str, Tensor]:
-    """What a model that drops needs for each sample."""
+    """The context for a model with dropout: a key for each sample."""
     return {NAME: rng.keys("dropout")}
 
 
 def without(prepared: Prepared) -> Prepared:
-    """The same batch with dropout off, if there was any: negative keys drop nothing."""
+    """The batch with dropout off: negative keys drop nothing."""
     if NAME not in prepared.context:
         return prepared
     off = -torch.ones_like(prepared.context[NAME])

@@ -16,7 +16,7 @@ class NextTokenKeys(Section):
     name = "next_token"
 
     mask_end_of_document: bool = False
-    """Do not train to predict the token after the end of a document, which nothing foretells."""
+    """Do not train to predict the token after the end of a document."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,5 +33,4 @@ class MaskedTokenKeys(Section):
     """Share of a sample's tokens that are predicted. Of those 80% are replaced by [MASK], 10% by a
     random token, 10% stay."""
     mask_id: NonNegativeInt | None = None
-    """Id of [MASK]. Unset: that of the data; if they have none, the first id that they never
-    have."""
+    """Id of [MASK]. Unset: the data's, else the first id that the data does not use."""

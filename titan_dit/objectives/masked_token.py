@@ -27,7 +27,7 @@ from titan_dit.objectives.sentence_order import Pairs, end_of, pairs_of
 from titan_dit.rng import SampleRNG
 
 TERMS = {"masked": "scale", "order": "order_scale"}
-"""The loss's terms, and the targets with their tokens' weights."""
+"""Term of the loss -> the target with its weight per token."""
 
 
 @runtime_checkable
@@ -44,10 +44,10 @@ class MaskedModel(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """Token ids are below it."""
+        """Number of token ids; ids are below it."""
 
     def masked_spec(self, num_scored: int, *, sentence_order: bool) -> ModelSpec:
-        """Describe the network; `num_scored`: most masked tokens of a sample."""
+        """Describe the network; `num_scored`: maximum masked tokens of a sample."""
 
     def static(self, device: torch.device) -> dict[str, Tensor]:
         """Inputs that are equal for all samples."""
@@ -92,7 +92,7 @@ class MaskedTokenConfig(MaskedTokenKeys, ObjectiveConfig):
         if facts.sequence_length != found.sequence_length:
             raise UserError(
                 f"[data] sequence_length={facts.sequence_length} and [model] "
-                f"sequence_length={found.sequence_length} differ. Set them alike."
+                f"sequence_length={found.sequence_length} differ. Make them equal."
             )
         own = facts.mask if isinstance(facts, PairFacts) else facts.vocabulary
         mask = own if self.mask_id is None else self.mask_id
@@ -141,7 +141,7 @@ class MaskedToken(Objective):
         return tuple(self.data.fields)
 
     def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:
-        """Frame the spans if there are two, and mask tokens."""
+        """Frame pairs of spans with special tokens, and mask tokens."""
         sample = self.sample_of(batch, rng)
         n = sample.tokens.shape[1]
         is_masked = self.drawn(sample, rng)
@@ -168,7 +168,10 @@ class MaskedToken(Objective):
         return {"": dropout.without(self.prepare(batch, rng))}
 
     def sample_of(self, batch: Batch, rng: SampleRNG) -> Pairs:
-        """The tokens before masking. Of a window its last n, so that no token comes twice."""
+        """The tokens before masking: framed pairs, or the last n tokens of a window of n + 1.
+
+        Windows overlap by one token, so without the first one no token comes twice.
+        """
         if isinstance(self.data, PairFacts):
             return pairs_of(batch.fields, self.data, rng)
         tokens = batch.fields["tokens"][:, 1:]
@@ -177,7 +180,7 @@ class MaskedToken(Objective):
         return Pairs(tokens, torch.zeros_like(tokens), is_text, lengths, lengths < 0)
 
     def drawn(self, sample: Pairs, rng: SampleRNG) -> Bool[Tensor, "b n"]:
-        """The tokens to predict: round(share x length) of each sample, and no special ones."""
+        """True for the tokens to predict: round(share x length) per sample, no special ones."""
         n = sample.tokens.shape[1]
         # Unique keys, so that every device and every sort choose the same tokens.
         keys = (rng.uniform("masked", (n,)) * 2**23).long() * n + torch.arange(
@@ -194,7 +197,7 @@ class MaskedToken(Objective):
     def replaced(
         self, tokens: Int64[Tensor, "b n"], is_masked: Bool[Tensor, "b n"], rng: SampleRNG
     ) -> Int64[Tensor, "b n"]:
-        """Of the masked tokens 80% become [MASK], 10% a random token, 10% stay."""
+        """Replace 80% of the masked tokens by [MASK] and 10% by a random token; 10% stay."""
         shape = tokens.shape[1:]
         kind = rng.uniform("kind", shape)
         other = (rng.uniform("other", shape) * self.data.vocabulary).long()
@@ -204,20 +207,20 @@ class MaskedToken(Objective):
     def loss(
         self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]
     ) -> Float[Tensor, "b n"]:
-        """In nats: the terms' sum, whose mean over a sample's tokens is the sample's loss."""
+        """Sum of the terms in nats; its mean over a sample's tokens is the sample's loss."""
         return predictions["losses"] * sum(targets.values())
 
     def terms(
         self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]
     ) -> dict[str, Float[Tensor, "b n"]]:
-        """The loss of the masked tokens, and that of the order."""
+        """The weighted losses of the masked tokens and of the sentence order."""
         losses = predictions["losses"]
         return {k: losses * targets[scale] for k, scale in TERMS.items() if scale in targets}
 
     def validated_terms(
         self, losses: Float[Tensor, "b n"], targets: Mapping[str, Tensor]
     ) -> dict[str, Float[Tensor, "b n"]]:
-        """Both tasks, if there are two: token 0 has the loss of the order, and is never masked."""
+        """Both terms with the second task: token 0 has the order's loss, and is never masked."""
         if "order_scale" not in targets:
             return {}
         return {k: losses.where(targets[scale] > 0, 0) for k, scale in TERMS.items()}

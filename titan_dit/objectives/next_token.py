@@ -72,7 +72,7 @@ class NextTokenConfig(NextTokenKeys, ObjectiveConfig):
         if facts.sequence_length != found.sequence_length:
             raise UserError(
                 f"[data] sequence_length={facts.sequence_length} and [model] "
-                f"sequence_length={found.sequence_length} differ. Set them alike."
+                f"sequence_length={found.sequence_length} differ. Make them equal."
             )
         if facts.vocabulary > found.vocabulary:
             raise UserError(
@@ -107,7 +107,7 @@ class NextToken(Objective):
     model: CausalModel
     data: TokenFacts
     masked: int | None = None
-    """What comes after this token is not predicted."""
+    """Token id after which the next token is not predicted; None: all are."""
     drops: bool = False
     """The model has dropout."""
 
@@ -140,7 +140,7 @@ class NextToken(Objective):
     def summary(self, losses: Mapping[str, float], facts: DataFacts) -> dict[str, float]:
         """Perplexity, and the bits per byte of the text if the data knows the bytes of a token."""
         [nats] = losses.values()
-        # Of an untrained fp32 model at most a few hundred; beyond 709 exp overflows.
+        # An untrained fp32 model has a few hundred at most; above 709 exp overflows.
         found = {"perplexity": math.exp(min(nats, 700.0))}
         if isinstance(facts, TokenFacts) and facts.bytes_per_token:
             found["bits_per_byte"] = nats / math.log(2) / facts.bytes_per_token

@@ -23,7 +23,7 @@ class Pairs:
 
     tokens: Int64[Tensor, "b n"]
     types: Int64[Tensor, "b n"]
-    """1 from B on, without padding."""
+    """1 for B and its [SEP], 0 for all other tokens and padding."""
     is_text: Bool[Tensor, "b n"]
     """False for special tokens and padding."""
     lengths: Int64[Tensor, " b"]
@@ -32,12 +32,12 @@ class Pairs:
 
 
 def end_of(facts: PairFacts | TokenFacts) -> int:
-    """Id of the token that ends a document, or -1, which no token is."""
+    """Id of the token that ends a document; -1, which is no token's id, without one."""
     return -1 if facts.end_of_document is None else facts.end_of_document
 
 
 def pairs_of(fields: Fields, facts: PairFacts, rng: SampleRNG) -> Pairs:
-    """Cut the sentences in two at a random one, and swap the spans of every second sample."""
+    """Cut each sample at a random sentence into two spans; swap them with probability 1/2."""
     ids, sentences = fields["tokens"], fields["sentences"]
     is_given = sentences >= 0
     total = is_given.sum(1)

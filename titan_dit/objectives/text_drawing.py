@@ -24,11 +24,11 @@ from titan_dit.objectives.token_choice import Choice, choose
 from titan_dit.rng import SampleRNG
 
 MOST_LOGITS = 2**27
-"""Logits of one forward pass: 512 MiB in fp32. It bounds the texts that are drawn at a time."""
+"""Maximum logits of a forward pass, 512 MiB in fp32; it limits the texts drawn at a time."""
 
 
 NUM = 4
-"""Texts of a preview by default. Each token of a text is a forward pass."""
+"""Default number of texts in a preview. Each token of a text takes a forward pass."""
 
 
 @runtime_checkable
@@ -42,7 +42,7 @@ class Drawing(Choice, Protocol):
 
 @runtime_checkable
 class Windowed(Protocol):
-    """What drawing text needs of a [model] section."""
+    """A [model] section from which text can be drawn."""
 
     @property
     def sequence_length(self) -> int:
@@ -50,7 +50,7 @@ class Windowed(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """Token ids are below it."""
+        """Number of token ids; ids are below it."""
 
     def spec(self) -> ModelSpec:
         """Describe the network."""
@@ -73,8 +73,8 @@ class Writer:
     def next_logits(self, ids: Int64[Tensor, "b t"]) -> Tensor:
         """The logits [b, v] of the token after `ids`, fp32, on the CPU.
 
-        The window is the last `sequence_length` tokens. What fills a shorter one up comes after
-        them, where a causal model does not look.
+        The window is the last `sequence_length` tokens. A shorter one is padded at the end, to
+        which a causal model does not attend.
         """
         recent = ids[:, -self.model.sequence_length :]
         used = recent.shape[1]
@@ -129,7 +129,7 @@ def first_tokens(
 
 
 def prompt_ids(text: str, codec: Codec, facts: TokenFacts, where: str) -> list[int]:
-    """The ids of a prompt; of an empty one the end of a document, which begins the next one."""
+    """The ids of a prompt; for an empty one the id that ends a document, as a text follows it."""
     try:
         ids = codec.encode(text)
     except UserError as error:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @runtime_checkable
 class Choice(Protocol):
-    """How a token is drawn: keys of [sampling] and flags of `sample`."""
+    """Settings for drawing a token: keys of [sampling] and flags of `sample`."""
 
     @property
     def temperature(self) -> float:
@@ -23,7 +23,7 @@ class Choice(Protocol):
 
     @property
     def top_p(self) -> float:
-        """Draw from the fewest most likely tokens with this probability together."""
+        """Draw from the fewest most likely tokens whose probabilities add up to this."""
 
 
 def choose(

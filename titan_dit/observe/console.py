@@ -10,7 +10,7 @@ from titan_dit.system import stdio
 from titan_dit.system.progress import count, duration
 
 SCORE = "evaluation_"
-"""Of the scores of drawn pictures in a row of metrics."""
+"""Prefix of the scores of drawn pictures in a row of metrics."""
 LOSS = "validation_loss"
 """Key of the validation loss in a row of metrics."""
 
@@ -34,7 +34,7 @@ def mention(line: str) -> None:
 DROPPED = (
     *("tokens", "data", "tflops", "peak", "lr", "mfu", "grad", "samples", "validation", "smooth"),
 )
-"""Parts of the line of a step that a narrow terminal lacks, the first ones first."""
+"""Parts of a step's line that are left out on a narrow terminal, in this order."""
 
 
 def progress(row: dict[str, Any], steps: int, width: int | None = None) -> str:

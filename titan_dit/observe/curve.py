@@ -14,7 +14,7 @@ COLOURS = (
     *("#1f5aa6", "#d35400", "#1e8449", "#c0392b", "#7d3c98"),
     *("#7e5109", "#c2185b", "#566573", "#9a9a00", "#00838f"),
 )
-"""Of runs, in their order; then again."""
+"""Colours of the runs, in their order; they repeat."""
 WIDTH, HEIGHT, LEFT, RIGHT, ABOVE, BELOW = 960, 540, 80, 24, 48, 56
 """Pixels of a picture, and of its margins."""
 
@@ -34,7 +34,7 @@ NOTHING: Curve = ((), ())
 
 
 class Sheet:
-    """Axes of losses over steps; the y axis leaves out what is far above the rest."""
+    """Axes of losses over steps; losses far above the others are cut off."""
 
     def __init__(self, steps: Sequence[int], losses: Sequence[float], title: str) -> None:
         self.first, self.last = min(steps), max(steps)
@@ -101,10 +101,10 @@ def draw_curve(
     validation: Curve = NOTHING,
     smoothed: Curve = NOTHING,
 ) -> None:
-    """Write the loss curve: logged values in light blue, in dark blue the average of `smoothed`.
+    """Write the loss curve: logged values in light blue, the moving average in dark blue.
 
-    By default that of the logged values. `validation` is drawn in red, with a dot per value. Fewer
-    than two finite losses write nothing.
+    `smoothed`: the values to average; by default the logged ones. `validation` is drawn in red,
+    with a dot per value. Nothing is written for fewer than two finite losses.
     """
     logged = finite((steps, losses))
     if len(logged[0]) < 2:

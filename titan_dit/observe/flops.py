@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 # Dense bf16 tensor-core peaks in TFLOP/s, from the vendors' data sheets; the longest match wins.
-# Those of fp16 are the same.
+# The peaks in fp16 are the same.
 PEAK_BF16_TFLOPS = {
     "A100": 312,
     "A800": 312,
@@ -23,7 +23,7 @@ PEAK_BF16_TFLOPS = {
     "GB200": 2500,
 }
 PEAK_FP16_TFLOPS = {"Tesla T4": 65, "V100-PCIE": 112, "V100": 125}
-"""Of GPUs without bf16."""
+"""Dense fp16 peaks in TFLOP/s of GPUs without bf16."""
 
 
 def peak_tflops(device: torch.device, dtype: str) -> float | None:
@@ -46,7 +46,7 @@ class Work:
     """Forward and backward, without recomputation."""
     ranks: int
     peak_tflops: float | None
-    """Of one rank's device; None if unknown."""
+    """Peak TFLOP/s of one rank's device; None if unknown."""
 
     def rates(self, step_ms: float) -> dict[str, float | None]:
         """Throughput and MFU of a step of `step_ms`, by the keys of metrics.jsonl."""

@@ -31,7 +31,7 @@ class Writer:
 
     row: Callable[[Row], None]
     shows: Mapping[str, Show]
-    """How it shows a preview, by the file's suffix."""
+    """Suffix of a preview's file -> function that shows it."""
 
 
 def curve(rows: Iterable[Row], *names: str) -> tuple[list[int], list[float]]:
@@ -61,7 +61,7 @@ def row_of(
 ) -> Row:
     """The row of a step.
 
-    `samples` since the start of training, `times` of `Meter.read`, `counters` of `Guard`.
+    `samples`: since the start of training. `times`: see `Meter.read`. `counters`: see `Guard`.
     """
     step_ms, data_wait_ms = times
     return {
@@ -173,7 +173,7 @@ def wandb_writer(
 
 
 def by_suffix(picture: Show, text: Show) -> dict[str, Show]:
-    """The suffixes of pictures and of texts."""
+    """Suffix of a file -> `picture` or `text`."""
     return {**dict.fromkeys(PICTURES, picture), ".txt": text}
 
 

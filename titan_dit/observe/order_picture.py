@@ -1,4 +1,4 @@
-"""Simulated orders as a PNG, below each other on one time axis, drawn as measured ones are."""
+"""Simulated orders as a PNG, one below the other on one time axis, drawn like measured ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titan_dit.schedules.action import Kind
 from titan_dit.schedules.simulator import Simulation, TimedAction
 
 UNIT = "forwards"
-"""Of the axis: forwards of one microbatch through the layers of one rank."""
+"""Unit of the time axis: a forward of one microbatch through the layers of one rank."""
 
 
 def draw(path: Path, shown: Mapping[str, Simulation], stage_ranks: Sequence[int]) -> None:
@@ -43,7 +43,7 @@ def block(
 
 
 def timeline_of(simulation: Simulation, stage_ranks: Sequence[int]) -> Timeline:
-    """A simulation as the timeline of one step; a gap has the cause of what comes after it."""
+    """A simulation as the timeline of one step; the action after a gap gives its cause."""
     order = simulation.order
     ranks = []
     for number in range(len(order)):

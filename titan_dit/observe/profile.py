@@ -23,7 +23,7 @@ class Recording(Protocol):
     """A recording of the timeline of a pipeline; the ranks of a run call it together."""
 
     def begin(self) -> None:
-        """Begin a window; an unwritten one is forgotten."""
+        """Begin a window; an unwritten one is discarded."""
 
     def step(self, step: int) -> None:
         """A step of the window begins."""
@@ -39,8 +39,9 @@ class Profile:
     """Profiles the steps of [profile] on this rank; does nothing if disabled.
 
     Every rank has one: call `begin` before and `is_over` after every step. Only the ranks of
-    [profile] record. A pipeline's timeline is that of as many steps after them: the profiler slows
-    its ranks down. A launch that ends before those writes that of the profiled steps.
+    [profile] record. A pipeline's timeline covers the same number of steps after the profiled ones,
+    because the profiler slows its ranks down. If a launch ends before these, the timeline of the
+    profiled steps is written.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Profile:
         return self.recording and (stopped or self.taken == first + 2 * steps - 1)
 
     def write(self) -> list[str]:
-        """Write what `is_over`: the profile, the pipeline's timeline; return console lines."""
+        """Write the profile, the pipeline's timeline or both, if finished; return console lines."""
         lines: list[str] = []
         try:
             if self.span:

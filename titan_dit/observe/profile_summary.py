@@ -28,7 +28,7 @@ STEPS, DATA_WAIT, OPTIMIZER = "steps", "data wait", "optimizer"
 
 
 class TimeKind(StrEnum):
-    """What a moment was spent on."""
+    """Kind of a moment's time; each moment has one, or several in equal parts."""
 
     GEMM = "GEMM"
     ATTENTION = "attention"
@@ -80,7 +80,7 @@ class Summary:
     device: str
     wall_ms: float
     ms: Mapping[TimeKind, float]
-    """Adds up to `wall_ms`."""
+    """Milliseconds by kind, which add up to `wall_ms`."""
     hidden_ms: float
     """Communication that overlaps compute."""
     top: tuple[Top, ...]

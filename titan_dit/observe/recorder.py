@@ -1,4 +1,4 @@
-"""Records the moments of a pipeline rank over a window of steps, and nothing else meanwhile.
+"""Records the moments of a pipeline rank over a window of steps.
 
 On a CPU a moment has the host's time. On a GPU it is an event in the stream, whose time is read
 after the window: the host does not wait within it.
@@ -24,7 +24,7 @@ class Noted(NamedTuple):
 
 
 class Recorder:
-    """Notes the moments of this rank; `mark` is a `Mark`."""
+    """Records the moments of this rank; `mark` is a `Mark`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -34,7 +34,7 @@ class Recorder:
         self.begun: tuple[torch.cuda.Event, int] | None = None
 
     def begin(self) -> None:
-        """Forget everything and begin a window. Waits for the device."""
+        """Discard earlier moments and begin a window. Waits for the device."""
         self.notes, self.events = [], []
         if self.device.type == "cuda":
             self.begun = self.anchor()
@@ -73,7 +73,7 @@ class Recorder:
 
 
 def in_sequence(noted: Sequence[Noted]) -> list[Noted]:
-    """The moments, none before the one noted earlier."""
+    """The moments, with times that never decrease."""
     found: list[Noted] = []
     for note in noted:
         at_ns = max(note.at_ns, found[-1].at_ns) if found else note.at_ns

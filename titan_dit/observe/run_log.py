@@ -56,8 +56,15 @@ class RunLog:
         if config.tensorboard:
             self.writers.append(tensorboard_writer(self.folder / "tensorboard", resumed_step))
         if config.wandb:
-            account = config.wandb_project, config.wandb_entity
-            self.writers.append(wandb_writer(self.folder, self.name, tables, *account))
+            self.writers.append(
+                wandb_writer(
+                    self.folder,
+                    self.name,
+                    tables,
+                    project=config.wandb_project,
+                    entity=config.wandb_entity,
+                )
+            )
 
     @contextmanager
     def tolerated(self, what: str) -> Iterator[None]:

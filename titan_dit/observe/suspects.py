@@ -1,9 +1,9 @@
-"""Names the slow rank or the slow link of a pipeline, from its timeline; or nobody.
+"""Names the slow ranks and links of a pipeline, from its timeline.
 
-A rank is slow if its actions take longer than those of the other ranks on the same microbatch, per
-layer. A link is slow if its messages are late when their receiver already waits or looks for them,
-so that a late receiver accuses no link. A link for which no rank ever waits is not accused: it
-delays nobody.
+A rank is slow if its actions take longer per layer than those of the other ranks on the same
+microbatch. A link is slow if its messages are late although their receiver already waits or looks
+for them: the lateness of a receiver does not count. A link for which no rank ever waits is not
+reported: it delays no rank.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from titan_dit.observe.timeline import Edge, Timeline
 from titan_dit.schedules.action import Action, Kind
 
 SLOW_RANK = 1.15
-"""Times the others' seconds per layer from which on a rank is slow."""
+"""Minimum ratio to the other ranks' seconds per layer for a slow rank."""
 SLOW_LINK = 5.0
-"""Times the others' latency from which on a link is slow..."""
+"""Minimum ratio to the other links' latency for a slow link..."""
 SLOW_LINK_FORWARDS = 0.25
-"""... if it is also this share of a forward: less does not delay a step."""
+"""... whose latency is also at least this share of a forward: less does not delay a step."""
 
 
 @dataclass(frozen=True)
 class Suspects:
-    """What is slow."""
+    """Slow ranks and links."""
 
     ranks: Mapping[int, float]
-    """Times the others' seconds per layer, by rank."""
+    """Rank -> ratio to the other ranks' seconds per layer."""
     links: Mapping[Edge, float]
-    """Seconds of a message, by edge."""
+    """Edge -> seconds of a message."""
     usual_link: float
-    """Seconds of a message of the others."""
+    """Seconds of a message on the other links."""
     only_ends: frozenset[int] = frozenset()
-    """Ranks with nothing but an end of the model, whose costs are known less well."""
+    """Ranks that hold only the first or the last stage, whose costs are known less well."""
 
     def __bool__(self) -> bool:
-        """True if anything is."""
+        """True if a rank or a link is slow."""
         return bool(self.ranks or self.links)
 
     def lines(self) -> list[str]:
@@ -69,11 +69,11 @@ def suspects(timeline: Timeline) -> Suspects:
 def slow_links(
     latencies: Mapping[Edge, Sequence[tuple[float, float]]], forward: float, passes: int
 ) -> tuple[dict[Edge, float], float]:
-    """(The slow links and their seconds, the usual seconds).
+    """(slow links -> seconds of a message, usual seconds).
 
-    No message of a slow link may have been fast, and one per pass must surely have been slow:
-    nobody knows when a message arrived that its receiver took late. `latencies`: the least and most
-    seconds of each message; `forward`: seconds of a forward.
+    A link is slow if none of its messages can have been fast, and at least one per pass was slow
+    for certain: the arrival time of a message that its receiver took late is unknown. `latencies`:
+    (least, most) seconds of each message. `forward`: seconds of a forward.
     """
     fastest = {edge: min(most for _, most in bounds) for edge, bounds in latencies.items()}
     if not fastest:
@@ -93,11 +93,11 @@ def slowness(
     stage_ranks: Sequence[int],
     sizes: Sequence[float],
 ) -> tuple[dict[int, float], frozenset[int]]:
-    """Each rank's seconds per layer against the others', and the ranks with ends of the model only.
+    """(rank -> ratio to the others' seconds per layer, ranks with only a first or last stage).
 
     The ratio is the median over microbatches, passes and directions: neither jitter nor
-    microbatches of different lengths change it. It is taken on stages without an end of the model,
-    where a rank has one.
+    microbatches of different lengths change it. The first and the last stage count only for ranks
+    that hold no other stage.
     """
     ends = {0, len(stage_ranks) - 1}
     middle = {rank for stage, rank in enumerate(stage_ranks) if stage not in ends}
@@ -110,12 +110,12 @@ def slowness(
     ratios: defaultdict[int, list[float]] = defaultdict(list)
     for costs in per_layer.values():
         mean = {rank: statistics.mean(of_rank) for rank, of_rank in costs.items()}
-        # The same for all ranks: it only makes microbatches of different lengths comparable.
+        # One value for all ranks: it makes microbatches of different lengths comparable.
         usual = statistics.median(mean.values())
         for rank, cost in mean.items():
             ratios[rank].append(cost / usual if usual > 0 else 1.0)
     found = {rank: statistics.median(of_rank) for rank, of_rank in sorted(ratios.items())}
-    # Of an even number the faster one: of two ranks the slow one must not excuse itself.
+    # The faster of the middle two: with two ranks, the slow one must not raise the norm.
     others = statistics.median_low(found[rank] for rank in found if rank in middle or not middle)
     found = {rank: ratio / others for rank, ratio in found.items()}
     return found, frozenset(set(stage_ranks) - middle)

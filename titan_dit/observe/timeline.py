@@ -26,10 +26,10 @@ OUTSIDE = ("data wait", "optimizer", "outside")
 KINDS = (*COMPUTING, *IDLE, *OUTSIDE)
 
 GOES_ON = (Moment.DECIDES, Moment.WAITS, Moment.BEGINS, Moment.FINISHED)
-"""What a rank does next after an action."""
+"""Moments that show that a rank has sent its last output and goes on."""
 
 WAITED = 1e-4
-"""Seconds: a shorter wait may be for a message that was here already."""
+"""Seconds; a shorter wait may be for a message that had already arrived."""
 
 Edge: TypeAlias = tuple[int, int]
 """(source rank, target rank)"""
@@ -44,35 +44,35 @@ class Span(NamedTuple):
 
 
 class Done(NamedTuple):
-    """An action as it was."""
+    """A measured action."""
 
     action: Action
     start: float
     end: float
     free: float
-    """When the rank had sent its output and could go on."""
+    """Time at which the rank had sent its output and could go on."""
 
 
 class Arrival(NamedTuple):
-    """When a message was seen to be here."""
+    """The observed arrival of a message."""
 
     at: float
     waiting_since: float | None
-    """Since when the rank waited; None if it did not."""
+    """Time since which the rank waited; None if it did not."""
     absent: float | None
-    """When the rank last looked and the message was not here; None if it does not look."""
+    """Time at which the rank last looked and the message had not arrived; None without a look."""
 
     def bounds(self, left: float, allowed: float) -> tuple[float, float]:
-        """The least and most seconds that the message travelled, if it left at this time.
+        """(least, most) seconds that the message travelled, if it left at time `left`.
 
-        `allowed`: when its receive was posted. A message that left before was held up until then,
-        and until its sender knew: nobody can tell how long it travelled.
+        `allowed`: time at which its receive was posted. A message that left before was held up
+        until then, and until its sender knew: its travel time is unknown.
         """
         most = max(0.0, self.at - left)
         if allowed > left:
             return 0.0, most
         if self.waiting_since is not None:
-            # Taking a message that is here also takes a moment.
+            # Taking a message that has already arrived also takes a moment.
             waited = self.at - self.waiting_since
             if self.waiting_since <= left or waited > max(WAITED, most / 4):
                 return most, most
@@ -85,7 +85,7 @@ class Pass:
 
     start: float
     ready: float = 0.0
-    """When the rank first waited or computed."""
+    """Time at which the rank first waited or computed."""
     end: float = 0.0
     actions: list[Done] = field(default_factory=list)
     sent: dict[Action, float] = field(default_factory=dict)
@@ -138,11 +138,11 @@ class Reader:
         self.kind, self.since = "", 0.0
         self.one: Pass | None = None
         self.is_sending = False
-        """The last action has ended, and the rank has not gone on."""
+        """True between the end of an action and the rank's next moment of `GOES_ON`."""
         self.waited: tuple[float, float] | None = None
-        """The last wait, from and to, if nothing was computed since."""
+        """(start, end) of the last wait; None after a computation."""
         self.looked: tuple[float | None, float | None] = None, None
-        """When the rank last looked for messages, and the time before."""
+        """Times of the rank's last and second-last look for messages."""
 
     def read(self, noted: Sequence[Noted]) -> RankTimeline:
         """The timeline of a window; it begins with a STEP and ends with the last moment."""
@@ -157,13 +157,13 @@ class Reader:
         return self.found
 
     def turn(self, kind: str, at: float) -> None:
-        """Another kind of time begins."""
+        """End the current span, and begin one of another kind."""
         if self.kind and at > self.since:
             self.found.spans.append(Span(self.kind, self.since, at))
         self.kind, self.since = kind, at
 
     def outside(self, moment: Moment, what: object, at: float) -> None:
-        """A moment outside a pass; those of previews and validations do not count."""
+        """Read a moment outside a pass; moments of previews and validations are ignored."""
         if moment is Moment.STEP:
             assert isinstance(what, int)
             self.found.steps.append((what, at))
@@ -175,7 +175,7 @@ class Reader:
             self.turn("rest", at)
 
     def inside(self, one: Pass, moment: Moment, what: object, at: float) -> None:
-        """A moment of a pass."""
+        """Read a moment of a pass."""
         if not one.ready and moment in GOES_ON:
             one.ready = at
         if self.is_sending and moment in GOES_ON:
@@ -206,7 +206,7 @@ class Reader:
                 self.message(one, moment, what, at)
 
     def message(self, one: Pass, moment: Moment, what: object, at: float) -> None:
-        """A message leaves or is here."""
+        """Read a moment at which a message leaves, is allowed or arrives."""
         if isinstance(what, Action) and moment is Moment.SENDS:
             one.sent[what] = at
         elif isinstance(what, Action) and moment is Moment.ALLOWS:
@@ -278,7 +278,7 @@ class Timeline:
         return dict(found)
 
     def messages(self) -> Iterator[tuple[int, int, Action, tuple[float, float], Arrival]]:
-        """(Source, target, message, when it left and was allowed, when it arrived) of all."""
+        """Yield (source, target, message, (left, allowed), arrival) of all; times in seconds."""
         for number in range(self.num_passes):
             passes = self.passes(number)
             sent = {m: (rank, at) for rank, one in enumerate(passes) for m, at in one.sent.items()}
@@ -299,10 +299,10 @@ class Timeline:
 
     @cached_property
     def links(self) -> dict[Edge, float]:
-        """Median seconds of a message by edge, free of the receiver's lateness.
+        """Edge -> median seconds of a message, without the receiver's lateness.
 
-        An edge whose receiver seldom waits for a message has those of the other edges, or its
-        fastest message if that is faster.
+        An edge whose receiver seldom waits for a message gets the usual seconds of the other edges,
+        or those of its fastest message if that is faster.
         """
         known = {}
         for edge, bounds in self.latencies.items():

@@ -17,7 +17,7 @@ COMPUTED = {
     "I": ("input gradient", "#148f8a", "#3fc0ba"),
     "W": ("weight gradient", "#d9a441", "#ecc887"),
 }
-"""By kind: what it is, and its colours on the stages of a rank in turn."""
+"""Kind -> (label, colours on the stages of a rank in turn)."""
 IDLE = {
     "input": ("idle: input", "#f6c9c2"),
     "gradient": ("idle: gradient", "#f3dcc8"),
@@ -34,7 +34,7 @@ class Picture:
     """The sheet, and where a moment is on it."""
 
     def __init__(self, timeline: Timeline, number: int, width_s: float | None = None) -> None:
-        """`width_s`: seconds of the whole width, if not of the pass alone."""
+        """`width_s`: seconds of the whole width; None: those of the pass."""
         self.timeline, self.number = timeline, number
         self.start, end = timeline.span_of(number)
         self.length = end - self.start

@@ -1,4 +1,4 @@
-"""The timeline of a pipeline as text and as costs: predicted beside measured, and who is slow."""
+"""The timeline of a pipeline as text and costs: predicted and measured times, slow ranks, links."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def messages(timeline: Timeline) -> Iterator[str]:
 
 
 def predicted(timeline: Timeline) -> Iterator[str]:
-    """The measured pass beside the simulated ones."""
+    """Lines that compare the measured pass with simulated ones."""
     numbers = range(timeline.num_passes)
     measured = statistics.mean(timeline.length(number) for number in numbers)
     as_run = statistics.mean(makespan(simulated(timeline, number)) for number in numbers)
@@ -54,7 +54,7 @@ def predicted(timeline: Timeline) -> Iterator[str]:
 
 
 def simulated(timeline: Timeline, number: int) -> tuple[TimedAction, ...]:
-    """A pass, from its actions as they were, its order as it was and the links' usual latency."""
+    """Simulate a pass with its measured actions and order, and the links' usual latency."""
     passes = timeline.passes(number)
     seconds = {done.action: taken(one, done) for one in passes for done in one.actions}
     origin = min(one.ready for one in passes)
@@ -68,7 +68,7 @@ def makespan(spans: tuple[TimedAction, ...]) -> float:
 
 
 def taken(one: Pass, done: Done) -> Taken:
-    """The seconds of an action as it was."""
+    """The measured seconds of an action."""
     left = one.sent.get(output_of(done.action), done.end)
     return Taken(done.end - done.start, left - done.start, done.free - done.start)
 
@@ -109,7 +109,7 @@ def table(timeline: Timeline) -> Iterator[str]:
 
 
 def bubbles(timeline: Timeline, length: Callable[[int], float]) -> list[float]:
-    """Each rank's seconds without computing in passes of a length, which may be simulated."""
+    """Each rank's idle seconds, given the length of each pass, measured or simulated."""
     total = sum(length(number) for number in range(timeline.num_passes))
     busy = (
         sum(end - start for one in rank.passes for _, start, end, _ in one.actions)
@@ -119,7 +119,7 @@ def bubbles(timeline: Timeline, length: Callable[[int], float]) -> list[float]:
 
 
 def costs(timeline: Timeline) -> MeasuredCosts:
-    """What each action and link took, and the order of the typical pass."""
+    """Median seconds of each action and link, and the order of the typical pass."""
     return MeasuredCosts(
         stage_ranks=timeline.stage_ranks,
         num_microbatches=timeline.num_microbatches,

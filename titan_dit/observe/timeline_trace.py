@@ -1,6 +1,6 @@
 """The timeline of a pipeline as one Chrome trace: https://ui.perfetto.dev opens it.
 
-A process per rank. Its tracks: compute (with what it is idle for), send, receive, decision. Arrows
+A process per rank. Its tracks: compute (with idle time by cause), send, receive, decision. Arrows
 join a message's send and receive; a counter shows the microbatches that a rank holds.
 """
 
@@ -21,7 +21,7 @@ Event: TypeAlias = dict[str, Any]
 COMPUTE, SEND, RECEIVE, DECISION = range(4)
 TRACKS = ("compute", "send", "receive", "decision")
 SHOWN = 0.1
-"""Microseconds that an arrow's end takes at least: a slice without length cannot be seen."""
+"""Minimum microseconds of the slice at an arrow's end: a slice without length is not visible."""
 
 
 def write(path: Path, timeline: Timeline) -> None:
@@ -45,7 +45,7 @@ def events(timeline: Timeline) -> Iterator[Event]:
 
 
 def named(rank: int, name: str) -> Iterator[Event]:
-    """Names and sequence of a process and its tracks."""
+    """Names and order of a process and its tracks."""
     yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": name}}
     yield {
         "ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}
@@ -109,7 +109,7 @@ class Travel(NamedTuple):
     target: int
     message: Action
     number: int
-    """Of its arrow."""
+    """Number of its arrow."""
 
 
 def travelled(timeline: Timeline, origin: float) -> Iterator[Travel]:

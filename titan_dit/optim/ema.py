@@ -14,13 +14,13 @@ from titan_dit.config.training import EMAConfig
 from titan_dit.optim.power_average import exponent
 
 NOTHING: Mapping[str, Collection[str]] = MappingProxyType({})
-"""No tensor of any average."""
+"""An empty selection: no tensor of any average."""
 
 
 class EMA:
     """One average per decay, and one per width (sigma_rel) of a power function.
 
-    Frozen parameters have none: it would be the parameter.
+    Frozen parameters have no average: it would equal the parameter.
     An update is memory-bound (12 bytes per parameter): on a GPU it can overlap the next forward
     (`run_beside`).
     """
@@ -64,7 +64,7 @@ class EMA:
 
         A power function of exponent gamma keeps (1 - every / step) ** (gamma + 1): the share of the
         weights of step s is then s ** (gamma + 1) - (s - every) ** (gamma + 1), over step **
-        (gamma + 1) (arXiv:2312.02696). The initial weights have none.
+        (gamma + 1) (arXiv:2312.02696). The initial weights have no share.
         """
         exponential = [1 - self.decay(decay, step) for decay in self.config.decays]
         kept = 1 - self.config.every / step
@@ -140,11 +140,11 @@ def move_one_by_one(
 def move_together(
     averages: list[Tensor], weights: list[Tensor], share: float, skipped: Tensor
 ) -> None:
-    """The same up to rounding, in one call for all tensors of a dtype, without temporary memory.
+    """`move_one_by_one` up to rounding, in one call per dtype and without temporary memory.
 
     Few launches on a GPU. It is a step of SGD with the weights as gradients and a weight decay of
-    -1, so that the direction is weights - averages, and with a negative rate. (`maximize` turns the
-    gradient before or after the decay, depending on the version of torch.)
+    -1, so that the direction is weights - averages, and with a negative rate. (`maximize` negates
+    the gradient before or after the decay, depending on the version of torch.)
     """
     by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for average, weight in zip(averages, weights, strict=True):

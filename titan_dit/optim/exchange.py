@@ -1,4 +1,4 @@
-"""Whole matrices out of shards, each on one of the ranks that hold its shards, and back.
+"""Gathers sharded matrices, each on one of the ranks that hold its shards, and scatters them back.
 
 One all-to-all along each mesh axis that shards the matrices; no rank gets all of them.
 """
@@ -26,11 +26,11 @@ class Hop:
     dim: int
     size: int
     rank: int
-    """This rank's place along the axis."""
+    """This rank's coordinate along the axis."""
     group: dist.ProcessGroup
 
     def piece(self, shape: Shape, rank: int) -> Shape:
-        """The shape of a rank's shard, as of torch.chunk: the last ones may be smaller or empty."""
+        """The shape of a rank's shard, as by torch.chunk: the last ones may be smaller or empty."""
         whole = shape[self.dim]
         most = -(-whole // self.size)
         own = max(0, min(most, whole - rank * most))
@@ -46,7 +46,7 @@ class Exchange:
 
     def __init__(self, matrices: Sequence[Tensor], costs: Sequence[float]) -> None:
         self.hops = hops_of(matrices[0])
-        # From whole to shard: the axes in the sequence in which they were applied.
+        # From whole to shard: the axes in the order in which they were applied.
         self.shapes: list[list[Shape]] = [[tuple(matrix.shape) for matrix in matrices]]
         for hop in reversed(self.hops):
             self.shapes.insert(0, [hop.piece(shape, hop.rank) for shape in self.shapes[0]])
@@ -72,7 +72,7 @@ class Exchange:
         return [held[number] for number in range(len(self.owners))]
 
     def _by_owner(self, level: int, numbers: Iterable[int]) -> list[list[int]]:
-        """The numbers by the place of their owner along the axis."""
+        """The matrices' numbers, grouped by their owner's coordinate along the axis."""
         found: list[list[int]] = [[] for _ in range(self.hops[level].size)]
         for number in numbers:
             found[self.owners[number][level]].append(number)
@@ -148,7 +148,7 @@ def hops_of(matrix: Tensor) -> list[Hop]:
 
 
 def balanced(costs: Sequence[float], count: int) -> list[int]:
-    """An owner out of `count` for each cost: the dearest first, to whom has the least."""
+    """One of `count` owners for each cost: the largest cost first, to the least loaded owner."""
     loads, owners = [0.0] * count, [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
         owners[number] = loads.index(min(loads))
@@ -157,7 +157,7 @@ def balanced(costs: Sequence[float], count: int) -> list[int]:
 
 
 def places(owner: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The place of an owner along each axis."""
+    """The coordinate of an owner along each axis."""
     found = []
     for size in reversed(sizes):
         owner, place = divmod(owner, size)

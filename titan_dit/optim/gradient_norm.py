@@ -25,8 +25,9 @@ def clip_norm(
 
     A scalar tensor, equal on all ranks; NaN or infinite if any gradient element is. One all-reduce
     over all ranks, no device synchronisation. `beside`: an fp64 scalar that is summed over all
-    ranks, in place, in the same all-reduce. `compiled`: the scalars take two kernels, not nine.
-    `loss_scale`: the gradients are divided by it in the same pass, and the norm is of the result.
+    ranks, in place, in the same all-reduce. `compiled`: the scalar operations are compiled to two
+    kernels instead of nine. `loss_scale`: the gradients are divided by it in the same pass; the
+    norm is that of the divided gradients.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
@@ -56,7 +57,7 @@ def square_sum(norms: Tensor, replicas: int) -> Tensor:
 def clip_factor(
     total: Tensor, max_norm: float, loss_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The norm in fp32 of a sum of squares, and what the gradients are multiplied by.
+    """(norm in fp32 from a sum of squares, factor of the gradients).
 
     With a loss scale the norm is that of the unscaled gradients.
     """
@@ -69,7 +70,7 @@ def clip_factor(
 
 @functools.cache
 def compile_scalars(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel for all operators of a function: on a GPU a launch costs more than a scalar."""
+    """Compile a function of scalars to one kernel: on a GPU a launch costs more than a scalar."""
     return torch.compile(function)
 
 

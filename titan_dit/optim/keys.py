@@ -60,11 +60,11 @@ class MuonKeys(AdamWKeys):
     momentum: Decay = 0.95
     """Decay of the momentum."""
     nesterov: bool = True
-    """Step by Nesterov's momentum."""
+    """Use Nesterov momentum."""
     ns_steps: Annotated[int, Bound(least=1, most=100)] = 5
     """Newton-Schulz iterations."""
     ns_dtype: Literal["bf16", "fp32"] = "bf16"
-    """Format of the Newton-Schulz iterations and of what the ranks exchange for them."""
+    """Format of the Newton-Schulz iterations and of the matrices that ranks exchange for them."""
     adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     """Factor of a matrix [a, b] on its learning rate, as torch.optim.Muon's adjust_lr_fn.
     match_rms_adamw: 0.2 sqrt(max(a, b)), so that lr and weight_decay may be those of AdamW.
@@ -78,7 +78,7 @@ class MuonKeys(AdamWKeys):
     orthogonalised one by one. Empty: each matrix as a whole."""
 
     def __post_init__(self) -> None:
-        """Require AdamW's own rate where Muon's is another."""
+        """Require adamw_lr with adjust_lr = "original"."""
         super().__post_init__()
         if self.adjust_lr == "original" and self.adamw_lr is None:
             raise UserError(

@@ -37,7 +37,7 @@ def bounds(config: LRScheduleConfig, steps: int) -> tuple[float, float]:
 
 
 def law_of(config: LRScheduleConfig) -> Law:
-    """The decay of this name. Raises UserError if there is none."""
+    """The decay function of [lr_schedule] decay. Raises UserError if there is none."""
     law: Law = dotted_names.look_up(catalog.LR_DECAYS, "[lr_schedule] decay", config.decay)
     return law
 
@@ -59,7 +59,7 @@ def constant(step: float, warmup: float, end: float, config: LRScheduleConfig) -
 
 
 def linear(step: float, warmup: float, end: float, config: LRScheduleConfig) -> float:
-    """A line from the peak at the end of the warm-up to the least rate at `end`."""
+    """A line from the peak at the end of the warm-up to the minimum rate at `end`."""
     return between(1 - progress(step, warmup, end), config)
 
 
@@ -81,7 +81,7 @@ def wsd(step: float, warmup: float, end: float, config: LRScheduleConfig) -> flo
 
 
 def inverse_square_root(step: float, warmup: float, end: float, config: LRScheduleConfig) -> float:
-    """sqrt(warm-up / step), at least the least rate (arXiv:1706.03762 sec. 5.3)."""
+    """sqrt(warm-up / step), but no less than the minimum rate (arXiv:1706.03762 sec. 5.3)."""
     if step > end:
         return config.min_lr_ratio
     return max(config.min_lr_ratio, math.sqrt(max(warmup, 1) / step))
@@ -93,5 +93,5 @@ def progress(step: float, begin: float, end: float) -> float:
 
 
 def between(left: float, config: LRScheduleConfig) -> float:
-    """From the least rate (`left` = 0) to the peak (1)."""
+    """Interpolate from the minimum rate (`left` = 0) to the peak (1)."""
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * left

@@ -40,11 +40,11 @@ class MuonConfig(MuonKeys, AdamWConfig):
         return 1 if self.takes(name, shape) else super().num_moments(name, shape)
 
     def projections(self, name: str) -> int:
-        """Matrices that a parameter's rows hold."""
+        """Number of matrices in a parameter's rows: 3 for a fused qkv, else 1."""
         return PROJECTIONS if any(fnmatchcase(name, p) for p in self.fused_qkv) else 1
 
     def check(self, shapes: Mapping[str, torch.Size], model_spec: ModelSpec) -> None:
-        """Some matrix must take Muon; fused ones must have rows of all heads."""
+        """Refuse patterns that match no matrix, and fused_qkv for rows of another layout."""
         own = {name: shape for name, shape in shapes.items() if self.takes(name, shape)}
         if not own:
             raise UserError(
@@ -76,7 +76,7 @@ class MuonConfig(MuonKeys, AdamWConfig):
                 )
 
     def lines(self, shapes: Mapping[str, torch.Size]) -> Iterator[str]:
-        """How many matrices take Muon, and how many are queries, keys and values in one."""
+        """Console line: number of matrices that take Muon, and of fused qkv among them."""
         own = [name for name, shape in shapes.items() if self.takes(name, shape)]
         split = sum(self.projections(name) > 1 for name in own)
         yield (
@@ -99,14 +99,14 @@ class MuonConfig(MuonKeys, AdamWConfig):
 
 
 class Muon(AdamW):
-    """Muon and AdamW, each for its groups. A group of Muon's has one layout."""
+    """Muon and AdamW, each for its groups. All matrices of a Muon group have one layout."""
 
     def __init__(self, groups: Sequence[Group], config: MuonConfig, head_dim: int) -> None:
         self.config, self.head_dim = config, head_dim
         super().__init__(groups, config.defaults)
 
     def new_states(self, weights: Sequence[Tensor], group: Group) -> list[State]:
-        """Zero momentum; all of a group's in one tensor."""
+        """Zero momentum; views of one tensor for the whole group."""
         if not group["matrices"]:
             return super().new_states(weights, group)
         shapes = [self.projected(name, p.shape) for name, p in named(group)]
@@ -152,7 +152,7 @@ class Muon(AdamW):
             torch._foreach_add_(some, their, alpha=-group["lr"] * ratio)
 
     def momentum_step(self, gradients: Sequence[Tensor], momentum: Tensor) -> Tensor:
-        """Update the momentum unless `skip`; the step to orthogonalise, [elements]."""
+        """Update the momentum unless `skip`; return the step to orthogonalise, [elements]."""
         gradient = torch.cat([g.reshape(-1) for g in gradients])
         updated = momentum.lerp(gradient, 1 - self.config.momentum)
         torch.where(self.skip, momentum, updated, out=momentum)

@@ -44,7 +44,7 @@ class OptimizerConfig(OptimizerKeys):
         """Raise UserError if the optimizer cannot train these parameters of the whole model."""
 
     def lines(self, shapes: Mapping[str, torch.Size]) -> Iterator[str]:
-        """Console lines on what trains the whole model's parameters that are not frozen."""
+        """Console lines about `shapes`, all trained parameters of the whole model."""
         return iter(())
 
     def grouped(
@@ -150,10 +150,10 @@ def build_optimizer(
     model_spec: ModelSpec,
     copies: Parameters = NOTHING,
 ) -> Optimizer:
-    """The optimizer over a rank's parameters; those of frozen groups no longer have gradients.
+    """Build the optimizer over a rank's parameters; freeze those of frozen groups.
 
-    Nor have `copies` of other ranks' parameters, by the same names. Call before the first forward:
-    FSDP2 then learns which parameters are trained.
+    Frozen groups are also frozen in `copies`, this rank's copies of tied weights, by their owners'
+    names. Call it before the first forward, in which FSDP2 learns which parameters are trained.
     """
     for some in (parameters, copies):
         freeze(some, config.groups)

@@ -3,7 +3,7 @@
 Karras et al., Analyzing and Improving the Training Dynamics of Diffusion Models (arXiv:2312.02696),
 section 3 and appendix C. At time t an average of exponent gamma weighs the weights of time s by
 s ** gamma, over its integral from 0 to t. Its relative width sigma_rel, the standard deviation of
-that profile over t, does not depend on t. With gamma and without it, times are of any unit.
+that profile over t, does not depend on t. Times may have any unit.
 
 A combination of averages is the same combination of their profiles. Its weights are the
 least-squares fit to the profile that is wanted (algorithm 3); they are made to add up to 1, else
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 NEGLIGIBLE = 1e-10
-"""A weight below it changes no fp32 number, and is 0."""
+"""Weights below it are set to 0: they change no fp32 number."""
 
 
 def exponent(sigma_rel: float) -> float:
@@ -36,7 +36,7 @@ class Profile:
     """The profile of one average."""
 
     time: float
-    """When it ends, above 0."""
+    """Time at which it ends, above 0."""
     sigma_rel: float
 
 
@@ -96,7 +96,7 @@ def fits(given: Sequence[Profile], wanted: Sequence[Profile]) -> list[Fit]:
 
 def expressible(given: Sequence[Profile], time: float, error: float) -> list[tuple[float, float]]:
     """Ranges of sigma_rel that `given` fit at `time` within `error`, on a grid of 3%."""
-    # Of three digits, as they are shown: a bound that was rounded may lie outside.
+    # With three digits, as they are shown: a bound that is rounded later may lie outside.
     steps = (float(f"{sigma_rel:.3g}") for sigma_rel in np.geomspace(0.001, 0.28, 200))
     grid = sorted({*steps, *(p.sigma_rel for p in given)})
     ranges: list[tuple[float, float]] = []
@@ -112,7 +112,7 @@ def expressible(given: Sequence[Profile], time: float, error: float) -> list[tup
 def clock(step: int, every: int, skipped: Iterable[tuple[int, int]]) -> float:
     """Time, in steps, of the averages after `step`.
 
-    It stands still in updates that were skipped, ranges of (first, last) step: with u(s) = s before
+    Skipped updates do not advance it; `skipped`: ranges of (first, last) step. With u(s) = s before
     such a range and s * a / b after one from time a to b, an average weighs the weights of step s
     by a power of u, as if the range did not exist. The first updates of a run do not count: the
     initial weights take their place.

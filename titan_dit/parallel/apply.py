@@ -59,8 +59,13 @@ def parallelize(
     else:
         attention.apply(model, attention.attend_by(precision.attention, device_type))
     if mesh.sizes.cp > 1:
-        how = parallel.cp_method, precision.attention, compilation.enabled
-        context.apply(model, mesh.axis("cp"), *how)
+        context.apply(
+            model,
+            mesh.axis("cp"),
+            parallel.cp_method,
+            attention=precision.attention,
+            compiled=compilation.enabled,
+        )
     remat.apply(model, recompute)
     compile_blocks(model, compilation)
     if mesh.whole.size() == 1 and precision.float8 in compute_copies.FLOAT8:

@@ -46,11 +46,11 @@ def apply(model: Model, plan: TensorPlan, mesh: DeviceMesh | None) -> None:
 
 
 def take_biases_out(model: Model, plan: TensorPlan) -> None:
-    """Make the blocks' linears over sharded tokens a product, then an addition of the bias.
+    """Split the blocks' linears over sharded tokens into a product and an addition of the bias.
 
     torch's compiler finds a collective next to a product (mm), but not next to one with a bias
-    (addmm). float8 layers add their biases themselves. Styles of a user's own, and those that shard
-    another dim or give DTensors, are left alone.
+    (addmm). float8 layers add their biases themselves. A user's own styles, and styles that shard
+    another dim or return DTensors, are left alone.
     """
     for block in model.blocks.values():
         for name, layer in block.named_modules():
@@ -82,7 +82,7 @@ def scatters_tokens(style: ParallelStyle | None) -> bool:
 
 
 def token_shard(style: ParallelStyle | None) -> Shard:
-    """Tokens that are sharded: [n, b, d] for a layer in `TokenFirst`, [b, n, d] for others."""
+    """Placement of sharded tokens: [n, b, d] for a layer in `TokenFirst`, [b, n, d] for others."""
     return Shard(0 if isinstance(style, TokenFirst) else 1)
 
 

@@ -1,7 +1,7 @@
 """Offsets between the host clocks of ranks: ping-pong with the first rank of a group.
 
-Of many round trips the fastest counts: it leaves least room for an asymmetry, which is the error of
-an offset. Measured twice, the offset is drawn linearly between the two, since clocks drift.
+The fastest of many round trips counts: it leaves least room for an asymmetry, which is the error of
+an offset. Clocks drift: an offset is measured twice and interpolated linearly in between.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch.distributed as dist
 ROUNDS = 32
 """Round trips of each rank; the first ones also connect the two ends."""
 TAG = 1_000_003
-"""Of these messages, in a group that others may use."""
+"""Tag of these messages, in a group that others may use."""
 
 
 class Offset(NamedTuple):
     """A rank's clock minus that of the first rank, in nanoseconds."""
 
     at_ns: float
-    """When it was measured, on the first rank's clock."""
+    """Time of the measurement, on the first rank's clock."""
     offset_ns: float
     round_trip_ns: float
     """The error is at most half of it."""

@@ -35,7 +35,7 @@ def compile_blocks(model: nn.Module, config: CompileConfig) -> None:
 
 
 def scores(part: nn.Module) -> bool:
-    """True if a part scores a vocabulary: in chunks, with collectives, which fit no graph."""
+    """True if a part has a vocabulary's loss: its chunks and collectives fit no full graph."""
     return any(isinstance(module, Vocabulary) for module in part.modules())
 
 

@@ -22,9 +22,9 @@ from titan_dit.rng import SampleRNG, stream_key
 Score = TypeVar("Score", bound=Callable[..., Any])
 """`Executor.score`."""
 FEW_KERNELS = {"realize_opcount_threshold": 100, "realize_reads_threshold": 1000}
-"""Settings of the compiler. By default a value that takes 30 operators, or that 4 read, gets a
-kernel of its own; below these limits each reader computes it again. On a GPU a launch costs more;
-on a CPU the loss of ddpm would take twice the time.
+"""Settings of inductor. By default a value that takes 30 operators, or has 4 readers, gets a kernel
+of its own; below these limits each reader computes it again. On a GPU a launch costs more; on a CPU
+the loss of ddpm would take twice the time.
 
 Among the values are the rounds of the random generator: the longest kernel of `prepare` has 400
 lines at 100 operators, 1,000 at 150 and 4,500 from 400 on. The last took torch 2.11 and Triton two
@@ -55,10 +55,10 @@ def compile_prepare(
 def compile_score(
     score: Score, objective: Objective, config: CompileConfig, device: torch.device
 ) -> Score:
-    """What an executor computes of a loss in training; validation runs the loss uncompiled.
+    """Compile `Executor.score` for training; validation runs the loss uncompiled.
 
-    FSDP2 gathers an objective's modules in hooks, which a graph cannot contain: with modules it
-    stays as it is.
+    Returned unchanged if the objective has modules: FSDP2 gathers them in hooks, which a graph
+    cannot contain.
     """
     if not compiles(config) or objective.modules() is not None:
         return score
@@ -91,8 +91,8 @@ def compile_function(
 ) -> Callable[..., Any]:
     """Compile a function of an objective for a device, for the shapes that it is called with.
 
-    What the compiler cannot trace runs between two graphs. After a few other shapes it stops and
-    runs the function as it is.
+    Parts that the compiler cannot trace run between two graphs. After a few other shapes it stops
+    compiling and runs the function eagerly.
     """
     for constant in (stream_key, *objective.constants):
         torch.compiler.assume_constant_result(constant)  # type: ignore[no-untyped-call]

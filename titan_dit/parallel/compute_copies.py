@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 ALIGNMENT = 256
 """Elements between the starts of two copies: 512 bytes in bf16, as between CUDA's allocations."""
 FLOAT8 = "off", "rowwise", "rowwise_with_gw_hp"
-"""[precision] float8 that casts a weight where it is used; the others need FSDP2's casts."""
+"""Values of [precision] float8 that cast a weight where it is used; others need FSDP2's casts."""
 CHUNK = 2**25
-"""Elements of gradients that are cast at a time: both formats are in memory meanwhile."""
+"""Elements of gradients that are cast at a time, during which both formats are in memory."""
 
 
 def apply(model: nn.Module, dtype: torch.dtype, keep: bool) -> None:
@@ -50,13 +50,13 @@ class ComputeCopies:
         self.weights: list[Tensor] = []
         self.copies: list[Tensor] = []
         self.places: list[tuple[dict[str, Any], str, int]] = []
-        """Each module's parameters by name, a name, and the number of the weight."""
+        """(a module's parameters by name, one of these names, index of the weight)."""
         self.versions: list[int] = []
-        """Of the weights, when they were cast: they count the changes."""
+        """Version counters of the weights at the last cast: a later change raises them."""
         self.forwards = self.waiting = 0
         """Forwards so far, and those that have not had their backward yet."""
         self.in_backward: set[int] = set()
-        """Numbers of the forwards whose backward runs."""
+        """Numbers of the forwards whose backward is running."""
 
     @torch.inference_mode(False)  # Tensors that are made in this mode can never have gradients.
     def make(self) -> None:
@@ -81,7 +81,7 @@ class ComputeCopies:
         """Forward pre-hook: cast the weights, and give the copies to the modules."""
         if not self.copies:
             self.make()
-        if self.in_backward:  # It has failed.
+        if self.in_backward:  # The last backward has failed.
             self.waiting = 0
             self.in_backward.clear()
             for copy in self.copies:
@@ -129,14 +129,14 @@ class ComputeCopies:
 
     @torch.no_grad()
     def begin_backward(self, forward: int, _gradient: Tensor) -> None:
-        """Hook of an output's gradient: what is recomputed needs the copies."""
+        """Hook of an output's gradient: put the copies back, for recomputation."""
         is_first = not self.in_backward
         self.in_backward.add(forward)
         if not is_first:
             return
         Variable._execution_engine.queue_callback(self.end_backward)
         if not self.flat.untyped_storage().nbytes():
-            self.cast()  # For a second backward, which autograd refuses then.
+            self.cast()  # In a second backward, which autograd then refuses.
         self.put(self.copies)
 
     @torch.no_grad()

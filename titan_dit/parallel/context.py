@@ -26,7 +26,7 @@ Slicing: TypeAlias = Literal["contiguous", "zigzag"]
 
 
 def slicing_of(mask: Mask, method: Method) -> Slicing:
-    """How tokens are sliced: in zigzag where contiguous slices would have unequal work."""
+    """The slicing of tokens: zigzag where contiguous slices would have unequal work."""
     return "zigzag" if (mask, method) == ("causal", "ring") else "contiguous"
 
 

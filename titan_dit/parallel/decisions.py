@@ -1,8 +1,8 @@
-"""What the ranks of a tp x cp group run next: the first one decides and tells the others.
+"""Run-time order in a tp x cp group: the first rank decides and sends its choices to the others.
 
-They take part in each other's collectives, so they must run the same actions in the same sequence,
-although messages may arrive in another one on each. Decisions travel over sockets of the hosts,
-also in a run on GPUs: no device waits for them.
+The ranks share collectives, so they must run the same actions in the same order, although messages
+may arrive in a different order on each. Decisions travel over sockets of the hosts, also in a run
+on GPUs: no device waits for them.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from titan_dit.schedules.action import Action, Kind
 
 
 class Decisions:
-    """The decisions of a group of ranks; the first one has them, the others receive them."""
+    """The decisions of a group of ranks: the first rank sends them, the others receive them."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        """`ranks`: in the world. Collective over them."""
+        """`ranks`: global ranks of the group. Collective over them."""
         own = list(ranks).index(dist.get_rank())
         self.leads = own == 0
         self.peers: list[Peer] = []
-        """On the first rank the others, on the others the first one."""
+        """Connections: on the first rank to all others, on the others to the first."""
         if len(ranks) > 1:
             wanted = range(1, len(ranks)) if self.leads else [0]
             self.peers = [*meet(open_group(ranks), wanted).values()]
         self.received: deque[Action] = deque()
 
     def tell(self, action: Action) -> None:
-        """Tell the other ranks what this one runs next; never blocks."""
+        """Send this rank's next action to the other ranks; never blocks."""
         for peer in self.peers:
             peer.tell(action.stage, action.microbatch, action.kind.encode())
 
     def read(self) -> None:
-        """Read what has come; never blocks.
+        """Read the decisions that have arrived; never blocks.
 
         Raises:
             NetworkFailure: a rank of the group has ended.
@@ -49,7 +49,7 @@ class Decisions:
                 self.received.append(Action(Kind(kind.decode()), stage, microbatch))
 
     def told(self) -> Action | None:
-        """The next action on a rank that does not lead; None if it was not read yet."""
+        """The next received action; None if none has been read yet."""
         return self.received.popleft() if self.received else None
 
     def flush(self) -> None:
@@ -68,9 +68,9 @@ class Decisions:
 
 
 def open_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """The CPU group of the ranks, over which they meet; they open it alone."""
+    """The gloo group over which the ranks connect; only they open it."""
     name = f"decisions of ranks {','.join(map(str, ranks))}"
-    if group := opened(name):  # Of an earlier build in this process.
+    if group := opened(name):  # By an earlier build in this process.
         return group
     with groups.opening(f"the group of the {name}"), named(name):
         found: dist.ProcessGroup = dist.new_group(

@@ -26,7 +26,7 @@ class Peers(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank's place in the ring."""
+        """This rank's position in the ring."""
 
     def send(self, message: Tensor) -> Tensor:
         """Start sending to the next rank; returns the previous rank's message for `arrive`.

@@ -46,9 +46,9 @@ def apply(
 ) -> TensorPlan:
     """Convert a model on the meta device, before tensor parallelism; returns the adapted plan.
 
-    `tokens`: those of a microbatch on this rank. Raises UserError if no layer fits float8. Layers
-    that float8 would not make faster on `device` are not converted, see `suits`; empty: on the
-    device of this process.
+    `tokens`: tokens of a microbatch on this rank. Raises UserError if no layer fits float8. Layers
+    that float8 would not make faster on `device` (empty: the device of this process) are not
+    converted, see `suits`.
     """
     layers = linears(model, plan, sizes, tokens)
     device = device or device_of(device_type)
@@ -138,8 +138,8 @@ def scale_before_gathers(model: nn.Module, *, pipelined: bool) -> None:
     ):
         return
     if pipelined:
-        # No hook of forwards: replicas may run them in different sequences, but not the all-reduce
-        # of the scales.
+        # Not a forward hook: replicas may run forwards in different orders, but must all-reduce the
+        # scales in one order.
         fsdp.before_gathers(model, compute_scales)
     else:
         # Before FSDP's hook: its stream casts the weights, and waits only for earlier work.

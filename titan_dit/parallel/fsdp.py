@@ -29,7 +29,7 @@ DTYPES = {
 RESHARD: dict[str, bool | None] = {"auto": None, "always": True, "never": False}
 
 LARGEST_UNIT = 4, 2**27
-"""Blocks, and parameters on a tp rank, of a unit that was not asked for: 4 of DiT-XL/2, one of the
+"""Maximum blocks, and parameters on a tp rank, of an automatic unit: 4 blocks of DiT-XL/2, 1 of the
 3B. Its copies are 256 MiB in bf16, its gradients 512 MiB in fp32, each up to twice at a time."""
 
 
@@ -66,11 +66,11 @@ def shard(
 
 
 def units(blocks: Sequence[nn.Module], size: int) -> list[list[nn.Module]]:
-    """Consecutive blocks, `size` to a unit; 0 chooses.
+    """Consecutive blocks, `size` to a unit; 0 takes sizes that double from 1 up to LARGEST_UNIT.
 
-    The chosen sizes double from 1 up to LARGEST_UNIT. Nothing hides the first all-gather of a step
-    and the last reduce-scatter, which both belong to the first unit; those of the next hide behind
-    the work on the units before.
+    The first all-gather of a step and its last reduce-scatter overlap with no work. Both belong to
+    the first unit, so it is the smallest. Those of later units overlap with the work on the units
+    before them.
     """
     largest = max((count_parameters(block) for block in blocks), default=1)
     ends = itertools.accumulate(unit_sizes(len(blocks), largest, size), initial=0)
@@ -80,7 +80,8 @@ def units(blocks: Sequence[nn.Module], size: int) -> list[list[nn.Module]]:
 def unit_sizes(num_blocks: int, parameters: float, size: int) -> tuple[int, ...]:
     """Blocks of each unit.
 
-    `parameters`: of the largest block on a tp rank. `size`: [parallel] blocks_per_fsdp_unit.
+    `parameters`: elements of the largest block on a tp rank. `size`: [parallel]
+    blocks_per_fsdp_unit.
     """
     most, step = size, size
     if not size:
@@ -132,7 +133,7 @@ def sync_gradients(model: nn.Module, enabled: bool) -> None:
 
 
 def before_gathers(model: nn.Module, prepare: Callable[[nn.Module], None]) -> None:
-    """Have every `gather` of a model begin with `prepare(model)`."""
+    """Make every `gather` of a model call `prepare(model)` first."""
     prepared: Any = model
     prepared.prepare_gather = prepare
 
@@ -156,11 +157,12 @@ def hold_gradients(model: nn.Module) -> None:
 
 
 def accumulators(model: nn.Module) -> list[Callable[[], None]]:
-    """What adds the gradients of a microbatch to the sums of those before; call all, in sequence.
+    """Functions that add a microbatch's gradients to the sums of earlier ones; call all, in order.
 
-    FSDP's hooks do this at the end of a backward. A split backward runs them in its first half:
-    the second halves between two of them would add up in bf16, in another way for every order.
-    Only parameters whose sums have another format are among them. Ask after a forward.
+    FSDP's hooks do this at the end of a backward. A split backward runs the hooks in its first
+    half: weight gradients computed between two of them would be summed in bf16, with a result that
+    depends on the order. Only parameters whose sums have another dtype are included. Call it after
+    a forward.
     """
     states: list[Any] = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
     found: list[Callable[[], None]] = []
@@ -198,7 +200,7 @@ def reduce_gradients(model: nn.Module) -> None:
 
 
 def set_last(model: FSDPModule, is_last: bool) -> None:
-    """After the last backward FSDP reduces gradients and frees the gathered parameters."""
+    """Say if the next backward is the last: FSDP then reduces gradients and frees parameters."""
     model.set_requires_gradient_sync(is_last)
     model.set_reshard_after_backward(is_last)
     model.set_is_last_backward(is_last)

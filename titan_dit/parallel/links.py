@@ -28,14 +28,14 @@ class Links:
     """The groups of this rank along a mesh axis, opened by their two ends alone."""
 
     def __init__(self, mesh: DeviceMesh, label: str = "") -> None:
-        """`label` tells links apart that have the same ends, such as those of two stages."""
+        """`label`: distinguishes links that have the same ends, such as those of two stages."""
         self.mesh, self.label = mesh, label
         self.rank = mesh.get_local_rank()
         self.groups: dict[tuple[int, int], dist.ProcessGroup] = {}
 
     def open(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Open the groups of (source, target) that contain this rank; equal pairs on all ranks."""
-        # The same sequence on all ranks: two ends that open in another one would deadlock.
+        # In the same order on all ranks: otherwise two ends would deadlock.
         for source, target in sorted(set(pairs)):
             if self.rank not in (source, target) or (source, target) in self.groups:
                 continue
@@ -60,10 +60,10 @@ class Links:
         return group
 
     def connect(self, source: int, target: int) -> None:
-        """Exchange a first message: until then both ends wait for each other.
+        """Exchange a first message, which connects the two ends.
 
         NCCL, and gloo with lazy connections, connect a group at its first message, and the host
-        waits. A receive that is posted early would wait for a rank that waits for this one.
+        waits for it. A receive that is posted early could then deadlock.
         """
         first = [torch.zeros(1, device=self.mesh.device_type)]
         works = self.send(first, target) if self.rank == source else self.receive(first, source)
@@ -79,7 +79,7 @@ class Links:
         return self._post(dist.isend, tensors, (self.rank, target), target)
 
     def receive(self, tensors: Sequence[Tensor], source: int) -> list[dist.Work]:
-        """Start receiving a message, in the sequence in which `source` sends its messages."""
+        """Start receiving a message, in the order in which `source` sends its messages."""
         return self._post(dist.irecv, tensors, (source, self.rank), source)
 
     def _post(
@@ -96,12 +96,12 @@ class Links:
 
 
 def tensors_of(stream: Stream, kind: Kind) -> Stream:
-    """The tensors of a message: those of a stream, or of a gradient the floating-point ones."""
+    """The tensors of a message: the stream's, or for a gradient only its floating-point ones."""
     return tuple(t for t in stream if kind is Kind.FORWARD or t.is_floating_point())
 
 
 def opened(name: str) -> dist.ProcessGroup | None:
-    """The group of this name, if there is one."""
+    """The open process group of this name; None without one."""
     return next((group for group in groups.opened() if group.group_name == name), None)
 
 
@@ -109,8 +109,8 @@ def opened(name: str) -> dist.ProcessGroup | None:
 def named(name: str) -> Iterator[None]:
     """Give the process group that is opened within the block this name.
 
-    torch names a group that only some ranks open after the number of groups of a rank, which
-    differs between ranks of a pipeline: its two ends would wait for each other.
+    torch names a group that only some ranks open by the number of groups of a rank, which differs
+    between the ranks of a pipeline: the two ends would deadlock.
     """
     private: Any = distributed_c10d
     own = private._process_group_name

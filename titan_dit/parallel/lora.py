@@ -58,7 +58,7 @@ def add(layer: nn.Linear, rank: int, scale: float) -> None:
 
 @functools.cache
 def adapted(kind: Any) -> Any:
-    """The class of such layers with an adapter."""
+    """A subclass of a linear layer's class `kind`, with an adapter."""
 
     class Adapted(kind):  # type: ignore[misc]
         """A linear layer, plus scale * B A x."""
@@ -76,7 +76,7 @@ def adapted(kind: Any) -> Any:
 
 
 def update(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return scale * (x A.T) B.T, of whole tensors or of a tp rank's parts."""
+    """Return scale * (x A.T) B.T, for whole tensors or for a tp rank's shards."""
     if isinstance(a, DTensor) and isinstance(b, DTensor):
         return sharded(x, a, b, scale)
     return plain(x, a, b, scale)
@@ -109,7 +109,7 @@ def sharded(x: Tensor, a: DTensor, b: DTensor, scale: float) -> DTensor:
     own_b = b.to_local(grad_placements=grads["b"])
     out = plain(own, own_a, own_b, scale)
     if found == [Shard(last)] and b.shape[0] % mesh.size():
-        # Ranks have shares of different sizes: torch would take all for this one's.
+        # Ranks have shards of different sizes: torch would assume this rank's size for all.
         shape = torch.Size((*out.shape[:-1], b.shape[0]))
         stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(out.ndim))
         return DTensor.from_local(out, mesh, found, run_check=False, shape=shape, stride=stride)

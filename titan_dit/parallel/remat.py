@@ -50,7 +50,7 @@ KEPT = (
 """Operators whose outputs `selective` saves."""
 SAVES_PARTS_OF_ADDCMUL = torch.__version__ < "2.12"
 """torch 2.11's compiler splits addcmul, does not mark its parts to be recomputed, and saves them:
-3 h per token instead of 1. With contexts each operator gets its own mark."""
+3 x hidden elements per token instead of 1 x. With contexts each operator gets its own mark."""
 
 
 def apply(model: Model, config: RematConfig) -> None:
@@ -108,7 +108,7 @@ def policy(
 ) -> CheckpointPolicy:
     """Save the outputs of KEPT, except partial sums over tp; recompute the rest.
 
-    torch 2.11 asks before it runs the operator, and asks again in the recomputation: the answer
+    torch 2.11 calls this before it runs the operator, and again in the recomputation: the result
     depends on the inputs only.
     """
     # A row-parallel matmul is a partial sum over all ranks' tokens. Its reduction is saved instead,

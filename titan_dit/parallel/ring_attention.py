@@ -54,11 +54,11 @@ class _RingAttention(torch.autograd.Function):
         causal: bool,
     ) -> Tensor:
         if isinstance(peers, Exchange) and isinstance(kernel, str):
-            ring = peers.group, peers.rank, peers.size
-            out, lse = ring_forward(q, k, v, kernel, *ring, compiled, causal)
+            out, lse = ring_forward(
+                q, k, v, kernel, peers.group, peers.rank, peers.size, compiled, causal
+            )
         else:
-            fixed = peers, found(kernel, q, causal), compiled, causal
-            out, lse = travel_forward(q, k, v, *fixed)
+            out, lse = travel_forward(q, k, v, peers, found(kernel, q, causal), compiled, causal)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.peers, ctx.kernel = peers, kernel  # type: ignore[attr-defined]
         ctx.compiled, ctx.causal = compiled, causal  # type: ignore[attr-defined]
@@ -71,11 +71,33 @@ class _RingAttention(torch.autograd.Function):
         peers, kernel = ctx.peers, ctx.kernel  # type: ignore[attr-defined]
         compiled, causal = ctx.compiled, ctx.causal  # type: ignore[attr-defined]
         if isinstance(peers, Exchange) and isinstance(kernel, str):
-            ring = peers.group, peers.rank, peers.size
-            dq, dkv = ring_backward(d_out, q, k, v, out, lse, kernel, *ring, compiled, causal)
+            dq, dkv = ring_backward(
+                d_out,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                kernel,
+                peers.group,
+                peers.rank,
+                peers.size,
+                compiled,
+                causal,
+            )
         else:
-            fixed = peers, found(kernel, q, causal), compiled, causal
-            dq, dkv = travel_backward(d_out, q, k, v, out, lse, *fixed)
+            dq, dkv = travel_backward(
+                d_out,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                peers,
+                found(kernel, q, causal),
+                compiled,
+                causal,
+            )
         return dq, dkv[0], dkv[1], None, None, None, None
 
 
@@ -173,8 +195,8 @@ def ring_forward(
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """`travel_forward` over a process group."""
-    fixed = Exchange(group, rank, size), named(kernel, q, causal), compiled, causal
-    out, lse = travel_forward(q, k, v, *fixed)
+    peers = Exchange(group, rank, size)
+    out, lse = travel_forward(q, k, v, peers, named(kernel, q, causal), compiled, causal)
     return _by_token(out), lse.contiguous()
 
 
@@ -194,8 +216,18 @@ def ring_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """`travel_backward` over a process group."""
-    fixed = Exchange(group, rank, size), named(kernel, q, causal), compiled, causal
-    dq, dkv = travel_backward(d_out, q, k, v, out, lse, *fixed)
+    dq, dkv = travel_backward(
+        d_out,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        Exchange(group, rank, size),
+        named(kernel, q, causal),
+        compiled,
+        causal,
+    )
     return _by_token(dq), dkv.contiguous()
 
 

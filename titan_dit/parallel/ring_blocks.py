@@ -22,7 +22,7 @@ ALL = slice(None)
 
 @dataclass(frozen=True)
 class Block:
-    """A rank's queries and another rank's keys that meet, as parts of their slices."""
+    """Part of a rank's queries and part of another rank's keys, multiplied at one hop of a ring."""
 
     queries: slice
     keys: slice
@@ -30,12 +30,12 @@ class Block:
 
     @property
     def at_queries(self) -> tuple[slice, ...]:
-        """Their index in [b, heads, n, ...]."""
+        """Index of the queries in [b, heads, n, ...]."""
         return ALL, ALL, self.queries
 
     @property
     def at_keys(self) -> tuple[slice, ...]:
-        """Their index in keys and values, stacked: [2, b, groups, n, d]."""
+        """Index of the keys in stacked keys and values, [2, b, groups, n, d]."""
         return ALL, ALL, ALL, self.keys
 
     def forward(self, kernel: Kernel, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ class Block:
 
 
 def block_of(rank: int, source: int, tokens: int, causal: bool) -> Block:
-    """What `rank` computes with the keys of `source`; slices have `tokens` tokens.
+    """The block that `rank` computes with the keys of `source`; slices have `tokens` tokens.
 
     With a causal mask, rank r of c holds chunks r and 2c-1-r of 2c (`context.chunks_of`). Both its
     chunks come after the first chunk of an earlier rank, and before the second one. Its second
@@ -78,12 +78,12 @@ def block_of(rank: int, source: int, tokens: int, causal: bool) -> Block:
 
 
 def take(whole: Tensor, at: tuple[slice, ...]) -> Tensor:
-    """`whole[at]`, without a new tensor if that is all of it."""
+    """`whole[at]`; `whole` itself if the index covers all of it."""
     return whole if at[-1] == ALL else whole[at]
 
 
 def put(whole: Tensor, at: tuple[slice, ...], values: Tensor) -> Tensor:
-    """Set `whole[at]`, in place; returns `values` if that is all of it."""
+    """Set `whole[at]` in place and return `whole`; `values` if the index covers all of it."""
     if at[-1] == ALL:
         return values
     whole[at] = values
@@ -113,7 +113,8 @@ def add(
 ) -> tuple[Tensor, Tensor]:
     """Add a block's gradients to dq, and to those of its keys and values, stacked.
 
-    `dq` and `arrived` are fp32, so the sums are; None: the first block that adds to these keys.
+    The sums are fp32, as `dq` and `arrived` are. `arrived`: the keys' and values' gradients so far;
+    None for the first block that adds to these keys.
     """
     dkv = torch.stack((dk, dv))
     dkv = dkv.to(accumulator(dk.dtype)) if arrived is None else dkv + arrived

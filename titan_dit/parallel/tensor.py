@@ -28,7 +28,7 @@ Styles = Mapping[str, ParallelStyle]
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """How a model is sharded over tp."""
+    """A tensor-parallel plan: placements of the stream, styles by submodule name."""
 
     stream: tuple[Shard | Replicate | None, ...]
     """Placement of each stream tensor between blocks. Shard: a local shard. Replicate: a DTensor
@@ -91,8 +91,8 @@ def apply_styles(part: nn.Module, mesh: DeviceMesh, styles: Styles) -> None:
 def check_tied(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
     """Raise UserError if a plan shards tied weights in two ways.
 
-    The model is whole and on the meta device. Its parts are sharded on trial: only a style itself
-    knows what it does.
+    The model is whole and on the meta device. Copies of its parts are sharded, since only a style
+    itself knows what it does.
     """
     if not model.tied or model.embed is None or model.head is None:
         return

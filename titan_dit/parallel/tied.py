@@ -3,8 +3,8 @@
 Before a pass the owner sends its shards to the copies, and after it the copies' gradients come
 back, to be added to the owner's; those of a frozen weight are not computed. Only the owner has an
 optimizer state, an average, a place in the gradient norm and in checkpoints: the copies cannot
-drift away. Both messages are sent while the other end is idle: the last stage waits for its first
-microbatch, the first for its last gradient.
+drift. Both messages are sent while the other end is idle: the last stage waits for its first
+microbatch, the first stage for its last gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TiedWeights:
         links: Links,
         dtype: torch.dtype,
     ) -> None:
-        """`dtype`: the stages compute in it."""
+        """`dtype`: compute dtype of the stages."""
         self.dtype = dtype
         self.links, self.owner, self.holder = links, stage_ranks[0], stage_ranks[-1]
         last = len(stage_ranks) - 1
@@ -48,7 +48,7 @@ class TiedWeights:
 
     @torch.no_grad()
     def fetch(self) -> None:
-        """Give the owners' weights to the copies; before parameters are all-gathered."""
+        """Copy the owners' weights to the copies. Call it before parameters are all-gathered."""
         # In the compute dtype, to which FSDP rounds them anyway: half of the bytes in bf16.
         weights = [local(weight).to(self.dtype) for weight in self.owners]
         copies = [local(copy) for copy in self.copies]
@@ -58,7 +58,7 @@ class TiedWeights:
 
     @torch.no_grad()
     def add_gradients(self) -> None:
-        """Add the copies' gradients to the owners'; after all gradients are reduced."""
+        """Add the copies' gradients to the owners'. Call it after all gradients are reduced."""
         theirs = [taken(copy) for copy in self.copies if copy.requires_grad]
         learning = [weight for weight in self.owners if weight.requires_grad]
         like = [local(weight) for weight in learning]
@@ -75,9 +75,10 @@ class TiedWeights:
         target: int,
         dtype: torch.dtype | None = None,
     ) -> Sequence[Tensor]:
-        """On the target what the source sends, in buffers like `like`; elsewhere nothing.
+        """Send `tensors` from `source` to `target`; return what has arrived, () on other ranks.
 
-        The source goes on at once: its tensors may change after the next call.
+        `like`: tensors of the shapes that arrive. The source does not wait: its tensors may change
+        after the next call.
         """
         if source == target:
             return tensors

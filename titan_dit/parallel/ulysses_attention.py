@@ -24,8 +24,8 @@ def ulysses_attention(
 ) -> Tensor:
     """Attention of this rank's queries over the keys of all ranks; q is [b, heads, n/c, d].
 
-    Tokens are in contiguous slices, with any mask. k and v may have fewer heads, groups; if c does
-    not divide them, they are repeated as often as needed, at most to one per head.
+    Tokens are in contiguous slices, with any mask. k and v may have fewer heads (groups). If c does
+    not divide their number, they are repeated as often as needed, at most to one per head.
 
     `attend`: computes attention over all tokens for heads/c heads, with the mask.
 

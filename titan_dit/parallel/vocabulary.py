@@ -27,7 +27,7 @@ def apply(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def score(mesh: DeviceMesh, rows: int, logits: Tensor, targets: Tensor, size: int) -> Tensor:
-    """`Vocabulary.score` of logits that are sharded, or whole if the plan replicates the layer."""
+    """`Vocabulary.score` for sharded logits, or whole ones if the plan replicates the layer."""
     if logits.shape[-1] == rows:
         return cross_entropy.cross_entropy(logits, targets, size)
     group = mesh.get_group()

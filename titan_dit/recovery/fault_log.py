@@ -66,13 +66,13 @@ def drawn_for(
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Parse a run's file, without damaged lines. Raises UserError for a wrong one."""
+    """Parse a run's file, without damaged lines. Raises UserError for a line of wrong values."""
     file = folder / FILE
     return list(whole_lines(file, LINE)) if file.is_file() else []
 
 
 def whole_lines(file: Path, keys: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file of a run, checked, without those that a kill or disk spoiled."""
+    """Yield the checked lines of a run's file; skip lines cut off by a kill or damaged on disk."""
     for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
         found = None
         with contextlib.suppress(user_text.BadTextError):

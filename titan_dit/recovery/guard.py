@@ -1,11 +1,11 @@
 """Detects bad steps, which are skipped, and counts them; rollback.py decides on a rollback.
 
 A step is bad if its gradient norm is not finite or is a spike, far above its running average. A
-non-finite loss makes the norm non-finite (`LocalExecutor.run`). The verdict stays on the device;
+non-finite loss makes the norm non-finite (`execution.base.scored`). Verdicts stay on the device;
 the host reads the verdicts of several steps at once.
 
 In fp16 a norm that is not finite is at first an overflow (loss_scale.py): the step is skipped, too,
-and a smaller loss scale follows. It is a bad step only at the least loss scale.
+and the loss scale gets smaller. It is a bad step only at the minimum loss scale.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DECAY = 0.99
 MAX_UNREAD = 100
 """Maximum number of unread verdicts on the device if max_consecutive_bad_steps is 0."""
 SMOOTHING = 50
-"""Good steps that the smoothed loss follows, but at most a quarter of those so far."""
+"""Window of the smoothed loss in good steps, but at most a quarter of those so far."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class UnreadStep:
     cursor: int
     """The cursor before the step."""
     loss: Tensor
-    """This rank's part of the sum over ranks."""
+    """This rank's share of the loss."""
     grad_norm: Tensor
     is_spike: Tensor
     scaling: tuple[Tensor, ...]
-    """With fp16: the step's loss scale, and if it is an overflow."""
+    """fp16: (loss scale of the step, True if it is an overflow); else empty."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class BadStep:
     grad_norm: float
     loss: float
     loss_scale: float | None = None
-    """Of the step, with fp16."""
+    """fp16: loss scale of the step."""
 
     def message(self, log: object) -> str:
         """A line for the console; `log` is the file with the details."""
@@ -87,12 +87,12 @@ class Guard:
     ) -> None:
         self.config = config
         self.scaling = LossScale.of(precision, device) if precision else None
-        # Over the good steps; updated only if spike_ratio is set.
+        # Running average of the norm over the good steps; updated only if spike_ratio is set.
         self.average = torch.zeros((), device=device)
         self.num_good = torch.zeros((), device=device)
         self.no_spike = torch.zeros((), dtype=torch.bool, device=device)
         self.unread: list[UnreadStep] = []
-        # As of the last read.
+        # Values at the last read.
         self.nan_steps = self.spike_steps = self.overflow_steps = self.num_consecutive = 0
         self.last_scale: float | None = None
         self.smooth_loss, self.num_losses = math.nan, 0
@@ -123,7 +123,7 @@ class Guard:
     def check(self, step: int, cursor: int, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Return True if the step is bad, as a scalar on the device; no synchronisation."""
         is_spike = self.no_spike
-        # In two operators: of a number that is not finite the difference is NaN.
+        # Two operators: x - x is NaN if x is not finite.
         bad = grad_norm - grad_norm != 0
         scaling: tuple[Tensor, ...] = ()
         if self.scaling:
@@ -154,7 +154,7 @@ class Guard:
         for of_steps in zip(*(step.scaling for step in taken), strict=True):
             verdicts += [value.float() for value in of_steps]
         losses = sum_loss(torch.stack([step.loss for step in taken]))
-        # Again by itself: the order in which ranks are summed depends on the place in a vector.
+        # Reduced again alone: the order of the sum over ranks depends on the place in a vector.
         loss = sum_loss(taken[-1].loss)
         *values, last = torch.stack([*verdicts, *losses.unbind(), loss]).tolist()
         rows = [values[first : first + len(taken)] for first in range(0, len(values), len(taken))]
@@ -222,7 +222,7 @@ class Guard:
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Load the values of `state`; old checkpoints lack some, first ones all but `nan_steps`."""
+        """Load the values of `state`; old checkpoints lack some, the oldest all but `nan_steps`."""
         self.unread, self.streak_end = [], None
         self.nan_steps = saved["nan_steps"]
         self.spike_steps = saved.get("spike_steps", 0)

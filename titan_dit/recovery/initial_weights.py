@@ -32,14 +32,14 @@ from titan_dit.parallel.init import put
 from titan_dit.recovery import mismatch, resume, run_identity
 
 UNITS = ("vae", "scale", "shift", "value_range")
-"""Facts of a dataset that say what the model's inputs mean."""
+"""Facts of a dataset that define the units of the model's inputs."""
 FREE = ("[model] num_classes:", *run_identity.OF_TRAINING)
-"""Keys of [model] that a new run may change without a word."""
+"""Keys of [model] that a new run may change without a warning."""
 
 
 @dataclass(frozen=True)
 class Misfit(Exception):
-    """Weights that do not fit the model, as a line without its beginning; raised on all ranks."""
+    """Weights that do not fit the model; `what`: the end of the message. Raised on all ranks."""
 
     what: str
 
@@ -63,7 +63,7 @@ def load(
 ) -> list[str]:
     """Load the weights of [checkpoint] init into `model` in place; return console lines.
 
-    Collective. An objective's own modules keep their initial draws, as do the parameters that
+    Collective. An objective's own modules keep their initial values, as do the parameters that
     [checkpoint] reinitialize names. Raises UserError on all ranks, with `model` unchanged, if
     weights do not fit.
     """
@@ -123,7 +123,7 @@ def load_fitting(
         table = torch.empty(wanted[CLASS_TABLE], dtype=target.dtype, device=target.device)
         own[CLASS_TABLE] = table
         saved.read(own)
-        # The last row is the null class: new classes begin there.
+        # The last row is the null class: new classes start with its values.
         order = [len(table) - 1 if row is None else row for row in rows] + [len(table) - 1]
         put(target, table[order])
     else:
@@ -134,10 +134,10 @@ def load_fitting(
 def matched(
     counts: tuple[int, int], before: Sequence[str], now: Sequence[str]
 ) -> list[int | None] | None:
-    """Each class's saved row, None for a new class. `counts`: classes before and now.
+    """For each class its saved row, None for a new class. `counts`: classes before and now.
 
-    None in place of the list: by number. Raises Misfit if neither names nor numbers match, or if a
-    name stands for two classes.
+    Returns None to match classes by number. Raises Misfit if neither names nor numbers match, or if
+    two classes have one name.
     """
     if list(before) == list(now) and counts[0] == counts[1]:
         return None
@@ -159,7 +159,7 @@ def matched(
 
 
 def filled(section: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved section under today's keys; those that did not exist yet have their defaults."""
+    """A saved section with the current names of keys; keys that are newer have their defaults."""
     kind = catalog.variant(section, table["name"])
     known = {f.name: f.default for f in fields(kind) if f.default is not MISSING}
     return {**without_none(known), **renamed_keys(section, table, hints_of(kind))}
@@ -173,7 +173,7 @@ def line_of_classes(rows: Sequence[int | None], count: int, now: Sequence[str]) 
 
 
 def fresh(names: set[str]) -> str:
-    """The console line about parameters that keep their initial draws."""
+    """The console line about parameters that keep their initial values."""
     return f"reinitialized: {listed(sorted(names))}"
 
 
@@ -186,7 +186,7 @@ def names_in(facts: Mapping[str, Any]) -> Sequence[str]:
 
 
 def shapes_of(model: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    """The network's parameters on this rank; an objective's own modules and adapters are new."""
+    """Shapes of the network's parameters on this rank, without objective modules and adapters."""
     own = resume.of_the_model(model)
     return {name: tensor.shape for name, tensor in own.items() if not lora.is_adapter(name)}
 
@@ -221,11 +221,11 @@ def check_trained(
             if by_groups
             else f'[lora] freezes it. Set [lora] trained = ["{lost[0]}"]'
         )
-        raise Misfit(f"{listed(lost)} would begin anew and never be trained: {what}.")
+        raise Misfit(f"{listed(lost)} would get new values and never be trained: {what}.")
 
 
 def differences(record: Mapping[str, Any], identity: run_identity.Identity) -> list[str]:
-    """What gives the inputs, the weights or the prediction another meaning than it had."""
+    """Changes of facts and keys that change the meaning of inputs, weights or prediction."""
     before, now = record["data"], identity.data
     facts = mismatch.changed_facts(before, {key: now[key] for key in UNITS if key in now})
     was, own = (

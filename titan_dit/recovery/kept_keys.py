@@ -10,7 +10,7 @@ from titan_dit.launcher.ranks import Ranks
 from titan_dit.recovery import resume
 
 IMPORTED: Tables = {"ema": {"warmup": False}}
-"""What a run keeps of imported weights: they belong to no run, but have an average."""
+"""Kept keys after imported weights: these belong to no run, but have an average."""
 
 
 def settled(

@@ -2,8 +2,8 @@
 
 fp16 holds no value below 6e-8: small gradients would become 0. With the factor they do not, and
 clipping divides by it (`clip_norm`). If the factor is too large, gradients become infinite: the
-step is skipped and the factor halved, so that it stays near the largest one that is possible
-(arXiv:1710.03740 sec. 3.2). The rule is that of Megatron-LM, but for LARGEST_NORM.
+step is skipped and the factor halved, so that it stays near the largest possible one
+(arXiv:1710.03740 sec. 3.2). The rule is that of Megatron-LM, except for LARGEST_NORM.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class LossScale:
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
         self.config = config
         self.least = config.loss_scale or config.loss_scale_min
-        """At this scale a gradient norm that is not finite is a bad step, not an overflow."""
+        """Minimum scale, at which a norm that is not finite is a bad step, not an overflow."""
         start = config.loss_scale or config.loss_scale_init
         # Replaced by each update, never changed in place: the guard's unread steps refer to them.
         self.value = torch.full((), start, dtype=torch.float32, device=device)
         self.num_good = torch.zeros((), device=device)
-        """Steps without an overflow since the last one, or since the last change of the scale."""
+        """Steps since the last overflow or the last doubling of the scale."""
         self.tolerated = torch.full((), self.num_tolerated, device=device)
-        """Overflows that do not halve the scale, until it grows again."""
+        """Remaining overflows that do not halve the scale; reset when it doubles."""
 
     @classmethod
     def of(cls, config: PrecisionConfig, device: torch.device) -> LossScale | None:
@@ -45,17 +45,17 @@ class LossScale:
 
     @property
     def num_tolerated(self) -> float:
-        """`tolerated` after the scale has grown."""
+        """Value of `tolerated` after the scale has doubled: hysteresis - 1."""
         return self.config.loss_scale_hysteresis - 1.0
 
     def update(self, grad_norm: Tensor) -> Tensor:
-        """Adapt to a step's norm of the unscaled gradients; return if the step is an overflow.
+        """Adapt to a step's norm of the unscaled gradients; return True if it is an overflow.
 
-        Scalars on the device; no synchronisation. At the least scale there are no overflows.
+        Scalars on the device; no synchronisation. At the minimum scale there are no overflows.
         """
         if self.config.loss_scale:
             return torch.zeros_like(grad_norm, dtype=torch.bool)
-        # Not ">": of NaN every comparison is false.
+        # Not ">": every comparison with NaN is false.
         overflows = ~(grad_norm * self.value <= LARGEST_NORM) & (self.value > self.least)
         self._adapt(overflows | ~grad_norm.isfinite())
         return overflows
@@ -80,7 +80,7 @@ class LossScale:
         }
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
-        """Load the values of `state`; None, of a run that was not in fp16, starts anew."""
+        """Load the values of `state`; None, from a run that was not in fp16, starts anew."""
         fresh = LossScale(self.config, self.value.device)
         self.value, self.num_good, self.tolerated = fresh.value, fresh.num_good, fresh.tolerated
         if saved and not self.config.loss_scale:

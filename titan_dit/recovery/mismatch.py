@@ -1,4 +1,4 @@
-"""How the data of a checkpoint and a run differ, and what a user can do about a mismatch."""
+"""Differences between the data of a checkpoint and a run, and advice about a mismatch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titan_dit.launcher.ranks import Ranks
 
 
 def ways_out(path: Location, model: Mapping[str, Tensor], *, own: bool) -> str:
-    """The end of the error. `own`: the checkpoint is one of this run. Collective.
+    """Ending of the error: what the user can do. `own`: the checkpoint is this run's. Collective.
 
     `model`: this rank's parameters by name; allow_changes does not change their shapes.
     """

@@ -1,7 +1,7 @@
 """Compares the weights of the replicas, the ranks along dp_replicate, bit for bit.
 
 They start equal and take equal steps. If they do not (an initial draw that depends on the device, a
-broken memory or GPU), they train apart in silence: the gradients are those of different weights.
+broken memory or GPU), they diverge without an error: the gradients are those of different weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from titan_dit.parallel.mesh import Mesh, axes
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> integers of that size."""
 ODD = 0x1E3779B97F4A7C15
-"""Odd factors change every digest that they multiply: they have an inverse modulo 2**64."""
+"""Odd factor of the digest: it has an inverse modulo 2**64, so a product with it loses no bits."""
 
 
 def check(
@@ -34,8 +34,8 @@ def check(
 ) -> None:
     """Raise a Disruption on every rank if replicas differ. Collective; one device synchronisation.
 
-    `drawn_by`: [job] initial_weights, before training; None before a save, after whose refusal the
-    launcher resumes from the newest checkpoint.
+    `drawn_by`: [job] initial_weights in the check before training; None in the check before a save.
+    If the latter fails, the launcher resumes from the newest checkpoint.
     """
     if mesh.sizes.product("copies") == 1 or not config.compare_replicas:
         return
@@ -46,7 +46,7 @@ def check(
 
 
 def way_out(step: int, drawn_by: str | None) -> str:
-    """When the replicas differ, and what to do."""
+    """Text about when the replicas differ, and what to do."""
     if drawn_by is None:
         return (
             f"at step {step}. Resume from a checkpoint: the same command does; if it happens "
@@ -65,12 +65,12 @@ def way_out(step: int, drawn_by: str | None) -> str:
 
 
 def difference(parameters: Mapping[str, Tensor], copies: dist.ProcessGroup) -> str:
-    """How this rank and its copies differ; empty if they do not. Collective."""
+    """Message about differences between this rank and its copies; "" if equal. Collective."""
     own = torch.stack([digest(parameter) for parameter in parameters.values()])
     gathered = [torch.empty_like(own) for _ in range(copies.size())]
     dist.all_gather(gathered, own, group=copies)
     rows = [tuple(row) for row in torch.stack(gathered).tolist()]
-    # Most copies are right; of two, the first.
+    # The majority counts as right; of two copies, the first.
     right, _ = Counter(rows).most_common(1)[0]
     ranks = dist.get_process_group_ranks(copies)
     wrong = [str(rank) for rank, row in zip(ranks, rows, strict=True) if row != right]
@@ -88,7 +88,7 @@ def difference(parameters: Mapping[str, Tensor], copies: dist.ProcessGroup) -> s
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> Tensor:
-    """A 64-bit number of the bits of this rank's shard, as int64, on its device.
+    """A 64-bit digest of this rank's shard, as int64, on its device.
 
     A sum of elements times odd factors, one for each position, modulo 2**64: a change of a single
     element always changes it.

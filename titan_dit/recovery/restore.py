@@ -63,7 +63,7 @@ def resumed(
     resume.check_adapters(path, record, tensors["model"])
     has_moments = record.get("imported") and checkpoint.holds(path, "optimizer")
     if settings.allow_changes or has_moments:
-        # Of another optimizer, or of parameters that were frozen.
+        # The checkpoint may be of another optimizer, or of a run with frozen parameters.
         tensors, lines = resume.without_missing(path, tensors)
         say(*lines)
     load = resume.load_imported if record.get("imported") else resume.load
@@ -89,9 +89,10 @@ def rolled_back(
     """Load the newest checkpoint before the bad steps, or raise UserError. Collective."""
     checkpoints.wait()
     start = resume.newest_before(checkpoints, bad.first)
-    context = run.folder, checkpoints, config
     # Only the first rank changes the disk; if it cannot, all ranks raise.
-    rollbacks = Ranks().run_on_first(lambda: rollback.record_rollback(*context, bad, start))
+    rollbacks = Ranks().run_on_first(
+        lambda: rollback.record_rollback(run.folder, checkpoints, config, bad, start)
+    )
     assert start.path
     checkpoints.forget_snapshots_after(start.record["step"])
     # The checkpoint may be of another optimizer: the run was then resumed with allow_changes.

@@ -236,7 +236,7 @@ def load(path: Location, record: Mapping[str, Any], tensors: TensorTree, ema: EM
 
 
 def load_imported(path: Location, record: Mapping[str, Any], tensors: TensorTree, ema: EMA) -> None:
-    """Load imported weights into a new run; every EMA starts at the imported one, or at them.
+    """Load imported weights into a new run; EMAs start at the imported average, else at these.
 
     The optimizer's tensors start at zero unless the checkpoint has them.
     """
@@ -262,8 +262,9 @@ def load_imported(path: Location, record: Mapping[str, Any], tensors: TensorTree
 def without_missing(path: Location, tensors: TensorTree) -> tuple[TensorTree, list[str]]:
     """Leave out moments and averages that a checkpoint lacks; console lines about the moments.
 
-    They are set to zero, as in a new run; `load` starts the averages at the weights. A checkpoint
-    has neither of parameters that were frozen. Collective: the lines are about all ranks.
+    Missing moments are set to zero, as in a new run; `load` starts missing averages at the weights.
+    A checkpoint has neither for parameters that were frozen. Collective: the lines are about all
+    ranks.
     """
     saved, kept, missing = checkpoint.contents(path), dict[str, Any](), set[str]()
     for name, state in tensors["optimizer"].items():

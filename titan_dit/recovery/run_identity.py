@@ -1,4 +1,4 @@
-"""What a run's mathematics depend on, and whether a checkpoint was trained with the same."""
+"""The identity of a run's mathematics, and checks that a checkpoint was trained with the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OF_TRAINING = ("[model] dropout:", "[model] init_std:")
 
 @dataclass(frozen=True)
 class Identity:
-    """What a run's mathematics depend on; checkpoints of one run agree on it."""
+    """Everything that a run's mathematics depend on; checkpoints of one run agree on it."""
 
     config: Tables
     """The resolved config."""
@@ -90,9 +90,9 @@ def check_same_mathematics(
 
 
 def known_parts(tables: Tables, config: Tables) -> tuple[Tables, list[str]]:
-    """A checkpoint's config without parts of the user's that this run has not, and the changes.
+    """A checkpoint's config, with user classes that this run does not name replaced; the changes.
 
-    They are not imported: only this run's own config says what is. `config`: this run's.
+    Such classes are not imported: only this run's own config decides what is. `config`: this run's.
     """
     others = {
         section: show(tables[section]["name"])
@@ -122,7 +122,7 @@ def check_held_out(path: Location, record: Mapping[str, Any], identity: Identity
 
 
 def lines_of_new_keys(record: Mapping[str, Any], identity: Identity) -> Iterator[str]:
-    """Yield console lines about keys that the saved config lacks and that change its last bits."""
+    """Yield console lines about keys that the saved config lacks and that change last bits."""
     before, now = record["config"].get("compile", {}), identity.config["compile"]
     if before.get("enabled") and "objective" not in before and now["enabled"] and now["objective"]:
         yield (

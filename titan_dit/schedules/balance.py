@@ -42,7 +42,7 @@ def split_layers(
 
 
 def _most_layers(limit: float, cost: float, num_layers: int) -> int:
-    """How many of `num_layers` fit into a stage with this extra cost, within the limit."""
+    """Maximum layers, up to `num_layers`, of a stage with this extra cost within the limit."""
     # Count down instead of dividing: the same sums as the limits, with the same rounding.
     return next((n for n in range(num_layers, 0, -1) if n + cost <= limit), 0)
 

@@ -1,4 +1,4 @@
-"""What a run measured of its pipeline: seconds of every action and link, as JSON.
+"""Measured costs of a run's pipeline as JSON: seconds of every action and link.
 
 A profile of a pipeline writes `RUN/profile/timeline-steps-A-B.costs.json` (observe/timeline.py);
 `pipeline plan` reads the newest.
@@ -32,11 +32,11 @@ class MeasuredCosts:
     order: Order
     """The actions of every rank, as they ran."""
     seconds: Mapping[Action, float]
-    """Of every action of the order."""
+    """Seconds of every action of the order."""
     links: Mapping[tuple[int, int], float]
-    """(source, target) -> from the end of an action to the arrival of its output."""
+    """(source, target) -> seconds from the end of an action to the arrival of its output."""
     step_s: float
-    """The measured pass over all microbatches."""
+    """Seconds of the measured pass over all microbatches."""
 
     @property
     def num_ranks(self) -> int:
@@ -44,7 +44,7 @@ class MeasuredCosts:
         return len(self.order)
 
     def latency(self, source: int, target: int) -> float:
-        """For the simulator; 0 if nothing was measured between these ranks."""
+        """Seconds from `source` to `target`, for the simulator; 0 if it was not measured."""
         return self.links.get((source, target), 0.0)
 
 
@@ -104,7 +104,7 @@ def read(path: Path) -> MeasuredCosts:
 
 
 def parsed(content: Mapping[str, Any]) -> MeasuredCosts:
-    """The content of a file."""
+    """The costs from the content of a file."""
     order = tuple(tuple(map(action_of, row)) for row in content["order"])
     by_stage = {name: list(values) for name, values in content["actions"].items()}
     seconds = {

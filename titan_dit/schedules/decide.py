@@ -1,25 +1,25 @@
-"""What a pipeline rank runs next, decided at run time from what has arrived.
+"""Run-time order: chooses a pipeline rank's next action from the messages that have arrived.
 
-The planned order stays the rule book. It names every action, the kinds of each backward (B, or I
-and W) and how many activations a rank holds at most. A `Decider` only lets a rank do something else
-while the planned action cannot run:
+The planned order sets the rules. It names every action, the kinds of each backward (B, or I and W)
+and the maximum of activations that a rank holds. A `Decider` only lets a rank run another action
+while the planned one cannot run:
 
 - Each stage runs its forwards, its backwards and its weight gradients in the planned sequence, so
   that every gradient is the same sum in the same sequence as in the planned order.
 - The k-th forward of the rank's plan may start once k < released + window. `released` counts the
   finished B and W, `window` is the planned peak of held activations, times `memory`.
 
-No rank waits for ever. All ranks together have a first action in the planned execution that is not
-done: all before it are. Its inputs have been sent, each of its stage's sequences has come to it,
+There is no deadlock. Take the first action, in the planned execution of all ranks, that is not
+done: all before it are. Its inputs have been sent, each of its stage's sequences has reached it,
 and if it is a forward, the window is open: the plan held no more than its peak at this point, so
-k < planned released + peak, and at least as much has been released. Bounding what is held
-(held < window) instead deadlocks: forwards that came early fill the memory, and the one forward for
-which the other ranks wait finds no room.
+k < planned released + peak, and at least as much has been released. A limit on what is held
+(held < window) would deadlock instead: forwards that came early fill the memory, and the one
+forward for which the other ranks wait finds no room.
 
 Between I and W a microbatch holds its activations and the gradients of many of them: it counts one
 and a half times. A weight gradient runs before an action that would exceed the planned peak of
-this sum, times `memory`. It waits for nothing, so no rank waits for ever. Without one to run the
-sum is exceeded: in dualpipev by the gradients of one microbatch.
+this sum, times `memory`. It waits for nothing, so this causes no deadlock. If none can run, the sum
+is exceeded: in dualpipev by the gradients of one microbatch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from titan_dit.schedules.action import Action, Kind, Order, peak_activations
 from titan_dit.schedules.messages import inputs_of, output_of
 
 GRADIENTS_AHEAD = 1
-"""Gradients of a stage that may arrive before the backward in front of theirs has run."""
+"""Maximum unfinished backwards of a stage before the one whose gradient may arrive."""
 
 
 GROWTH = {
@@ -42,7 +42,7 @@ GROWTH = {
     Kind.BACKWARD_INPUT: 1,
     Kind.BACKWARD_WEIGHT: -3,
 }
-"""What a rank holds more after an action, in halves of a (microbatch, stage) pair's activations.
+"""Memory that an action adds, in halves of the activations of a (microbatch, stage) pair.
 The gradients between I and W are 0.44 of them in a DiT (tests/distributed/live_bytes.py)."""
 
 
@@ -64,24 +64,24 @@ def windows(order: Order, memory: float) -> tuple[int, ...]:
 
 
 def peak_bytes(actions: Sequence[Action]) -> int:
-    """The most that a plan holds, in halves of a pair's activations; see `GROWTH`."""
+    """Peak memory of a plan, in halves of a pair's activations; see `GROWTH`."""
     return max(accumulate((GROWTH[action.kind] for action in actions), initial=0))
 
 
 class Decider:
     """Decides what one rank of a planned order runs next.
 
-    It is told what arrives and what is done; `next` changes nothing, so that it may be asked at any
-    time. At memory 1 the first in plan of all ready actions comes next. Above 1 forwards and
-    backwards take turns, and a weight gradient runs only where neither of them can.
+    `arrived` and `done` report events; `next` changes nothing and may be called at any time. With
+    memory 1 it returns the ready action that comes first in the plan. Above 1 forwards and
+    backwards alternate, and a weight gradient runs only if neither of them can.
     """
 
     def __init__(self, actions: Sequence[Action], num_stages: int, memory: float = 1.0) -> None:
-        """`actions`: the rank's plan; `num_stages`: of the whole pipeline."""
+        """`actions`: the rank's plan; `num_stages`: stages of the whole pipeline."""
         self.num_stages, self.memory = num_stages, memory
         (self.window,) = windows((tuple(actions),), memory)
         self.released = 0
-        """Finished B and W."""
+        """Number of finished B and W."""
         self._bytes, self._most_bytes = 0, peak_bytes(actions) * memory
         self._position = {action: place for place, action in enumerate(actions)}
         self._inputs = {action: tuple(inputs_of(action, num_stages)) for action in actions}
@@ -105,11 +105,11 @@ class Decider:
         return sum(lane.done for lane in self._lanes[Kind.FORWARD].values()) - self.released
 
     def arrived(self, message: Action) -> None:
-        """Take note of another rank's message, named by the action that made it (F or I)."""
+        """Record another rank's message, named by the action that made it (F or I)."""
         self._made.add(message)
 
     def done(self, action: Action) -> None:
-        """Take note of a finished action, and of its output for the rank's other stages."""
+        """Record a finished action, and its output for the rank's other stages."""
         self._made.add(output_of(action))
         self._num_done += 1
         self._bytes += GROWTH[action.kind]
@@ -122,7 +122,7 @@ class Decider:
             self._last_was_forward = action.kind is Kind.FORWARD
 
     def next(self) -> Action | Waiting:
-        """The action to run now, or what the rank waits for. Raises IndexError if finished."""
+        """The action to run now, or the cause of waiting. Raises IndexError if finished."""
         if self.finished:
             raise IndexError("Every action is done.")
         ready = [action for stage in self._stages for action in self.ready_of(stage)]
@@ -134,10 +134,10 @@ class Decider:
     def may_receive(self) -> list[Action]:
         """Messages of other ranks that may arrive from now on, each returned once.
 
-        Those of a lane (source stage, kind) are in sequence. An input may arrive if its forward is
-        within the window, and one more for each stage. A gradient may once its forward is done, if
-        at most `GRADIENTS_AHEAD` backwards of its stage come before. So the next message that a
-        stage needs always may: no rank waits for ever for its own consent.
+        Messages of a lane (source stage, kind) are in sequence. An input may arrive if its forward
+        is within the window; each stage allows one more. A gradient may arrive once its forward is
+        done, if at most `GRADIENTS_AHEAD` unfinished backwards of its stage come before it. So the
+        next message that a stage needs is always allowed: no rank blocks itself.
         """
         allowed: list[Action] = []
         for stage in self._stages:
@@ -162,14 +162,14 @@ class Decider:
         return found
 
     def _with_room(self, action: Action, ready: Sequence[Action]) -> Action:
-        """The action, or a weight gradient if it would hold too much."""
+        """`action`, or a ready weight gradient if `action` would exceed the memory."""
         if self._bytes + GROWTH[action.kind] <= self._most_bytes:
             return action
         weights = [other for other in ready if other.kind is Kind.BACKWARD_WEIGHT]
         return min(weights, key=self._turn, default=action)
 
     def _turn(self, action: Action) -> tuple[int, int]:
-        """Sort key of spare memory: the other direction, the same one, weight gradients."""
+        """Sort key with spare memory: other direction than last, same direction, weights."""
         if action.kind is Kind.BACKWARD_WEIGHT:
             turn = 2
         else:
@@ -205,7 +205,7 @@ class Decider:
         return more
 
     def _input_may_arrive(self, lane: _Lane, place: int) -> bool:
-        # The last one before this is within the window: this one is the message beyond it, at most.
+        # The input before it is within the window: at most this one is beyond.
         return place == 0 or self._in_window(lane.actions[place - 1])
 
     def _gradient_may_arrive(self, lane: _Lane, place: int) -> bool:
@@ -227,7 +227,7 @@ class _Lane:
 
     @property
     def head(self) -> Action | None:
-        """The next one, or None."""
+        """The next action; None if all are done."""
         return self.actions[self.done] if self.done < len(self.actions) else None
 
 

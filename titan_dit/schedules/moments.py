@@ -1,4 +1,4 @@
-"""The moments of a pipeline rank that a timeline is made of: who runs actions calls a `Mark`."""
+"""The moments of a pipeline rank that make up a timeline; an executor calls a `Mark` at each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from titan_dit.schedules.action import Kind
 
 
 class Moment(StrEnum):
-    """What has just happened on a rank; in brackets what `Mark` is called with."""
+    """An event on a rank; in brackets the second argument of `Mark`."""
 
     STEP = "step"
     """A training step begins (its number)."""
@@ -29,19 +29,19 @@ class Moment(StrEnum):
     ARRIVED = "arrived"
     """A message of another rank is here (the message)."""
     BEGINS = "begins"
-    """The computation of an action, its inputs being here (the action)."""
+    """The computation of an action begins; its inputs have arrived (the action)."""
     ENDS = "ends"
-    """The computation of an action, before its output is sent (the action)."""
+    """The computation of an action ends; its output is not sent yet (the action)."""
     SENDS = "sends"
     """An output leaves for another rank (the message)."""
 
 
 Mark: TypeAlias = Callable[[Moment, object], None]
-"""Told each moment as it happens."""
+"""(moment, its subject): called when it happens."""
 
 CAUSE = {Kind.FORWARD: "input", Kind.BACKWARD_INPUT: "gradient"}
 """Kind of a message -> the cause of waiting for it."""
 
 
 def unmarked(moment: Moment, what: object) -> None:
-    """The `Mark` of a rank that nobody watches."""
+    """A `Mark` that does nothing: no timeline is recorded."""

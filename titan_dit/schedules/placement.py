@@ -1,4 +1,4 @@
-"""Which stages each rank holds, and the order of every schedule.
+"""The placement of stages on ranks, and the order of every schedule.
 
 Two layouts: loop (rank r holds stages r, r + pp, r + 2 pp, ...), and V (rank r holds stages r and
 2 pp - 1 - r: rank 0 has both ends of the model, arXiv:2401.10241 sec. 6).

@@ -1,14 +1,14 @@
-"""A better order for known costs: what the Decider would run, played in the simulator.
+"""Makes an order for known costs: the one that a Decider runs in the simulator.
 
-The order that comes out is a plan: the planned loop runs it as it runs any schedule's. Where
-lengths and delays are the same in every step, it gains what deciding at run time gains.
+The planned loop runs it like a schedule's order. If times and latencies are the same in every step,
+it gains as much as a run-time order.
 
-Two stages of a rank may send over one edge. A Decider uses their messages as it likes, a planned
-loop only in the sequence in which they are sent. So three kinds of Decider play: a free one, one
-that sees the messages of an edge one by one, and one that keeps the planned sequence of forwards
-and that of backwards. The last one always ends, and its messages never overtake: only forwards and
-backwards change places, and they travel apart. Of the orders that pass the proof, the fastest wins,
-if it is faster than the planned order at all.
+Two stages of a rank may send over one edge. A Decider uses their messages in any sequence, a
+planned loop only in the sequence in which they are sent. So three kinds of Decider are simulated:
+an unrestricted one, one that sees the messages of an edge one by one, and one that keeps the
+planned sequence of forwards and that of backwards. The last one never deadlocks, and its messages
+never overtake each other: only forwards and backwards change places, and these use different edges.
+The fastest order that passes the proof is taken, if it is faster than the planned order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from titan_dit.schedules.proof import check
 from titan_dit.schedules.simulator import CostOf, Costs, Latency, MakeDecider, Simulation, simulate
 
 PAYS = 1.01
-"""An order must be this much faster than the planned one: less is lost in the noise of a step."""
+"""Minimum gain over the planned order; a smaller one is lost in the noise of a step."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class Plan:
 
     order: Order
     before: Simulation
-    """Of the planned order."""
+    """Simulation of the planned order."""
     after: Simulation
-    """Of this order, run as planned."""
+    """Simulation of this order, run as planned."""
     window: tuple[int, ...]
     """Activations that each rank may hold."""
 
     @property
     def gain(self) -> float:
-        """The planned step / the new one: 1, or at least PAYS."""
+        """Time of the planned order / time of this one: 1, or at least PAYS."""
         return self.before.makespan / self.after.makespan
 
     @property
@@ -86,7 +86,7 @@ def played(
     latency: Latency,
     memory: float,
 ) -> Iterator[Order]:
-    """The orders that every kind of Decider runs, at the planned memory and at all of it."""
+    """Yield the order that each kind of Decider runs, with memory 1 and with `memory`."""
     kinds: tuple[MakeDecider, ...] = (
         Decider,
         partial(OneByOne, stage_ranks=stage_ranks),
@@ -97,12 +97,12 @@ def played(
         for kind in kinds:
             try:
                 yield simulate(order, costs, latency=latency, memory=allowed, decider=kind).order
-            except ValueError:  # One by one, ranks may wait for each other.
+            except ValueError:  # `OneByOne` may deadlock.
                 continue
 
 
 class OneByOne(Decider):
-    """Sees a message of an edge (source rank, kind) once the one sent before it has been used."""
+    """Sees a message of an edge (source rank, kind) only after the previous one has been used."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class OneByOne(Decider):
         super().__init__(actions, num_stages, memory)
         self.stage_ranks = stage_ranks
         self.queues: defaultdict[tuple[int, Kind], deque[Action]] = defaultdict(deque)
-        """The messages of each edge that are here and not used yet; only the first is seen."""
+        """Edge -> messages that have arrived and are not used yet; only the first is seen."""
         own = {action.stage for action in actions}
         self.input_of = {
             action: message
@@ -141,12 +141,12 @@ class OneByOne(Decider):
                 super().arrived(queue[0])
 
     def edge(self, message: Action) -> tuple[int, Kind]:
-        """Where a message comes from."""
+        """The edge of a message: (source rank, kind)."""
         return self.stage_ranks[message.stage], message.kind
 
 
 class InPlannedSequence(Decider):
-    """Runs the forwards of all stages in their planned sequence, and so the backwards (B, I)."""
+    """Runs the rank's forwards in planned sequence, and likewise its backwards (B, I)."""
 
     def __init__(self, actions: Sequence[Action], num_stages: int, memory: float = 1.0) -> None:
         super().__init__(actions, num_stages, memory)

@@ -1,4 +1,4 @@
-"""Simulates one step as it was: each action with its own time, each link with its latency."""
+"""Simulates one measured step: each action with its own time, each link with its latency."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from titan_dit.schedules.simulator import TimedAction
 
 
 class Taken(NamedTuple):
-    """Seconds since an action began."""
+    """Seconds from the beginning of an action to an event."""
 
     computed: float
     left: float
-    """Its output has left for another rank."""
+    """Until its output has left for another rank."""
     free: float
-    """The rank can go on."""
+    """Until the rank can go on."""
 
 
 def replay(

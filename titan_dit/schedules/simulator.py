@@ -144,12 +144,12 @@ def simulate(
 
 
 class _Times(NamedTuple):
-    """How long everything takes."""
+    """Times of actions and messages."""
 
     took: Callable[[int, Action], float]
-    """(rank, action)"""
+    """(rank, action) -> time of the action."""
     travel: Callable[[int, int, Action], float]
-    """(source, target, message)"""
+    """(source, target, message) -> latency of the message."""
 
 
 def _simulate_planned(order: Order, times: _Times) -> Simulation:
@@ -228,7 +228,7 @@ class _RunTime:
             yield
 
     def happen(self, now: float, _: int, rank: int, action: Action, is_message: bool) -> int:
-        """Tell the rank of an arrival or an end; returns the rank."""
+        """Report an arrival or the end of an action to the rank's Decider; returns the rank."""
         if is_message:
             self.deciders[rank].arrived(action)
             return rank

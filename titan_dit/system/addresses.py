@@ -25,7 +25,7 @@ def interfaces() -> dict[str, str]:
 
 
 def own_addresses() -> tuple[str, ...]:
-    """Addresses at which other ranks may reach this host, the likeliest first."""
+    """Addresses at which other ranks may reach this host, the most likely first."""
     known = interfaces()
     wanted = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
     first = [known[name] for name in wanted if name in known]
@@ -39,7 +39,10 @@ def own_addresses() -> tuple[str, ...]:
 
 
 def address_of(network: str) -> str | None:
-    """The address of an interface of this host, or one that is its own; None for any other."""
+    """The address of an interface, or `network` itself if it is an address of this host.
+
+    None for anything else.
+    """
     if address := interfaces().get(network):
         return address
     family = socket.AF_INET6 if ":" in network else socket.AF_INET

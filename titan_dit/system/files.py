@@ -24,7 +24,7 @@ def replacing(file: Path, mark: str = "") -> Iterator[Path]:
             os.fsync(written.fileno())
         aside.replace(file)
     except BaseException:
-        with suppress(OSError):  # It is missing, or the disk is the error.
+        with suppress(OSError):  # The file is missing, or the disk fails.
             aside.unlink()
         raise
     sync_folder(file.parent)
@@ -34,7 +34,7 @@ def replacing(file: Path, mark: str = "") -> Iterator[Path]:
 def replacing_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder to fill; rename it to `folder` if the block succeeds.
 
-    `folder` may be there, if it is empty. What a killed process left is deleted.
+    `folder` may exist if it is empty. Leftovers of a killed process are deleted.
     """
     aside = folder.with_name(f"{folder.name}{PARTIAL}")
     shutil.rmtree(aside, ignore_errors=True)
@@ -59,8 +59,8 @@ def write_whole(file: Path, data: bytes) -> None:
 def json_lines(file: Path, *needed: str) -> list[dict[str, Any]]:
     """Read a run's file of JSON objects, a line each; [] if it is missing.
 
-    A line that a kill cut, or a failing disk spoiled, is skipped; so is one whose `needed` keys are
-    not whole numbers.
+    A line that a kill cut off, or that is damaged on disk, is skipped; so is one whose `needed`
+    keys are not whole numbers.
     """
     found = []
     for line in file.read_bytes().split(b"\n") if file.is_file() else []:

@@ -1,4 +1,4 @@
-"""A tensor of a GPU on its way to the host, which continues meanwhile."""
+"""An asynchronous copy of a GPU's tensor to the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 class HostCopy:
     """The copy of a tensor on the host; on a CPU the tensor itself.
 
-    The copy is queued when this is made. It does not wait for work that is queued later.
+    The constructor queues the copy. It does not wait for work that is queued later.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -23,7 +23,7 @@ class HostCopy:
         self.copied.record()
 
     def read(self) -> Tensor:
-        """The values; waits until they are there."""
+        """The values; waits until they have been copied."""
         if self.copied:
             self.copied.synchronize()
         return self.value

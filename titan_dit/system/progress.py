@@ -73,7 +73,7 @@ class ProgressLine:
         form: Callable[[float], str] = "{:,}".format,
         resumes: bool = False,
     ) -> None:
-        # Of a command that resumes, the first count is that of an earlier run: not in the rate.
+        # If the command resumes, the first count is an earlier run's, and not part of the rate.
         self.first = None if resumes else 0
         self.total, self.unit, self.what, self.form = total, unit, what, form
         self.line = Line("stderr")
@@ -117,7 +117,7 @@ class ProgressLine:
 
 @contextmanager
 def following(size: Callable[[], int], progress: ProgressLine) -> Iterator[None]:
-    """Renew `progress` from a thread with `size()`: during a call that reports nothing itself."""
+    """Renew `progress` from a thread with `size()`, during a call that reports no progress."""
     ended = threading.Event()
 
     def renew() -> None:

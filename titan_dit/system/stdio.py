@@ -1,7 +1,7 @@
 """Writes to stdout and stderr that survive a closed pipe (`| head`) or terminal.
 
-Names of files, classes and tensors are other people's text: what a terminal would obey in it is
-printed as Python's escapes (`printable`).
+Names of files, classes and tensors are other people's text: control characters in it are printed as
+Python's escapes (`printable`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Unicode categories of characters that a terminal obeys or cannot encode: controls, text
 direction, surrogates of paths that are not UTF-8, line separators."""
 JOINERS = "\u200c\u200d"
-"""Of these categories, but part of Persian and Indian words and of emoji."""
+"""Zero-width joiners: in these categories, but part of Persian and Indian words and of emoji."""
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Replace what a terminal would obey, but `kept`, by Python's escapes, such as that of ESC."""
+    """Replace characters of `OBEYED`, except `kept`, by Python's escapes, such as that of ESC."""
     if text.isprintable():
         return text
     return "".join(
@@ -67,7 +67,7 @@ def prepare() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_WRONLY)  # Gets the free descriptor number.
-            os.set_inheritable(nowhere, True)  # Or a file of the ranks gets the number.
+            os.set_inheritable(nowhere, True)  # Otherwise a file of the ranks gets the number.
             setattr(sys, name, os.fdopen(nowhere, "w"))
         if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -26,14 +26,14 @@ BATCH = 64
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The feature network, and what it sees in the reference."""
+    """The feature network, and the features of the reference."""
 
     config: EvaluationConfig
     network: Features
     real: Described | None
-    """On the first rank only."""
+    """The reference's features; None on all ranks but the first."""
     classes: Mapping[str, int]
-    """Of the reference: drawn pictures have its proportions."""
+    """Class -> number of pictures in the reference; drawn pictures have the same proportions."""
 
     def scores(
         self,
@@ -50,7 +50,7 @@ class Evaluation:
         found: dict[str, list[Tensor]] = {"features": [], "logits": []}
         firsts = range(0, num, BATCH * share.num_ranks)
         rows = BATCH * share.rank + torch.arange(BATCH, device=share.device)
-        # Beyond `num`: padding, so that all ranks draw as many; it is cut off below.
+        # Numbers from `num` on are padding, so that all ranks draw as many; it is cut off below.
         batches = [(first + rows).clamp(max=num - 1) for first in firsts]
         pictures = objective.pictures(forward, sampling, seed, labels, batches)
         for first, batch in zip(firsts, pictures, strict=True):
@@ -88,7 +88,7 @@ def open_evaluation(
     classes = found.classes if isinstance(found, Pictures) else {}
     if classes and not objective.knows_classes(classes) and Ranks().is_first:
         console.say(
-            f"{where} has other classes than [data] ({few(list(classes))}): all of the run's are "
-            "drawn, evenly"
+            f"{where} has other classes than [data] ({few(list(classes))}): all classes of the run "
+            "are drawn, evenly"
         )
     return Evaluation(config, network, real, classes)

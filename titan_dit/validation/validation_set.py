@@ -29,7 +29,7 @@ from titan_dit.validation.overlap import check_overlap
 
 COMPARED = "validation.json"
 PREFIX = "validation_"
-"""Of the keys of a validation in a row of metrics."""
+"""Prefix of a validation's keys in a row of metrics."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def open_set(
     part = 0 < config.samples < len(other)
     if not part:
         return ValidationSet(other, range(len(other)))
-    chosen = job.seed, config.samples, job.data_order
-    return ValidationSet(other, on_first(lambda: held_out_rows(other, *chosen)))
+    rows = on_first(lambda: held_out_rows(other, job.seed, config.samples, job.data_order))
+    return ValidationSet(other, rows)
 
 
 def check_alike(where: str, other: Source, source: Source) -> None:
@@ -142,7 +142,7 @@ def losses(
     seed: int,
     batch_size: int,
 ) -> dict[str, float]:
-    """Mean loss over all rows, the objective's summary, and losses by name: evaluations and terms.
+    """Mean loss over all rows, the objective's summary, and the losses of evaluations and terms.
 
     Each data rank evaluates its share in batches of `batch_size`. Sample i has sample number i, so
     its random draws are the same every time and on every layout. `alive` is called after each
@@ -189,7 +189,7 @@ def losses_of_all(
     seed: int,
     batch_size: int,
 ) -> dict[str, float]:
-    """`losses` of the weights, and of every average of them as NAME_ema_DECAY."""
+    """`losses` of the weights, and of every EMA as NAME_ema_DECAY."""
 
     def measured() -> dict[str, float]:
         return losses(chosen, objective, executor, share, alive, seed=seed, batch_size=batch_size)

@@ -21,10 +21,10 @@ PREFIX = "diffusers:"
 PREDICTIONS = {"eps": "epsilon", "v": "v_prediction", "x": "sample"}
 """[objective] prediction -> diffusers' prediction_type."""
 POINT = 0.5
-"""The value of all data in `check`."""
+"""Value of every element of the data in `check`."""
 LARGEST_MISS, LEFT = 0.035, 3.5
-"""In `check`, where the noise is 2 at most. Some schedulers leave 1% of it on purpose, others that
-of the first step of training: in units of its sigma."""
+"""Largest error in `check`, whose noise is at most 2: absolute, and in units of the sigma of the
+first training step. Some schedulers leave 1% of the noise on purpose, others that step's noise."""
 
 
 @runtime_checkable
@@ -33,7 +33,7 @@ class RawDenoiser(Protocol):
 
     @property
     def prediction(self) -> str:
-        """What it predicts, a key of `PREDICTIONS`."""
+        """The network's prediction, a key of `PREDICTIONS`."""
 
     @property
     def schedule(self) -> NoiseSchedule:
@@ -88,10 +88,11 @@ def sampler(name: str, path: str, where: str) -> Sampler:
 
 
 def check(draw: Sampler, process: Any, steps: int, what: str) -> None:
-    """Raise UserError unless a scheduler draws data that are all `POINT`, whose network is known.
+    """Raise UserError unless a scheduler ends at the data, tested with data equal to `POINT`.
 
     Some schedulers run towards noise, have noise levels of their own, or stop before the data.
-    `process`: as `draw` takes it; what it predicts is not used. `what` names the scheduler.
+    `process`: as `draw` takes it; its network is replaced by the exact one for `POINT`. `what`
+    names the scheduler in errors.
     """
     is_discrete = isinstance(process, RawDenoiser)
     exact = PointDenoiser(process.prediction, process.schedule) if is_discrete else point_velocity
@@ -103,7 +104,7 @@ def check(draw: Sampler, process: Any, steps: int, what: str) -> None:
             missed = (draw(exact, noise, settings) - POINT).abs().max().item()
     except UserError:
         raise
-    except Exception as error:  # Of any kind: the library does not check what it is asked for.
+    except Exception as error:  # Of any kind: diffusers does not check its arguments.
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{what} cannot draw in {steps} steps ({reason}).") from None
     if not missed <= max(LARGEST_MISS, LEFT * first):
@@ -120,7 +121,7 @@ def point_velocity(x: Float[Tensor, "b n d"], t: Float[Tensor, " b"]) -> Tensor:
 
 @dataclass(frozen=True)
 class PointDenoiser:
-    """The exact network of discrete diffusion of `POINT`: a `RawDenoiser`."""
+    """The exact network of discrete diffusion for data equal to `POINT`: a `RawDenoiser`."""
 
     prediction: str
     schedule: NoiseSchedule

@@ -3,7 +3,7 @@
 A step goes from the noise level (signal, sigma) to the next one along the exact solution for a
 constant estimate of x_0, corrected by the change of the estimate since the step before. In the log
 SNR, lambda = log(signal / sigma), the solution is an integral of that estimate alone. The steps of
-discrete diffusion are those of diffusers' DPMSolverMultistepScheduler. Of a flow, that one starts
+discrete diffusion are those of diffusers' DPMSolverMultistepScheduler. For a flow, diffusers starts
 at t = 0.999 and rounds the times down to thousandths; here they are exact.
 """
 
@@ -58,8 +58,8 @@ def solve(
 ) -> Tensor:
     """Follow `levels` from noise to (1, 0); `clean_at(number, x)` estimates x_0 at a level.
 
-    The first and the last step are of first order: one has no step before it, the other ends where
-    the log SNR is infinite. So is the second one after a start at pure noise (signal 0).
+    The first and the last step are of first order: the first has no step before it, the last ends
+    where the log SNR is infinite. After a start at pure noise (signal 0) the second step is, too.
     """
     x, before, last = noise, None, 0.0
     for number, ((signal, sigma), (next_signal, next_sigma)) in enumerate(
