@@ -22,7 +22,7 @@ from torch import Tensor
 from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError, read_whole
 from titan_dit.data.listing import Names
-from titan_dit.data.packing.images import PixelBudget, decode_image
+from titan_dit.data.packing.images import DecodingBudget, decode_image
 from titan_dit.data.recognise import IMAGE_SUFFIXES
 from titan_dit.pictures.open_input import open_listed
 from titan_dit.pictures.picture_set import Asked, PictureSet
@@ -36,8 +36,6 @@ UNPACKED, MAX_RATIO = 64 << 20, 50
 """Bytes that a compressed array may have, and for each byte of it; pictures have two or three."""
 OTHERS = (".gif", ".tif", ".tiff", ".heic", ".avif", ".jp2")
 """Suffixes of pictures that are not read."""
-LARGEST = 1 << 25
-"""Pixels of a picture that is not cropped: 5,792 x 5,792."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def of_folder(folder: Path, size: int | None, where: str) -> Pictures:
     Without a `size` all must have that of the first. `where` names the flag or key in errors.
     """
     found = listed(folder, where)
-    budget = None if size else PixelBudget(LARGEST)
+    budget = DecodingBudget()
 
     def read(rows: range) -> Tensor:
         shape = shape_of_first() if size is None else (3, size, size)
