@@ -12,6 +12,7 @@ from refusals import refused
 from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError
 from titan_dit.data.tokenizing.chunks import read_chunks
+from titan_dit.pictures import parquet_table
 from titan_dit.pictures.open_input import open_input
 from titan_dit.pictures.picture_set import Asked
 
@@ -180,7 +181,7 @@ def test_a_file_of_a_picture_is_read_up_to_a_limit(tmp_path):
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "0.png"}')
     with (tmp_path / "0.png").open("wb") as file:
         file.truncate(30 * 10**9)  # It is sparse, and takes no room.
-    with pytest.raises(BadFileError, match=r"30,000,000,000 bytes, more than --max-file-bytes 268"):
+    with pytest.raises(BadFileError, match=r"30,000,000,000 bytes, more than 268,435,456. Correct it, or raise --max-file-bytes$"):
         open_input(tmp_path, Asked()).read(0)
 
 
@@ -228,6 +229,16 @@ def test_texts_of_parquet_are_bounded(table):
     table(image=repeated(b"x", 1000), text=repeated("y" * 100_000, 1000))
     said = said_of(folder, Asked(max_text_bytes=100_000))
     assert "its texts unpack to more than 200 times its size" in said
+
+
+def test_a_row_group_is_bounded_by_its_file_and_a_variable_raises_that(table, monkeypatch):
+    monkeypatch.setattr(parquet_table, "SMALL_GROUP", 1000)
+    folder = table(image=[b"x" * 100_000])
+    said = said_of(folder)
+    assert "row group 0 holds 100,0" in said
+    assert said.endswith("row_group_size=1000. If it is no forgery, set TITAN_DIT_LIMITS=2.")
+    monkeypatch.setenv("TITAN_DIT_LIMITS", "2")
+    assert len(open_input(folder, Asked())) == 1
 
 
 def test_a_picture_that_rows_of_parquet_repeat_is_held_once(table):

@@ -21,6 +21,11 @@ def raised(limit: int) -> int:
     return limit * int(text)
 
 
+def advice(flag: str = "") -> str:
+    """How to raise a limit: by its flag, or by the variable."""
+    return f"raise {flag}" if flag else f"set {VARIABLE}={raised(1) * 2}"
+
+
 def fix(found: int, limit: int) -> str:
     """What to do about data of size `found` above `limit`, which is `raised`."""
     factor = -(-found * raised(1) // max(1, limit))

@@ -16,6 +16,7 @@ from typing import Any
 
 import tomli
 
+from titan_dit.config import limits
 from titan_dit.config.section import UserError
 
 MAX_BYTES = 64 << 20
@@ -40,13 +41,17 @@ def decode(data: bytes | bytearray) -> str:
 
 def read(file: Path, where: str, most: int = MAX_BYTES) -> str:
     """The text of a file, with the line ends as they are; `where` begins an error."""
+    most = limits.raised(most)
     try:
         with file.open("rb") as opened:
             data = opened.read(most + 1)
     except OSError as error:
         raise UserError(f"{where} cannot be read: {error.strerror}.") from None
     if len(data) > most:
-        raise UserError(f"{where} is larger than {most:,} bytes, the most that is read of it.")
+        raise UserError(
+            f"{where} is larger than {most:,} bytes, the most that is read of it. If that is no "
+            f"mistake, {limits.advice()}."
+        )
     try:
         return decode(data)
     except BadTextError as error:

@@ -20,6 +20,8 @@ from safetensors import SafetensorError
 from safetensors import torch as safetensors
 from torch import Tensor
 
+from titan_dit.config import limits
+
 LATENT_SUFFIXES = (".npy", ".pt", ".safetensors")
 NPY_MAGIC = b"\x93NUMPY"
 LABEL_LIMIT = 2**31
@@ -86,8 +88,10 @@ def stamp_of(file: Path) -> tuple[int, int]:
 
 def check_latent_size(size: int) -> None:
     """Raise BadFileError for a file that is no sample."""
-    if size > MAX_LATENT_BYTES:
-        raise BadFileError(f"{size:,} bytes, more than the {MAX_LATENT_BYTES:,} of one sample")
+    most = limits.raised(MAX_LATENT_BYTES)
+    if size > most:
+        fix = limits.fix(size, most).rstrip(".")
+        raise BadFileError(f"{size:,} bytes, more than the {most:,} of one sample. {fix}")
 
 
 def read_whole(path: Path, check_size: Callable[[int], None] = check_latent_size) -> bytearray:

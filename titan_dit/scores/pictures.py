@@ -19,6 +19,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from titan_dit.config import limits
 from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError, read_whole
 from titan_dit.data.listing import Names
@@ -116,7 +117,7 @@ def listed(folder: Path, where: str) -> Listed:
 
     Classes may be missing, as among drawn pictures. Without a list they are the first folders.
     """
-    by_list = open_listed(folder, Asked(gaps=True, where=f"{where} "))
+    by_list = open_listed(folder, Asked.to_score(f"{where} "))
     if by_list is not None:
         return Listed(by_list.names, by_list.read, counts_of(by_list))
     names = Names(below(folder, where))
@@ -245,16 +246,17 @@ def array_of(path: Path, where: str, name: str = PICTURES) -> np.ndarray:
             with archive.open(entry) as file:
                 shape, _, dtype, _ = header_of(file)
             size = math.prod(shape) * dtype.itemsize
-            if size > max(UNPACKED, MAX_RATIO * entry.compress_size):
+            most = limits.raised(max(UNPACKED, MAX_RATIO * entry.compress_size))
+            if size > most:
                 raise ValueError(
                     f"{size:,} bytes from {entry.compress_size:,}; save it without compression: "
-                    "numpy.savez"
+                    f"numpy.savez. {limits.fix(size, most).rstrip('.')}"
                 )
             with archive.open(entry) as file:
                 whole: np.ndarray = np.lib.format.read_array(file)
                 return whole
     except Exception as error:  # zipfile, zlib and numpy raise any exception on a damaged file.
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = " ".join(str(error).split())[:250] or type(error).__name__
         raise UserError(f"{where} {path}: {name} cannot be read ({reason}).") from None
 
 
