@@ -11,6 +11,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,18 @@ def read_json(file: Path, where: str, most: int = MAX_BYTES) -> Any:
         return parse_json(text)
     except BadTextError as error:
         raise UserError(f"{where} is {error}.") from None
+
+
+def whole_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number and object of each line of a file that a run appends to; none if it is missing.
+
+    A line that a kill cut, or a failing disk spoiled, is skipped.
+    """
+    for number, line in enumerate(file.read_bytes().split(b"\n") if file.is_file() else [], 1):
+        with suppress(BadTextError):
+            found = parse_json(line)
+            if isinstance(found, dict):
+                yield number, found
 
 
 def read_csv(

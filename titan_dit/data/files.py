@@ -27,6 +27,7 @@ NPY_MAGIC = b"\x93NUMPY"
 LABEL_LIMIT = 2**31
 MAX_LATENT_BYTES = 256 << 20
 """Bytes of a file of one latent or one picture."""
+NO_FILE = (-1, -1)
 DAMAGED = "not a readable {} file: damaged, or cut off"
 
 
@@ -78,11 +79,11 @@ def read_tensor(path: Path) -> Tensor:
 
 
 def stamp_of(file: Path) -> tuple[int, int]:
-    """Length and time of modification (ns) of a file; (-1, -1) if it is not there."""
+    """Length and time of modification (ns) of a file; NO_FILE if it is not there."""
     try:
         found = os.stat(file)  # noqa: PTH116 - a set may have millions.
     except OSError:
-        return -1, -1
+        return NO_FILE
     return found.st_size, found.st_mtime_ns
 
 

@@ -239,7 +239,9 @@ def label_of(value: object, where: str) -> Label:
     if is_number(value) and len(str(value)) > MAX_DIGITS:
         raise UserError(f"{where}: the label is a number of {len(str(value))} digits. Correct it.")
     if isinstance(value, float):
-        return int(value) if value.is_integer() else str(value)
+        if not value.is_integer():
+            raise UserError(f"{where}: the label is {value}. Give a whole number or a name.")
+        return int(value)
     assert isinstance(value, int | str)
     return value
 
