@@ -253,9 +253,22 @@ def test_a_picture_that_rows_of_parquet_repeat_is_held_once(table):
         assert pyarrow.default_memory_pool().bytes_allocated() - before < 10**8
 
 
-def test_columns_of_parquet_are_text_or_numbers(table):
+def twice(folder, name):
+    """A folder with a parquet file of two columns of one name."""
+    import pyarrow
+    from pyarrow import parquet
+
+    found = pyarrow.table({"image": [b"x"], "label": ["a"]})
+    found = found.append_column(name, found.column(name))
+    parquet.write_table(found, folder / "0.parquet")
+    return folder
+
+
+def test_columns_of_parquet_are_text_or_numbers(table, tmp_path):
     said = said_of(table(image=[b"x"], text=[["a", "b"]]))
     assert "column text is list<" in said
+    assert "0.parquet has several columns label. Keep" in said_of(twice(tmp_path, "label"))
+    assert "0.parquet has several columns image. Keep" in said_of(twice(tmp_path, "image"))
     assert "column label is bool, not" in said_of(table(image=[b"x"], label=[True]))
     assert "a text is not UTF-8" in said_of(table(image=[b"x"], text=[b"\xff"]))
     said = said_of(table("metadata.parquet", file_name=["a.png"], text=[{"en": "a"}]))

@@ -2,14 +2,14 @@
 
 import torch
 
-from titan_dit.config.training import EvaluationConfig
-from titan_dit.objectives.base import DataShare
+from titan_dit.config.training import EvaluationConfig, SamplingConfig
+from titan_dit.objectives.base import DataShare, Objective
 from titan_dit.scores.features import Features
 from titan_dit.scores.score import described
 from titan_dit.validation import evaluation
 
 
-class Drawing:
+class Drawing(Objective):
     """An objective whose sample `lost` is NaN."""
 
     def __init__(self, lost=None):
@@ -29,7 +29,7 @@ def scores(objective):
     network = Features("own", "0", lambda pictures: (pictures.flatten(1).float(), None))
     real = described(torch.rand(70, 12), None)
     chosen = evaluation.Evaluation(config, network, real, {})
-    return chosen.scores(objective, None, None, 0, DataShare(torch.device("cpu")), lambda: None)
+    return chosen.scores(objective, lambda *_: None, SamplingConfig(), 0, DataShare(torch.device("cpu")), lambda: None)
 
 
 def test_samples_that_are_not_finite_are_counted_and_not_scored(capsys):

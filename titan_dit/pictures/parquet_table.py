@@ -63,6 +63,7 @@ class ParquetTable:
         if not columns:
             yield from ({} for _ in range(self.count))
             return
+        self.check_once(columns)
         texts = [name for name in columns if self.is_text(name)]
         read, most = 0, limits.raised(64 * 2**20 + MAX_RATIO * self.file.stat().st_size)
         try:
@@ -88,6 +89,11 @@ class ParquetTable:
             raise
         except Exception as error:  # As above.
             raise self.unreadable(error) from None
+
+    def check_once(self, columns: Sequence[str]) -> None:
+        """Raise UserError for a column that the file has twice."""
+        if twice := [name for name in columns if self.names.count(name) > 1]:
+            raise UserError(f"{self.where} has several columns {twice[0]}. Keep one of them.")
 
     def leaves(self, column: str) -> list[str]:
         """Columns as parquet stores them: a struct is one for each of its fields."""

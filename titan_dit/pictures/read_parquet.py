@@ -107,6 +107,7 @@ def groups_of(table: ParquetTable) -> list[Group]:
             f"{table.where} has the columns {few(table.names)}, but none of {', '.join(IMAGES)} "
             "with pictures."
         )
+    table.check_once([image])
     about = table.opened.metadata
     return [
         Group(
