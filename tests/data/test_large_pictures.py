@@ -121,7 +121,9 @@ def test_the_pixels_of_a_picture_are_limited_by_what_its_format_takes(kind, mode
 def test_a_variable_raises_the_limit_of_pictures_that_no_flag_raises(monkeypatch):
     data = file_of(random_picture("RGB"), "PNG")
     monkeypatch.setattr(images, "MAX_BYTES", 30_000)
-    with pytest.raises(BadFileError, match=r"If it is no forgery, set TITAN_DIT_LIMITS=\d$") as caught:
+    with pytest.raises(
+        BadFileError, match=r"If it is no forgery, set TITAN_DIT_LIMITS=\d$"
+    ) as caught:
         decode_image(data)
     monkeypatch.setenv("TITAN_DIT_LIMITS", str(caught.value)[-1])
     assert decode_image(data).pixels.shape == (3, 61, 97)

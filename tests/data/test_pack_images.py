@@ -128,7 +128,8 @@ def test_the_crop_is_in_the_middle_of_the_height_too():
 def test_a_picture_that_is_too_large_names_the_flag():
     file = io.BytesIO()
     Image.new("L", (20, 20)).save(file, "PNG")
-    with pytest.raises(BadFileError, match=r"^20 x 20 pixels, more than 399 of PNG in L\. Raise --max-pixels$"):
+    said = r"^20 x 20 pixels, more than 399 of PNG in L\. Raise --max-pixels$"
+    with pytest.raises(BadFileError, match=said):
         decode_image(file.getvalue(), budget=DecodingBudget(399, flag="--max-pixels"))
 
 

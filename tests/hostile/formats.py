@@ -413,11 +413,7 @@ FORMATS = {
     ),
     "peft": Format(
         makers.adapters,
-        (
-            Command(
-                "convert", {"source": "{i}/peft", "to": "{o}/step-00000001", "base": RUN}
-            ),
-        ),
+        (Command("convert", {"source": "{i}/peft", "to": "{o}/step-00000001", "base": RUN}),),
         {"peft/*.json": mutators.any_json, "peft/*.safetensors": mutators.any_safetensors},
     ),
     "scored run": Format(

@@ -181,7 +181,8 @@ def test_a_file_of_a_picture_is_read_up_to_a_limit(tmp_path):
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "0.png"}')
     with (tmp_path / "0.png").open("wb") as file:
         file.truncate(30 * 10**9)  # It is sparse, and takes no room.
-    with pytest.raises(BadFileError, match=r"30,000,000,000 bytes, more than 268,435,456. Correct it, or raise --max-file-bytes$"):
+    said = r"^30,000,000,000 bytes, more than 268,435,456\. .* raise --max-file-bytes$"
+    with pytest.raises(BadFileError, match=said):
         open_input(tmp_path, Asked()).read(0)
 
 

@@ -29,7 +29,8 @@ def scores(objective):
     network = Features("own", "0", lambda pictures: (pictures.flatten(1).float(), None))
     real = described(torch.rand(70, 12), None)
     chosen = evaluation.Evaluation(config, network, real, {})
-    return chosen.scores(objective, lambda *_: None, SamplingConfig(), 0, DataShare(torch.device("cpu")), lambda: None)
+    share = DataShare(torch.device("cpu"))
+    return chosen.scores(objective, lambda *_: None, SamplingConfig(), 0, share, lambda: None)
 
 
 def test_samples_that_are_not_finite_are_counted_and_not_scored(capsys):

@@ -205,9 +205,7 @@ def conform_scalar(value: object, kind: type, where: str) -> Any:
         return float(value)
     # type(), not isinstance: bool is a subclass of int, but `steps = true` is a mistake.
     if type(value) is not kind:
-        raise MisspelledError(
-            f"{where}={show(value)} must be {WORDS[kind]}.", plainly(value, kind)
-        )
+        raise MisspelledError(f"{where}={show(value)} must be {WORDS[kind]}.", plainly(value, kind))
     if isinstance(value, str) and (wrong := not_utf8(value)):
         raise UserError(f"{where}: {wrong}")
     return value

@@ -15,7 +15,7 @@ from titan_dit.pictures.picture_set import BYTES_PER_ROW, MAX_ROWS, Asked
 BATCH = 4096
 """Rows of texts and labels that are read at once."""
 MAX_GROUP_BYTES = 512 << 20
-"""Bytes of a row group in memory: those of hubs have up to 500 MB. Reading takes three times that."""
+"""Bytes of a row group in memory: on hubs up to 500 MB. Reading takes three times that."""
 SMALL_GROUP, GROUP_RATIO = 64 << 20, 20
 """Bytes of a row group that any file may hold, and for each byte of a file."""
 READING = {"pre_buffer": False, "buffer_size": 1 << 20}
