@@ -13,7 +13,7 @@ from refusals import refused
 
 from titan_dit.data.files import BadFileError, read_latent
 from titan_dit.data.packing import images
-from titan_dit.data.packing.images import PixelBudget, center_crop, decode_image
+from titan_dit.data.packing.images import DecodingBudget, center_crop, decode_image
 from titan_dit.interop import weight_file
 
 RED = (250, 20, 30)
@@ -37,7 +37,7 @@ def random_picture(mode, size=(97, 61)):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_bits_are_those_of_a_picture_that_is_converted_whole(mode, channels, monkeypatch):
     """Greys become RGB after the crop, and transparent pictures are composited in bands."""
-    monkeypatch.setattr(images, "BAND", 7)
+    monkeypatch.setattr(images, "BAND", 7 * 97)
     data = file_of(random_picture(mode), "TIFF")
     with Image.open(io.BytesIO(data)) as image:
         if mode in ("LA", "RGBA"):
@@ -58,7 +58,7 @@ def test_a_large_jpeg_is_reduced_while_it_is_decoded(monkeypatch):
     whole = decode_image(data, 32).pixels.float()
     monkeypatch.setattr(images, "REDUCED", 1280 * 960 - 1)
     costs = []
-    monkeypatch.setattr(images, "cost_of", lambda image: costs.append(image.size) or 1)
+    monkeypatch.setattr(images, "memory_of", lambda image, *_: costs.append(image.size) or 1)
     found = decode_image(data, 32).pixels.float()
     assert costs == [(160, 120)] or costs == [(320, 240)]
     assert min(costs[0]) >= 4 * 32 - 8
@@ -71,15 +71,69 @@ def test_the_coefficients_of_a_progressive_jpeg_are_counted(monkeypatch):
     monkeypatch.setattr(images, "REDUCED", 100)
     picture = random_picture("RGB", (400, 300))
     costs = []
-    for options in ({}, {"progressive": True}):
-        with Image.open(io.BytesIO(file_of(picture, "JPEG", **options))) as image:
-            images.reduce_jpeg(image, 16)
-            costs.append(images.cost_of(image))
-    assert costs == [100 * 75, 400 * 300]
+    for options in ({}, {"progressive": True}, {"progressive": True, "subsampling": 0}):
+        costs.append(cost_of(file_of(picture, "JPEG", **options), 16))
+    half = 100 * 75 * 4
+    assert costs == [2 * half * 7 // 8, 3 * 400 * 300 + half, 6 * 400 * 300 + half]
+    # The same, of a JPEG whose scans have one channel each, without being progressive.
+    data = file_of(picture, "JPEG")
+    scan = data.index(b"\xff\xda\x00\x0c\x03")
+    assert cost_of(data[:scan] + b"\xff\xda\x00\x08\x01" + data[scan + 5 :], 16) == costs[1]
 
 
-def test_pictures_beyond_the_budget_wait_and_are_not_blocked():
-    budget, most, held, lock = PixelBudget(4 * images.UNIT), 0, 0, threading.Lock()
+def cost_of(data, size):
+    with Image.open(io.BytesIO(data)) as image:
+        is_jpeg = image.format == "JPEG"
+        coefficients = is_jpeg and not images.is_one_scan(image, data)
+        images.reduce_jpeg(image, size)
+        return images.memory_of(image, size, coefficients)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "options", "most"),
+    [
+        ("PNG", "RGB", {}, 2**26),
+        ("PNG", "L", {}, images.MAX_PIXELS),
+        ("PNG", "RGBA", {}, 2**26),
+        ("PNG", "P", {}, 2**26),
+        ("WEBP", "RGB", {}, 2**29 // 17),
+        ("TIFF", "CMYK", {}, 2**29 // 12),
+        ("JPEG", "RGB", {}, 2**29 // 7),
+        ("JPEG", "RGB", {"progressive": True, "subsampling": 0}, 2**29 // 10),
+        ("GIF", "P", {}, 2**29 // 7),
+    ],
+)
+def test_the_pixels_of_a_picture_are_limited_by_what_its_format_takes(kind, mode, options, most):
+    data = file_of(random_picture("RGB", (40, 30)).convert(mode), kind, **options)
+    cost = cost_of(data, 16)
+    with Image.open(io.BytesIO(data)) as image:
+        for width, is_refused in ((int(most * 0.99) // 1000, False), (most // 1000 + 9, True)):
+            image._size = (width, 1000)
+            grown = cost * width * 1000 // (40 * 30)
+            if not is_refused:
+                DecodingBudget().check(image, grown)
+                continue
+            with pytest.raises(BadFileError, match=rf"^{width} x 1000 pixels, more than [\d,]+ of"):
+                DecodingBudget().check(image, grown)
+            DecodingBudget(most * 2, flag="--max-pixels").check(image, grown)
+
+
+def test_a_variable_raises_the_limit_of_pictures_that_no_flag_raises(monkeypatch):
+    data = file_of(random_picture("RGB"), "PNG")
+    monkeypatch.setattr(images, "MAX_BYTES", 30_000)
+    with pytest.raises(
+        BadFileError, match=r"If it is no forgery, set TITAN_DIT_LIMITS=\d$"
+    ) as caught:
+        decode_image(data)
+    monkeypatch.setenv("TITAN_DIT_LIMITS", str(caught.value)[-1])
+    assert decode_image(data).pixels.shape == (3, 61, 97)
+    monkeypatch.setenv("TITAN_DIT_LIMITS", "many")
+    assert "TITAN_DIT_LIMITS=many" in refused(lambda: decode_image(data))
+
+
+def test_pictures_beyond_the_budget_wait_and_are_not_blocked(monkeypatch):
+    monkeypatch.setattr(images, "AT_ONCE", 4 * images.UNIT)
+    budget, most, held, lock = DecodingBudget(), 0, 0, threading.Lock()
 
     def work(units):
         nonlocal most, held

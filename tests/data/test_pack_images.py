@@ -14,7 +14,7 @@ from refusals import refused
 from titan_dit.data.files import BadFileError
 from titan_dit.data.latents import LatentShards
 from titan_dit.data.packing import pack
-from titan_dit.data.packing.images import PixelBudget, center_crop, decode_image, read_image
+from titan_dit.data.packing.images import DecodingBudget, center_crop, decode_image, read_image
 
 
 def test_pictures_become_pixels(tmp_path):
@@ -128,8 +128,9 @@ def test_the_crop_is_in_the_middle_of_the_height_too():
 def test_a_picture_that_is_too_large_names_the_flag():
     file = io.BytesIO()
     Image.new("L", (20, 20)).save(file, "PNG")
-    with pytest.raises(BadFileError, match=r"^20 x 20 pixels, more than --max-pixels 399$"):
-        decode_image(file.getvalue(), budget=PixelBudget(399, flag="--max-pixels"))
+    said = r"^20 x 20 pixels, more than 399 of PNG in L\. Raise --max-pixels$"
+    with pytest.raises(BadFileError, match=said):
+        decode_image(file.getvalue(), budget=DecodingBudget(399, flag="--max-pixels"))
 
 
 def test_what_is_too_thin_is_not_enlarged():

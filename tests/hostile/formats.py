@@ -222,6 +222,7 @@ def prompt(box):
     )
 
 
+CLASSES = "{i}/classes.txt"
 FORMATS = {
     "checkpoint": Format(makers.run, (*READS_CHECKPOINT, AVERAGE, RESUME), CHECKPOINT, signed),
     "old checkpoint": Format(makers.old_run, READS_CHECKPOINT, OLD_CHECKPOINT, signed),
@@ -357,6 +358,23 @@ FORMATS = {
     "parquet": Format(
         makers.tables, (encode("{i}/set.parquet"),), {"set.parquet": mutators.any_bytes}
     ),
+    "parquet schemas": Format(
+        makers.tables, (encode("{i}/set.parquet"),), {"set.parquet": mutators.any_parquet}
+    ),
+    "metadata schemas": Format(
+        makers.metadata,
+        (encode("{i}"),),
+        {"metadata.parquet": mutators.any_parquet},
+        only_one("metadata.csv", "metadata.jsonl"),
+    ),
+    "classes.txt": Format(
+        makers.listed_classes,
+        (
+            Command("data encode", {"input": "{i}/set", **ENCODING, **VAE, "classes": CLASSES}),
+            Command("data pack", {**PACK_PICTURES.flags, "classes": CLASSES}),
+        ),
+        {"classes.txt": mutators.any_text},
+    ),
     "tar": Format(makers.tars, (encode("{i}/set.tar"),), {"set.tar": mutators.any_tar}),
     "autoencoder": Format(
         makers.autoencoder,
@@ -381,6 +399,28 @@ FORMATS = {
             for kind in ("pt", "safetensors")
         ),
         {"dit.pt": any_pt, "dit.safetensors": mutators.any_safetensors},
+    ),
+    "SiT": Format(
+        makers.sit_weights,
+        tuple(
+            Command(
+                "convert",
+                {"source": f"{{i}}/{name}", "to": "{o}/step-00000001", "heads": 2, "format": form},
+            )
+            for name, form in (("sit.pt", "sit"), ("sit.safetensors", None), ("args.pt", None))
+        ),
+        {"*.pt": any_pt, "sit.safetensors": mutators.any_safetensors},
+    ),
+    "peft": Format(
+        makers.adapters,
+        (Command("convert", {"source": "{i}/peft", "to": "{o}/step-00000001", "base": RUN}),),
+        {"peft/*.json": mutators.any_json, "peft/*.safetensors": mutators.any_safetensors},
+    ),
+    "scored run": Format(
+        makers.validated_run,
+        (Command("evaluate", {"run": RUN, "device": "cpu", "out": "{o}/x.json"}),),
+        CHECKPOINT,
+        signed,
     ),
     "language model": Format(
         makers.language_model,

@@ -1,5 +1,6 @@
 """A tiny valid input of each format, in a new folder."""
 
+import argparse
 import gzip
 import hashlib
 import io
@@ -63,6 +64,7 @@ decays = [0.999]
 power = [0.05, 0.1]
 snapshots = 1
 """
+TUNED = TRAINED.partition("[checkpoint]")[0]
 LANGUAGE = """
 [model]
 name = "gpt"
@@ -300,6 +302,40 @@ def weights(folder):
     exports.converted(folder / "run", folder / "dit.safetensors")
     shutil.rmtree(folder / "run")
     shutil.rmtree(folder / "vae")
+
+
+def sit_weights(folder):
+    """Weights of SiT, as a file of its own and without the arguments of its script."""
+    vae = exports.save_vae(folder / "vae")
+    sizes = {"hidden": 8, "heads": 2, "layers": 1, "timestep_frequencies": "dit"}
+    exports.save_run(folder / "run", vae, "sit", **sizes)
+    exports.converted(folder / "run", folder / "sit.pt", format="sit")
+    exports.converted(folder / "run", folder / "sit.safetensors", format="sit")
+    tensors = torch.load(folder / "sit.pt", weights_only=True)
+    arguments = argparse.Namespace(path_type="Linear", prediction="velocity", num_classes=7)
+    torch.save({"ema": tensors.get("ema", tensors), "args": arguments}, folder / "args.pt")
+    shutil.rmtree(folder / "run")
+    shutil.rmtree(folder / "vae")
+
+
+def adapters(folder):
+    """A run, and a folder of peft with adapters for it."""
+    run(folder)
+    begun = f'[checkpoint]\ninit = "{folder / "run"}"\n[lora]\nrank = 2\n'
+    train(folder, TUNED + begun, "tuned")
+    exports.converted(folder / "tuned", folder / "peft", format="peft", as_is=True)
+    shutil.rmtree(folder / "tuned")
+
+
+def validated_run(folder):
+    """A run with a validation set."""
+    train(folder, TRAINED + "\n[validation]\nevery = 2\nsamples = 8\n")
+
+
+def listed_classes(folder):
+    """Pictures, and the names of their classes."""
+    pictures(folder)
+    (folder / "classes.txt").write_text("a\nb\n")
 
 
 def language_model(folder):

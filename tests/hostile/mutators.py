@@ -357,6 +357,79 @@ def any_zip(data, rng, member_mutator=any_bytes):
     return written.getvalue()
 
 
+def any_parquet(data, rng):
+    """A parquet file with another schema, or other bytes."""
+    import pyarrow
+    from pyarrow import parquet
+
+    if rng.random() < 0.15:
+        return any_bytes(data, rng)
+    table = parquet.read_table(io.BytesIO(data))
+    place = rng.randrange(table.num_columns)
+    name, column = table.column_names[place], table.column(place)
+    kind = rng.random()
+    if kind < 0.5:
+        column = other_column(column, rng)
+        table = table.set_column(place, name, column)
+    elif kind < 0.65:
+        new = rng.choice((*NAMES, *table.column_names)).replace("\ud83d", "?")
+        table = table.rename_columns([new if n == name else n for n in table.column_names])
+    elif kind < 0.7:
+        table = table.append_column(name, column)
+    elif kind < 0.75:
+        table = table.remove_column(place)
+    elif kind < 0.8:
+        table = table.slice(0, 0)
+    else:
+        features = {"info": {"features": {"label": {"names": ["x", "y"]}}}}
+        said = dumps(change_json(features, rng)).encode("utf-8", "replace")
+        table = table.replace_schema_metadata({b"huggingface": said})
+    options = {"store_schema": rng.random() < 0.7, "use_dictionary": rng.random() < 0.5}
+    written = io.BytesIO()
+    try:
+        parquet.write_table(table, written, row_group_size=rng.choice((1, 2, 100)), **options)
+    except (pyarrow.ArrowException, TypeError, ValueError):  # Not every type can be stored.
+        return any_bytes(data, rng)
+    return written.getvalue()
+
+
+def other_column(column, rng):
+    """A column of another type, or of other values."""
+    import datetime
+    import decimal
+
+    import pyarrow as pa
+
+    rows, depth = len(column), rng.choice((2, 30, 200))
+    nested = pa.array([1] * rows)
+    for _ in range(depth):
+        nested = pa.StructArray.from_arrays([nested], ["a"])
+    first = column[0].as_py()
+    values = rng.choice(
+        (
+            [None], [True], [0.5], [float("nan")], [1e30], [-1], [2**63 - 1], [b""], [b"\xff\xfe"],
+            ["x\x1b]0;owned\ay"], [""], ["9" * 400], [[first]], [[]], [{"a": first}],
+            [{"bytes": None, "path": "../../up.png"}], [{"bytes": "text", "path": 1}],
+            [{"path": "/etc/passwd"}], [decimal.Decimal("1.5")], [datetime.date(2020, 1, 1)],
+            [datetime.datetime(2020, 1, 1)], [datetime.timedelta(1)], [first, None], nested,
+        )
+    )  # fmt: skip
+    if isinstance(values, list):
+        values = pa.array([values[row % len(values)] for row in range(rows)])
+    kinds = (
+        lambda: values,
+        lambda: values,
+        lambda: pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), values[:1]),
+        lambda: pa.nulls(rows, pa.binary()),
+        lambda: pa.nulls(rows, pa.map_(pa.string(), pa.int64())),
+        lambda: pa.array([b"abcd"] * rows, pa.binary(4)),
+        lambda: pa.array([0.5] * rows, pa.float32()).cast(pa.float16()),
+        lambda: pa.array(["x"] * rows, pa.large_string()),
+        lambda: pa.array([2**64 - 1] * rows, pa.uint64()),
+    )
+    return rng.choice(kinds)()
+
+
 # ---- Arrays ----
 
 

@@ -60,7 +60,7 @@ class Packing:
         assert pack.resumed(plan, self.output, plan.digest(), verify) == {}
         for chunk in chunks:
             shard_job.pack_chunk(
-                plan, plan.digest(), self.output, chunk, shard_job.PixelBudget(), lambda *_: None
+                plan, plan.digest(), self.output, chunk, shard_job.DecodingBudget(), lambda *_: None
             )
         (self.output / "pack.json").write_text(json.dumps({"plan": plan.digest()}))
         return []

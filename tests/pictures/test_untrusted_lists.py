@@ -12,6 +12,7 @@ from refusals import refused
 from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError
 from titan_dit.data.tokenizing.chunks import read_chunks
+from titan_dit.pictures import parquet_table
 from titan_dit.pictures.open_input import open_input
 from titan_dit.pictures.picture_set import Asked
 
@@ -180,7 +181,8 @@ def test_a_file_of_a_picture_is_read_up_to_a_limit(tmp_path):
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "0.png"}')
     with (tmp_path / "0.png").open("wb") as file:
         file.truncate(30 * 10**9)  # It is sparse, and takes no room.
-    with pytest.raises(BadFileError, match=r"30,000,000,000 bytes, more than --max-file-bytes 268"):
+    said = r"^30,000,000,000 bytes, more than 268,435,456\. .* raise --max-file-bytes$"
+    with pytest.raises(BadFileError, match=said):
         open_input(tmp_path, Asked()).read(0)
 
 
@@ -230,6 +232,16 @@ def test_texts_of_parquet_are_bounded(table):
     assert "its texts unpack to more than 200 times its size" in said
 
 
+def test_a_row_group_is_bounded_by_its_file_and_a_variable_raises_that(table, monkeypatch):
+    monkeypatch.setattr(parquet_table, "SMALL_GROUP", 1000)
+    folder = table(image=[b"x" * 100_000])
+    said = said_of(folder)
+    assert "row group 0 holds 100,0" in said
+    assert said.endswith("row_group_size=1000. If it is no forgery, set TITAN_DIT_LIMITS=2.")
+    monkeypatch.setenv("TITAN_DIT_LIMITS", "2")
+    assert len(open_input(folder, Asked())) == 1
+
+
 def test_a_picture_that_rows_of_parquet_repeat_is_held_once(table):
     """As an array of its own for each row it would be two gigabytes."""
     import pyarrow
@@ -242,9 +254,22 @@ def test_a_picture_that_rows_of_parquet_repeat_is_held_once(table):
         assert pyarrow.default_memory_pool().bytes_allocated() - before < 10**8
 
 
-def test_columns_of_parquet_are_text_or_numbers(table):
+def twice(folder, name):
+    """A folder with a parquet file of two columns of one name."""
+    import pyarrow
+    from pyarrow import parquet
+
+    found = pyarrow.table({"image": [b"x"], "label": ["a"]})
+    found = found.append_column(name, found.column(name))
+    parquet.write_table(found, folder / "0.parquet")
+    return folder
+
+
+def test_columns_of_parquet_are_text_or_numbers(table, tmp_path):
     said = said_of(table(image=[b"x"], text=[["a", "b"]]))
     assert "column text is list<" in said
+    assert "0.parquet has several columns label. Keep" in said_of(twice(tmp_path, "label"))
+    assert "0.parquet has several columns image. Keep" in said_of(twice(tmp_path, "image"))
     assert "column label is bool, not" in said_of(table(image=[b"x"], label=[True]))
     assert "a text is not UTF-8" in said_of(table(image=[b"x"], text=[b"\xff"]))
     said = said_of(table("metadata.parquet", file_name=["a.png"], text=[{"en": "a"}]))

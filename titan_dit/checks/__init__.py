@@ -11,6 +11,7 @@ import torch
 from titan_dit.checks import (
     adapters,
     device,
+    folders,
     formats,
     layout,
     pipeline_order,
@@ -40,6 +41,7 @@ def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -
     config.objective.check_sampling(config.model, config.sampling)
     config.evaluation.check()
     config.objective.check_evaluation(config.model, config.sampling, config.evaluation)
+    folders.check_folders(config)
     if on is None:
         return
     rings = plan.sizes.cp > 1 and plan.parallel.cp_method == "ring"

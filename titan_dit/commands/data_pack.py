@@ -31,6 +31,7 @@ def main(options: Options) -> None:
         image_size=options.image_size,
         shard_size=options.shard_size,
         text=options.source,
+        max_pixels=options.max_pixels,
     )
     total = len(plan.listing.names)
     console.say(

@@ -17,7 +17,7 @@ from titan_dit.data.tokenizing import tokenizer as tokenizers
 from titan_dit.data.tokenizing.chunks import Chunk, Limits, check_inputs, read_chunks
 from titan_dit.data.tokenizing.encoder import Encoded, Recipe
 from titan_dit.data.tokenizing.pool import encode_all
-from titan_dit.data.tokenizing.texts import BadLine
+from titan_dit.data.tokenizing.texts import BadLine, advice_for
 from titan_dit.observe import console
 from titan_dit.system.files import write_whole
 from titan_dit.system.progress import ProgressLine, count
@@ -145,7 +145,7 @@ def write_all(
                 first = f"; the first is {totals.bad[0]}" if totals.bad else ""
                 raise UserError(
                     f"[{COMMAND}] no document found: {len(totals.bad):,} bad lines{first}. "
-                    "--json-keys names the keys of the text. Nothing was written."
+                    f"{advice_for(totals.bad)} Nothing was written."
                 )
     except OSError as error:
         raise UserError(

@@ -10,7 +10,7 @@ from titan_dit.commands.flags.data_train_tokenizer import COMMAND, Options
 from titan_dit.config.section import UserError
 from titan_dit.data.tokenizing import tokenizer as tokenizers
 from titan_dit.data.tokenizing.chunks import Chunk, Limits, check_inputs, read_chunks
-from titan_dit.data.tokenizing.texts import BadLine, texts_of
+from titan_dit.data.tokenizing.texts import BadLine, advice_for, texts_of
 from titan_dit.observe import console
 from titan_dit.system.files import write_whole
 from titan_dit.system.progress import ProgressLine, count
@@ -69,6 +69,5 @@ def read_texts(
     if not found:
         first = f"; the first is {bad[0]}" if bad else ""
         raise UserError(
-            f"[{COMMAND}] no text found: {len(bad):,} bad lines{first}. --json-keys names the keys "
-            "of the text."
+            f"[{COMMAND}] no text found: {len(bad):,} bad lines{first}. {advice_for(bad)}"
         )

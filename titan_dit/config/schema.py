@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from titan_dit.config.section import Bound, UserError, conform, show
+from titan_dit.config.section import Bound, UserError, conform_made, show
 
 COUNT = Annotated[int, Bound(least=0, below=2**62)]
 LARGEST = 32 << 20
@@ -160,7 +160,7 @@ def check_value(value: Any, where: str, deepest: int = DEEPEST) -> None:
 def check_plain(value: Any, hint: Any, where: str) -> None:
     """`check` for a type of a section's key; the message is short even if the value is long."""
     try:
-        conform(value, hint, where)
+        conform_made(value, hint, where)
     except RecursionError:
         raise UserError(f"{where} is nested too deep.") from None
     except UserError as error:

@@ -22,6 +22,14 @@ class UserError(ValueError):
     """An error that the user can fix. Printed once, by one rank, without a traceback."""
 
 
+class MisspelledError(UserError):
+    """A value of another type, with how to write it."""
+
+    def __init__(self, fault: str, advice: str = "") -> None:
+        super().__init__(fault + advice)
+        self.fault = fault
+
+
 @dataclass(frozen=True)
 class Bound:
     """Limits of a number, carried in the type: `Annotated[int, Bound(least=1)]`."""
@@ -116,6 +124,14 @@ SigmaRel = Annotated[float, Bound(least=0.001, most=0.28)]
 12 ** -0.5 = 0.2887 would be the plain mean of all steps."""
 
 
+def conform_made(value: object, hint: Any, where: str) -> Any:
+    """`conform`, of a file that a program wrote: without advice on how to write a value."""
+    try:
+        return conform(value, hint, where)
+    except MisspelledError as error:
+        raise UserError(error.fault) from None
+
+
 def conform(value: object, hint: Any, where: str) -> Any:
     """Check `value` against the type `hint`; a float takes a TOML int, a tuple a TOML array."""
     origin, args = get_origin(hint), get_args(hint)
@@ -190,7 +206,7 @@ def conform_scalar(value: object, kind: type, where: str) -> Any:
         return float(value)
     # type(), not isinstance: bool is a subclass of int, but `steps = true` is a mistake.
     if type(value) is not kind:
-        raise UserError(f"{where}={show(value)} must be {WORDS[kind]}.{plainly(value, kind)}")
+        raise MisspelledError(f"{where}={show(value)} must be {WORDS[kind]}.", plainly(value, kind))
     if isinstance(value, str) and (wrong := not_utf8(value)):
         raise UserError(f"{where}: {wrong}")
     return value

@@ -11,11 +11,13 @@ import io
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import tomli
 
+from titan_dit.config import limits
 from titan_dit.config.section import UserError
 
 MAX_BYTES = 64 << 20
@@ -40,13 +42,17 @@ def decode(data: bytes | bytearray) -> str:
 
 def read(file: Path, where: str, most: int = MAX_BYTES) -> str:
     """The text of a file, with the line ends as they are; `where` begins an error."""
+    most = limits.raised(most)
     try:
         with file.open("rb") as opened:
             data = opened.read(most + 1)
     except OSError as error:
         raise UserError(f"{where} cannot be read: {error.strerror}.") from None
     if len(data) > most:
-        raise UserError(f"{where} is larger than {most:,} bytes, the most that is read of it.")
+        raise UserError(
+            f"{where} is larger than {most:,} bytes, the most that is read of it. If that is no "
+            f"mistake, {limits.advice()}."
+        )
     try:
         return decode(data)
     except BadTextError as error:
@@ -139,6 +145,18 @@ def read_json(file: Path, where: str, most: int = MAX_BYTES) -> Any:
         return parse_json(text)
     except BadTextError as error:
         raise UserError(f"{where} is {error}.") from None
+
+
+def whole_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number and object of each line of a file that a run appends to; none if it is missing.
+
+    A line that a kill cut, or a failing disk spoiled, is skipped.
+    """
+    for number, line in enumerate(file.read_bytes().split(b"\n") if file.is_file() else [], 1):
+        with suppress(BadTextError):
+            found = parse_json(line)
+            if isinstance(found, dict):
+                yield number, found
 
 
 def read_csv(

@@ -20,11 +20,14 @@ from safetensors import SafetensorError
 from safetensors import torch as safetensors
 from torch import Tensor
 
+from titan_dit.config import limits
+
 LATENT_SUFFIXES = (".npy", ".pt", ".safetensors")
 NPY_MAGIC = b"\x93NUMPY"
 LABEL_LIMIT = 2**31
 MAX_LATENT_BYTES = 256 << 20
 """Bytes of a file of one latent or one picture."""
+NO_FILE = (-1, -1)
 DAMAGED = "not a readable {} file: damaged, or cut off"
 
 
@@ -76,18 +79,20 @@ def read_tensor(path: Path) -> Tensor:
 
 
 def stamp_of(file: Path) -> tuple[int, int]:
-    """Length and time of modification (ns) of a file; (-1, -1) if it is not there."""
+    """Length and time of modification (ns) of a file; NO_FILE if it is not there."""
     try:
         found = os.stat(file)  # noqa: PTH116 - a set may have millions.
     except OSError:
-        return -1, -1
+        return NO_FILE
     return found.st_size, found.st_mtime_ns
 
 
 def check_latent_size(size: int) -> None:
     """Raise BadFileError for a file that is no sample."""
-    if size > MAX_LATENT_BYTES:
-        raise BadFileError(f"{size:,} bytes, more than the {MAX_LATENT_BYTES:,} of one sample")
+    most = limits.raised(MAX_LATENT_BYTES)
+    if size > most:
+        fix = limits.fix(size, most).rstrip(".")
+        raise BadFileError(f"{size:,} bytes, more than the {most:,} of one sample. {fix}")
 
 
 def read_whole(path: Path, check_size: Callable[[int], None] = check_latent_size) -> bytearray:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan_dit.config import schema, user_text
-from titan_dit.config.section import Finite, PositiveInt, UserError, conform, show
+from titan_dit.config.section import Finite, PositiveInt, UserError, conform, conform_made, show
 from titan_dit.data.latent_facts import Units
 from titan_dit.system.files import write_whole
 
@@ -171,7 +171,10 @@ def conform_keys(values: Any, hints: dict[str, Any], where: str) -> dict[str, An
     units = UNITS if hints is MANIFEST_KEYS else ()
     if missing := [key for key in (*hints, *units) if key not in values and key not in OPTIONAL]:
         raise UserError(f"[data] {where}: {', '.join(missing)} missing.")
-    checked = {k: conform(values.get(k), hint, f"[data] {where}: {k}") for k, hint in hints.items()}
+    checked = {
+        key: conform_made(values.get(key), hint, f"[data] {where}: {key}")
+        for key, hint in hints.items()
+    }
     return values | checked
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int64, Shaped, UInt8
+from jaxtyping import Bool, Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from titan_dit.config.section import UserError
@@ -236,8 +236,8 @@ class Diffusion(Objective):
         seed: int,
         labels: Int64[Tensor, " n"],
         batches: Iterable[Int64[Tensor, " b"]],
-    ) -> Iterator[UInt8[Tensor, "b h w 3"]]:
-        """Draw pictures, decoded if they are latents."""
+    ) -> Iterator[tuple[UInt8[Tensor, "b h w 3"], Bool[Tensor, " b"]]]:
+        """Draw pictures, decoded if they are latents, and whether each sample is finite."""
         # Imported late: the benchmarks train on machines without Pillow.
         from titan_dit.pictures import grid
 
@@ -255,10 +255,11 @@ class Diffusion(Objective):
                     labels=labels[numbers],
                     numbers=numbers,
                 )
+                finite = samples.isfinite().flatten(1).all(1)
                 if vae is None:
-                    yield grid.to_pixels(samples, value_range)
+                    yield grid.to_pixels(samples, value_range), finite
                 else:
-                    yield vae.decode(samples).permute(0, 2, 3, 1)
+                    yield vae.decode(samples).permute(0, 2, 3, 1), finite
 
     def check_preview(self, sampling: SamplingConfig) -> None:
         """Load [sampling] vae; UserError if it did not make the data's latents."""

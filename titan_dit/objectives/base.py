@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import torch
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor, nn
 
 from titan_dit.config.section import Named, UserError, show
@@ -209,8 +209,11 @@ class Objective:
         seed: int,
         labels: Int64[Tensor, " n"],
         batches: Iterable[Int64[Tensor, " b"]],
-    ) -> Iterator[UInt8[Tensor, "b h w 3"]]:
-        """Draw the pictures of each batch of numbers, on its device; number i has `labels[i]`."""
+    ) -> Iterator[tuple[UInt8[Tensor, "b h w 3"], Bool[Tensor, " b"]]]:
+        """Draw the pictures of each batch of numbers, on its device; number i has `labels[i]`.
+
+        With each batch: which samples are finite, without NaN or infinity.
+        """
         raise NotImplementedError
 
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from titan_dit.config import user_text
 from titan_dit.config.section import UserError, show
 from titan_dit.observe.flops import Work
-from titan_dit.system.files import json_lines, write_whole
+from titan_dit.system.files import write_whole
 
 Row = dict[str, Any]
 CURVES = ("loss", "smooth_loss", "validation_loss")
@@ -88,12 +89,13 @@ def keep_rows(file: Path, resumed_step: int) -> list[Row]:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Read a metrics.jsonl, without damaged lines."""
+    """Read a metrics.jsonl, without damaged lines and those without a step."""
     numbers = (int, float, type(None))
     return [
         row
-        for row in json_lines(file, "step")
-        if all(isinstance(row.get(name), numbers) for name in CURVES)
+        for _, row in user_text.whole_lines(file)
+        if type(row.get("step")) is int
+        and all(isinstance(row.get(name), numbers) for name in CURVES)
     ]
 
 

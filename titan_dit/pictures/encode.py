@@ -27,7 +27,7 @@ from titan_dit.data.files import BadFileError
 from titan_dit.data.latents import STORED_DTYPES
 from titan_dit.data.manifest import MANIFEST, digest_of
 from titan_dit.data.packing import pack
-from titan_dit.data.packing.images import PixelBudget
+from titan_dit.data.packing.images import DecodingBudget
 from titan_dit.data.packing.shard_job import CONVERTED, ChunkRecord, write_chunk, writing
 from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.pictures.encode_plan import PICTURES, EncodePlan, Picture
@@ -122,7 +122,7 @@ def decoded(
     """Decode the pictures of all chunks in threads, some batches ahead."""
     pinned = vae.device.type == "cuda"
     waiting: deque[tuple[int, range, list[Reading]]] = deque()
-    budget = PixelBudget(plan.max_pixels, flag="--max-pixels")
+    budget = DecodingBudget(plan.max_pixels, flag="--max-pixels")
     with ThreadPoolExecutor(threads) as pool:
         try:
             for chunk in chunks:

@@ -17,7 +17,7 @@ from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError
 from titan_dit.data.latents import STORED_DTYPES
 from titan_dit.data.manifest import ENCODED_FORMAT
-from titan_dit.data.packing.images import MAX_PIXELS, PixelBudget, decode_image
+from titan_dit.data.packing.images import DecodingBudget, decode_image
 from titan_dit.data.packing.pack import SHARD_BYTES
 from titan_dit.data.packing.shard_job import ChunkRecord, Chunks
 from titan_dit.pictures.autoencoder import Autoencoder
@@ -62,8 +62,8 @@ class EncodePlan(Chunks):
     units: Literal["vae", "measured"]
     about: dict[str, Any]
     """Further keys of the manifest."""
-    max_pixels: int = MAX_PIXELS
-    """Of a picture that is read; the others are dropped."""
+    max_pixels: int | None = None
+    """Of a picture that is read; None: by the memory that its format takes."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -100,7 +100,7 @@ class EncodePlan(Chunks):
         sha.update(self.pictures.labels.numpy().tobytes())
         # Outputs of versions without these limits go on.
         for limit, default in (
-            (self.max_pixels, MAX_PIXELS),
+            (self.max_pixels, None),
             (self.pictures.max_file_bytes, Asked.max_file_bytes),
         ):
             if limit != default:
@@ -125,7 +125,7 @@ class EncodePlan(Chunks):
                     return False
         return sha.hexdigest() == record.extra.get(PICTURES)
 
-    def picture(self, row: int, budget: PixelBudget) -> Picture:
+    def picture(self, row: int, budget: DecodingBudget) -> Picture:
         """Decode and crop a picture. Raises BadFileError."""
         if int(self.pictures.labels[row]) < 0:
             raise BadFileError(UNLABELLED)
@@ -151,7 +151,7 @@ def make_plan(
     batch_size: int = 32,
     shard_size: int | None = None,
     text: str | None = None,
-    max_pixels: int = MAX_PIXELS,
+    max_pixels: int | None = None,
 ) -> EncodePlan:
     """Plan the shards. Raises UserError if the autoencoder cannot encode this size."""
     factor = vae.facts.factor

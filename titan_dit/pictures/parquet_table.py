@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from titan_dit.config import limits
 from titan_dit.config.section import UserError
 from titan_dit.config.user_text import BadTextError, decode
 from titan_dit.pictures.library import parquet
@@ -14,7 +15,11 @@ from titan_dit.pictures.picture_set import BYTES_PER_ROW, MAX_ROWS, Asked
 BATCH = 4096
 """Rows of texts and labels that are read at once."""
 MAX_GROUP_BYTES = 512 << 20
-"""Bytes of a row group's pictures, or texts, in memory."""
+"""Bytes of a row group in memory: on hubs up to 500 MB. Reading takes three times that."""
+SMALL_GROUP, GROUP_RATIO = 64 << 20, 20
+"""Bytes of a row group that any file may hold, and for each byte of a file."""
+READING = {"pre_buffer": False, "buffer_size": 1 << 20}
+"""Of ParquetFile: otherwise it also holds the packed bytes of all that it reads."""
 MAX_RATIO = 200
 """Bytes of all texts for a byte of the file."""
 
@@ -27,7 +32,7 @@ class ParquetTable:
         self.file, self.where, self.asked = file, where, asked
         self.library = parquet(where)
         try:
-            self.opened: Any = self.library.ParquetFile(file)
+            self.opened: Any = self.library.ParquetFile(file, **READING)
             self.schema: Any = self.opened.schema_arrow
         except Exception as error:  # pyarrow raises any exception on a damaged file.
             raise self.unreadable(error) from None
@@ -45,7 +50,7 @@ class ParquetTable:
 
     def check_rows(self, rows: int, size: int) -> None:
         """Raise UserError for more `rows` than files of `size` bytes may list."""
-        most = self.asked.max_rows or max(MAX_ROWS, size // BYTES_PER_ROW)
+        most = self.asked.max_rows or limits.raised(max(MAX_ROWS, size // BYTES_PER_ROW))
         if rows > most:
             raise UserError(
                 f"{self.where} lists {rows:,} rows in {size:,} bytes, more than {most:,}. "
@@ -58,11 +63,12 @@ class ParquetTable:
         if not columns:
             yield from ({} for _ in range(self.count))
             return
+        self.check_once(columns)
         texts = [name for name in columns if self.is_text(name)]
-        read, most = 0, 64 * 2**20 + MAX_RATIO * self.file.stat().st_size
+        read, most = 0, limits.raised(64 * 2**20 + MAX_RATIO * self.file.stat().st_size)
         try:
             # As a dictionary a text that a million rows repeat is there once.
-            opened = self.library.ParquetFile(self.file, read_dictionary=texts)
+            opened = self.library.ParquetFile(self.file, read_dictionary=texts, **READING)
             for group in range(opened.num_row_groups):
                 self.check_group(group)
             for batch in opened.iter_batches(BATCH, columns=columns):
@@ -76,13 +82,18 @@ class ParquetTable:
                     if read > most:
                         raise UserError(
                             f"{self.where}: its texts unpack to more than {MAX_RATIO} times its "
-                            "size. Correct it."
+                            f"size. Correct it, or {limits.advice()}."
                         )
                     yield values
         except UserError:
             raise
         except Exception as error:  # As above.
             raise self.unreadable(error) from None
+
+    def check_once(self, columns: Sequence[str]) -> None:
+        """Raise UserError for a column that the file has twice."""
+        if twice := [name for name in columns if self.names.count(name) > 1]:
+            raise UserError(f"{self.where} has several columns {twice[0]}. Keep one of them.")
 
     def leaves(self, column: str) -> list[str]:
         """Columns as parquet stores them: a struct is one for each of its fields."""
@@ -133,9 +144,11 @@ class ParquetTable:
         statistics of a column are damaged.
         """
         size: int = self.opened.metadata.row_group(group).total_byte_size
-        if not 0 <= size <= MAX_GROUP_BYTES:
+        of_file = max(SMALL_GROUP, GROUP_RATIO * self.file.stat().st_size)
+        most = limits.raised(min(MAX_GROUP_BYTES, of_file))
+        if not 0 <= size <= most:
             raise UserError(
-                f"{self.where}: row group {group} holds {size:,} bytes, more than "
-                f"{MAX_GROUP_BYTES:,}. Write it with smaller row groups: row_group_size=1000."
+                f"{self.where}: row group {group} holds {size:,} bytes, more than {most:,}. Write "
+                f"it with smaller row groups: row_group_size=1000. {limits.fix(size, most)}"
             )
         return size

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from titan_dit.config import limits
 from titan_dit.config.section import UserError
 from titan_dit.config.user_text import is_utf8
 from titan_dit.data.class_labels import few, missing_below
@@ -50,14 +51,25 @@ class Asked:
     max_rows: int | None = None
     """Rows of parquet files. None: MAX_ROWS, or one for BYTES_PER_ROW bytes of them."""
 
+    @classmethod
+    def to_score(cls, where: str) -> Asked:
+        """Pictures to score, whose limits the variable raises."""
+        return cls(
+            gaps=True,
+            where=where,
+            max_text_bytes=limits.raised(cls.max_text_bytes),
+            max_file_bytes=limits.raised(cls.max_file_bytes),
+        )
+
     def fix(self, flag: str) -> str:
         """What to do about something that is larger than the limit of a flag."""
-        return "Correct it." if self.gaps else f"Correct it, or raise {flag}."
+        return f"Correct it, or {limits.advice('' if self.gaps else flag)}."
 
     def check_size(self, size: int) -> None:
         """Raise BadFileError for a picture's file that is too large to be read."""
         if size > self.max_file_bytes:
-            raise BadFileError(f"{size:,} bytes, more than --max-file-bytes {self.max_file_bytes}")
+            fix = self.fix("--max-file-bytes").rstrip(".")
+            raise BadFileError(f"{size:,} bytes, more than {self.max_file_bytes:,}. {fix}")
 
 
 @dataclass(frozen=True)
@@ -227,7 +239,9 @@ def label_of(value: object, where: str) -> Label:
     if is_number(value) and len(str(value)) > MAX_DIGITS:
         raise UserError(f"{where}: the label is a number of {len(str(value))} digits. Correct it.")
     if isinstance(value, float):
-        return int(value) if value.is_integer() else str(value)
+        if not value.is_integer():
+            raise UserError(f"{where}: the label is {value}. Give a whole number or a name.")
+        return int(value)
     assert isinstance(value, int | str)
     return value
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError
-from titan_dit.data.files import BadFileError, read_whole, stamp_of
+from titan_dit.data.files import NO_FILE, BadFileError, read_whole, stamp_of
 from titan_dit.pictures.parquet_table import ParquetTable
 from titan_dit.pictures.picture_set import (
     Asked,
@@ -52,6 +52,9 @@ def open_metadata(root: Path, file: Path, asked: Asked) -> PictureSet:
         return bytes(read_whole(path, asked.check_size))
 
     def stamp(row: int) -> Stamp:
+        found = stamp_of(root / names[row])
+        if found != NO_FILE or names[row].isascii():
+            return found
         return stamp_of(found_file(root, names[row]) or root / names[row])
 
     numbers = numbers_if_decimal(chosen(labels, where))

@@ -18,7 +18,7 @@ from titan_dit.config.section import UserError
 from titan_dit.config.user_text import parse_json
 from titan_dit.data.class_labels import few
 from titan_dit.data.files import BadFileError, stamp_of
-from titan_dit.pictures.parquet_table import MAX_GROUP_BYTES, ParquetTable
+from titan_dit.pictures.parquet_table import MAX_GROUP_BYTES, READING, ParquetTable
 from titan_dit.pictures.picture_set import (
     Asked,
     Label,
@@ -107,6 +107,7 @@ def groups_of(table: ParquetTable) -> list[Group]:
             f"{table.where} has the columns {few(table.names)}, but none of {', '.join(IMAGES)} "
             "with pictures."
         )
+    table.check_once([image])
     about = table.opened.metadata
     return [
         Group(
@@ -147,7 +148,9 @@ class HeldGroups:
             if group.rows * group.bytes > MAX_GROUP_BYTES:
                 # Rows may repeat a picture, which is there once in a dictionary.
                 leaves = group.table.leaves(group.image)
-                opened = group.table.library.ParquetFile(group.table.file, read_dictionary=leaves)
+                opened = group.table.library.ParquetFile(
+                    group.table.file, read_dictionary=leaves, **READING
+                )
             return opened.read_row_group(group.number, columns=[group.image]).column(0)
         except Exception as error:  # pyarrow raises any exception on a damaged file.
             if isinstance(error, OSError) and error.errno:

@@ -5,7 +5,6 @@ The file is append-only. A step that was repeated after a resume has two lines; 
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -67,16 +66,11 @@ def drawn_for(
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """Parse a run's file, without damaged lines. Raises UserError for a line of wrong values."""
-    file = folder / FILE
-    return list(whole_lines(file, LINE)) if file.is_file() else []
+    return list(whole_lines(folder / FILE, LINE))
 
 
 def whole_lines(file: Path, keys: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the checked lines of a run's file; skip lines cut off by a kill or damaged on disk."""
-    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
-        found = None
-        with contextlib.suppress(user_text.BadTextError):
-            found = user_text.parse_json(line)
-        if isinstance(found, dict):
-            schema.check(found, keys, f"{file} line {number}:")
-            yield found
+    for number, found in user_text.whole_lines(file):
+        schema.check(found, keys, f"{file} line {number}:")
+        yield found

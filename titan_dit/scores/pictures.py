@@ -20,10 +20,11 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from titan_dit.config import limits
 from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError, read_whole
 from titan_dit.data.listing import Names
-from titan_dit.data.packing.images import PixelBudget, decode_image
+from titan_dit.data.packing.images import DecodingBudget, decode_image
 from titan_dit.data.recognise import IMAGE_SUFFIXES
 from titan_dit.pictures.open_input import open_listed
 from titan_dit.pictures.picture_set import Asked, PictureSet
@@ -37,8 +38,6 @@ UNPACKED, MAX_RATIO = 64 << 20, 50
 """Bytes that a compressed array may have, and for each byte of it; pictures have two or three."""
 OTHERS = (".gif", ".tif", ".tiff", ".heic", ".avif", ".jp2")
 """Suffixes of pictures that are not read."""
-LARGEST = 1 << 25
-"""Pixels of a picture that is not cropped: 5,792 x 5,792."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def of_folder(folder: Path, size: int | None, where: str) -> Pictures:
     Without a `size` all must have that of the first. `where` names the flag or key in errors.
     """
     found = listed(folder, where)
-    budget = None if size else PixelBudget(LARGEST)
+    budget = DecodingBudget()
 
     def read(rows: range) -> Tensor:
         shape = shape_of_first() if size is None else (3, size, size)
@@ -119,7 +118,7 @@ def listed(folder: Path, where: str) -> Listed:
 
     Classes may be missing, as among drawn pictures. Without a list they are the first folders.
     """
-    by_list = open_listed(folder, Asked(gaps=True, where=f"{where} "))
+    by_list = open_listed(folder, Asked.to_score(f"{where} "))
     if by_list is not None:
         return Listed(by_list.names, by_list.read, counts_of(by_list))
     names = Names(below(folder, where))
@@ -246,7 +245,7 @@ def array_of(path: Path, where: str, name: str = PICTURES) -> np.ndarray:
         check_text(array)
         return array
     except Exception as error:  # zipfile, zlib and numpy raise any exception on a damaged file.
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = " ".join(str(error).split())[:250] or type(error).__name__
         raise UserError(f"{where} {path}: {name} cannot be read ({reason}).") from None
 
 
@@ -257,9 +256,11 @@ def read_array(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> 
     with archive.open(entry) as file:
         shape, _, dtype, _ = header_of(file)
     size = math.prod(shape) * dtype.itemsize
-    if size > max(UNPACKED, MAX_RATIO * entry.compress_size):
+    most = limits.raised(max(UNPACKED, MAX_RATIO * entry.compress_size))
+    if size > most:
         raise ValueError(
-            f"{size:,} bytes from {entry.compress_size:,}; save it without compression: numpy.savez"
+            f"{size:,} bytes from {entry.compress_size:,}; save it without compression: "
+            f"numpy.savez. {limits.fix(size, most).rstrip('.')}"
         )
     with archive.open(entry) as file:
         whole: np.ndarray = np.lib.format.read_array(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from titan_dit.system.progress import ProgressLine
 METRICS = ("fid", "kid", "is", "prdc")
 BATCH = 64
 """Pictures in a pass of the feature network, whatever the number of ranks: the same bits."""
+PIXELS = 1 << 26
+"""Their pixels: of larger pictures than 1024 x 1024 fewer are in a pass."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ def describe(network: Features, chosen: Pictures, names: Sequence[str]) -> Descr
     Rank r takes the batches r, r + ranks, ... Only what the metrics `names` need is kept.
     """
     ranks = Ranks()
-    starts = range(0, chosen.count, BATCH)
+    size = rows_at_once(chosen)
+    starts = range(0, chosen.count, size)
     mine = starts[ranks.rank :: ranks.count]
     keeps_rows, keeps_logits = bool({"kid", "prdc"} & {*names}), "is" in names
     moments: list[Moments] = []
@@ -52,7 +56,7 @@ def describe(network: Features, chosen: Pictures, names: Sequence[str]) -> Descr
     progress = ProgressLine(len(mine), "batches", what=f"features of {chosen.about}")
     with progress:  # An error ends all ranks: the launcher stops those that wait below.
         for first in mine:
-            features, logits = network(chosen.read(range(first, min(first + BATCH, chosen.count))))
+            features, logits = network(chosen.read(range(first, min(first + size, chosen.count))))
             moments.append(Moments.of(features))
             if keeps_rows:
                 parts[f"features.{first:012d}"] = features
@@ -61,6 +65,12 @@ def describe(network: Features, chosen: Pictures, names: Sequence[str]) -> Descr
                 parts[f"logits.{first:012d}"] = logits.clone()
             progress.add(1)
     return joined(ranks, moments, parts)
+
+
+def rows_at_once(chosen: Pictures) -> int:
+    """Pictures of a pass."""
+    pixels = math.prod(chosen.read(range(1)).shape[1:3]) if chosen.count else 1
+    return max(1, min(BATCH, PIXELS // pixels))
 
 
 def joined(

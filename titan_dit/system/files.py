@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 PARTIAL = ".partial"
 """Suffix of temporary files."""
@@ -54,21 +52,6 @@ def write_whole(file: Path, data: bytes) -> None:
     """Write a file atomically and durably."""
     with replacing(file) as aside:
         aside.write_bytes(data)
-
-
-def json_lines(file: Path, *needed: str) -> list[dict[str, Any]]:
-    """Read a run's file of JSON objects, a line each; [] if it is missing.
-
-    A line that a kill cut off, or that is damaged on disk, is skipped; so is one whose `needed`
-    keys are not whole numbers.
-    """
-    found = []
-    for line in file.read_bytes().split(b"\n") if file.is_file() else []:
-        with suppress(ValueError, RecursionError):
-            entry = json.loads(line.decode())
-            if isinstance(entry, dict) and all(type(entry.get(key)) is int for key in needed):
-                found.append(entry)
-    return found
 
 
 def reason_of(error: Exception) -> str:

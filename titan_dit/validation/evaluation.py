@@ -44,7 +44,10 @@ class Evaluation:
         share: DataShare,
         alive: Callable[[], None],
     ) -> dict[str, float]:
-        """Draw the pictures, split over the data ranks, and score them. Collective."""
+        """Draw the pictures, split over the data ranks, and score them. Collective.
+
+        There are no scores if samples are NaN or infinite, which is said with their number.
+        """
         num, ranks = self.config.num, Ranks()
         labels = objective.picture_labels(num, self.classes).to(share.device)
         found: dict[str, list[Tensor]] = {"features": [], "logits": []}
@@ -53,7 +56,9 @@ class Evaluation:
         # Numbers from `num` on are padding, so that all ranks draw as many; it is cut off below.
         batches = [(first + rows).clamp(max=num - 1) for first in firsts]
         pictures = objective.pictures(forward, sampling, seed, labels, batches)
-        for first, batch in zip(firsts, pictures, strict=True):
+        lost = 0
+        for first, (batch, finite) in zip(firsts, pictures, strict=True):
+            lost += int((share.gather(finite.float())[: num - first] == 0).sum())
             drawn = self.network(batch)
             for name, part in zip(found, drawn, strict=True):
                 if part is not None:
@@ -64,6 +69,9 @@ class Evaluation:
 
         def scored() -> dict[str, float]:
             assert self.real is not None
+            if lost:
+                console.say(f"{WHERE} {lost} of {num} samples are NaN or infinite: no scores")
+                return {}
             whole = {name: torch.cat(parts) for name, parts in found.items() if parts}
             described = score.described(whole["features"], whole.get("logits"))
             names = self.config.metrics

@@ -53,8 +53,8 @@ class Options(Section):
     """Pictures per shard. Default: 128 MiB, or less if that is below 64 shards."""
     workers: Workers | None = None
     """Threads of a rank that decode pictures. Default: up to 16, by cores. Bytes are the same."""
-    max_pixels: PositiveInt = 178_956_970
-    """Pixels of a picture, and of those that a rank decodes at once. Larger ones are dropped."""
+    max_pixels: PositiveInt | None = None
+    """Pixels of a picture. Larger ones are dropped. Default: those that 512 MiB decode."""
     max_file_bytes: PositiveInt = 256 << 20
     """Bytes of a picture's file. Larger ones are dropped."""
     max_text_bytes: PositiveInt = 1 << 20

@@ -43,6 +43,8 @@ class Options(Section):
     """Text file of the class folder names in label order, one per line."""
     image_size: Few | None = None
     """Resize and center-crop images to squares of this many pixels, like ADM and DiT."""
+    max_pixels: PositiveInt | None = None
+    """Pixels of a picture. Larger ones are dropped. Default: those that 512 MiB decode."""
     verify: bool = False
     """Compare the contents of files that were packed before, not only length and time of
     modification."""

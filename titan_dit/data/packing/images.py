@@ -17,23 +17,40 @@ from jaxtyping import UInt8
 from PIL import Image
 from torch import Tensor
 
+from titan_dit.config import limits
+from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError, read_whole
 from titan_dit.data.packing import colours
 
 MAX_PIXELS = 178_956_970
-"""Pixels of a picture that is read, and of all pictures that are decoded at once. Pillow's own."""
+"""Pixels of a picture that is read. Pillow's own."""
+MAX_BYTES = 512 << 20
+"""Memory of decoding one picture: its pixels are limited by what its format and mode take."""
+AT_ONCE = 896 << 20
+"""Memory of all pictures that are decoded at once."""
 UNIT = 1 << 20
-"""Pixels of a step of a PixelBudget."""
-LARGE = 1 << 24
-"""Pixels of a picture whose memory is given back at once."""
+"""Bytes of a step of a DecodingBudget."""
+LARGE = 64 << 20
+"""Memory of a picture that is given back at once."""
 REDUCED = 1 << 26
 """Pixels above which a JPEG is reduced while it is decoded, which changes last bits."""
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
 JPEGS = ("JPEG", "MPO")
 GREYS = ("1", "L", "LA")
 FULL_SIZE = "full_size"
-BAND = 256
-"""Rows of a transparent picture that are composited at once."""
+BAND = 1 << 18
+"""Pixels of a transparent picture that are composited at once."""
+BYTE_MODES = ("1", "L", "P")
+"""Modes of one byte for each pixel; Pillow keeps all others in four."""
+DECODERS = {
+    **{"WEBP": 13, "AVIF": 16, "TIFF": 8, "PPM": 8},
+    **{"GIF": 4, "BMP": 4, "DIB": 4},
+}
+"""Bytes for each pixel that a decoder holds beside the image, as measured with Pillow 12."""
+JPEG2000 = 6
+"""The same for each channel."""
+HALVED, WHOLE = 1.75, 18
+"""Memory of a cropped picture for that before; bytes for each pixel of one that is scored whole."""
 THINNEST = 100
 """Ratio of sides up to which a picture is cropped: before the crop its shorter side is resized."""
 ORIENTATION = 0x0112
@@ -50,30 +67,38 @@ TURNS = {
 """What makes a picture upright, by its orientation; 1 is upright."""
 
 
-class PixelBudget:
-    """Pixels that are decoded at once, by threads or by processes: a large picture waits.
+class DecodingBudget:
+    """Memory of pictures that are decoded at once, by threads or by processes: a large one waits.
 
     `context` makes the locks: threading or multiprocessing. A picture of more than `max_pixels` is
-    refused; `flag` sets them.
+    refused, by default one whose decoding takes more than MAX_BYTES. `flag` sets `max_pixels`.
     """
 
     def __init__(
-        self, max_pixels: int = MAX_PIXELS, context: Any = threading, flag: str = ""
+        self, max_pixels: int | None = None, context: Any = threading, flag: str = ""
     ) -> None:
         self.max_pixels, self.flag = max_pixels, flag
-        self.num_units = -(-max_pixels // UNIT)
+        self.num_units = AT_ONCE // UNIT
         self.turn, self.free = context.Lock(), context.Semaphore(self.num_units)
 
-    def check(self, image: Image.Image) -> None:
-        """Raise BadFileError for a picture that is too large."""
-        if image.width * image.height > self.max_pixels:
-            limit = f"{self.flag} {self.max_pixels}" if self.flag else f"{self.max_pixels:,}"
-            raise BadFileError(f"{image.width} x {image.height} pixels, more than {limit}")
+    def check(self, image: Image.Image, cost: int) -> None:
+        """Raise BadFileError for a picture that is too large; `cost`: of `memory_of`."""
+        width, height = image.info.get(FULL_SIZE, image.size)
+        pixels = width * height
+        most = self.max_pixels or min(
+            limits.raised(MAX_PIXELS), pixels * limits.raised(MAX_BYTES) // cost
+        )
+        if pixels > most:
+            fix = f"Raise {self.flag}" if self.flag else limits.fix(pixels, most).rstrip(".")
+            raise BadFileError(
+                f"{width} x {height} pixels, more than {most:,} of {image.format} in {image.mode}. "
+                f"{fix}"
+            )
 
     @contextmanager
-    def taken(self, pixels: int) -> Iterator[None]:
-        """Wait until so many pixels may be decoded."""
-        units = min(self.num_units, -(-pixels // UNIT))
+    def taken(self, cost: int) -> Iterator[None]:
+        """Wait until so many bytes may be used."""
+        units = min(self.num_units, -(-cost // UNIT))
         with self.turn:  # One at a time, or two that wait for the rest would block each other.
             for _ in range(units):
                 self.free.acquire()
@@ -93,29 +118,31 @@ class Decoded(NamedTuple):
 
 
 def read_image(
-    path: Path, size: int | None = None, shape: tuple[int, ...] | None = None
+    path: Path,
+    size: int | None = None,
+    shape: tuple[int, ...] | None = None,
+    budget: DecodingBudget | None = None,
 ) -> UInt8[Tensor, "c h w"]:
     """Read an image file: one channel if grey, else RGB; transparency on white, upright, sRGB.
 
     `size` crops to a square, see `center_crop`. If `shape` has three channels, grey becomes RGB.
     Raises BadFileError for any other difference from `shape`, and if it is too thin to be cropped.
     """
-    return decode_image(read_whole(path), size, shape).pixels
+    return decode_image(read_whole(path), size, shape, budget).pixels
 
 
 def decode_image(
     data: bytes | bytearray,
     size: int | None = None,
     shape: tuple[int, ...] | None = None,
-    budget: PixelBudget | None = None,
+    budget: DecodingBudget | None = None,
 ) -> Decoded:
     """Decode the bytes of an image file, see `read_image`."""
-    budget = budget or PixelBudget()
+    budget = budget or DecodingBudget()
     # Pillow's own limit warns on the screen, below ours.
     Image.MAX_IMAGE_PIXELS = None
     try:
         with Image.open(io.BytesIO(data), formats=known_formats()) as image:
-            budget.check(image)
             if size is None and shape is not None and sorted(image.size) != sorted(shape[1:]):
                 found = [shape[0], image.height, image.width]
                 raise BadFileError(f"shape {found}, not {list(shape)} like the other files")
@@ -125,14 +152,16 @@ def decode_image(
                 raise BadFileError(
                     f"{image.width} x {image.height} pixels: too thin to be cropped to a square"
                 )
+            has_coefficients = image.format in JPEGS and not is_one_scan(image, data)
             reduce_jpeg(image, size)
-            cost = cost_of(image)
+            cost = memory_of(image, size, has_coefficients) + len(data)
+            budget.check(image, cost)
             with budget.taken(cost):
                 pixels, is_converted = flat(image, size, shape)
                 image.close()
                 if cost > LARGE:
                     give_back_memory()
-    except BadFileError:
+    except (BadFileError, UserError):
         raise
     except Exception as error:  # Pillow raises any exception on a damaged file.
         raise BadFileError("not a readable image: damaged, or cut off") from error
@@ -148,18 +177,27 @@ def flat(
     """Upright pixels, cropped, in sRGB; True if they were in another space."""
     profile = image.info.get("icc_profile") or b""
     to_srgb = colours.transform_of(profile, colours.space_of(image.mode)) if profile else None
+    turn = turn_of(image)
     # Grey becomes RGB after the crop, in a third of the memory.
     mode = "L" if image.mode in GREYS else "RGB"
-    if to_srgb is not None and image.mode == "CMYK":
-        picture = upright(colours.apply(to_srgb, image), image)
+    is_cmyk = image.mode == "CMYK"
+    if to_srgb is not None and is_cmyk:
+        picture = colours.apply(to_srgb, image)
     else:
-        picture = upright(on_white(image, mode), image)
+        picture = on_white(image, mode)
+    if picture is not image:
+        image.close()
+    if turn is not None:
+        file, picture = picture, picture.transpose(turn)
+        file.close()
     if size is not None:
         picture = center_crop(picture, size)
-    if to_srgb is not None and image.mode != "CMYK":
+    if to_srgb is not None and not is_cmyk:
         picture = colours.apply(to_srgb, picture).convert(mode)
     is_grey = mode == "L" and (shape is None or shape[0] == 1)
-    return np.array(picture if is_grey else picture.convert("RGB")), to_srgb is not None
+    if not is_grey and picture.mode != "RGB":
+        picture = picture.convert("RGB")
+    return np.array(picture), to_srgb is not None
 
 
 def give_back_memory() -> None:
@@ -185,15 +223,47 @@ def reduce_jpeg(image: Image.Image, size: int | None) -> None:
         image.draft(image.mode, (image.width // factor, image.height // factor))
 
 
-def cost_of(image: Image.Image) -> int:
-    """Pixels that are held while a picture is decoded."""
-    if image.info.get("progressive"):
-        # The coefficients of the whole picture, whatever size is decoded.
-        width, height = image.info.get(FULL_SIZE, image.size)
-        return int(width * height)
-    # The library of WebP decodes into two pictures of its own, of which Pillow takes a copy.
-    copies = 4 if image.format == "WEBP" else 2 if image.has_transparency_data else 1
-    return image.width * image.height * copies
+def memory_of(image: Image.Image, size: int | None, has_coefficients: bool) -> int:
+    """Bytes that a picture takes while it is decoded, converted, turned and cropped to `size`."""
+    pixels = image.width * image.height
+    stored = 1 if image.mode in BYTE_MODES else 4
+    target = 1 if image.mode in GREYS else 4
+    decoder = DECODERS.get(image.format or "", 0) * pixels
+    if image.format == "JPEG2000":
+        decoder = JPEG2000 * len(image.getbands()) * pixels
+    if has_coefficients:
+        decoder = 2 * samples_of(image)
+    is_kept = image.mode in ("L", "RGB") and not image.has_transparency_data
+    return max(
+        stored * pixels + decoder,
+        0 if is_kept else (stored + target) * pixels,
+        2 * target * pixels if may_turn(image) else 0,
+        WHOLE * pixels if size is None else int(HALVED * target * pixels),
+    )
+
+
+def may_turn(image: Image.Image) -> bool:
+    """True unless a picture is upright: a PNG may say so behind its pixels."""
+    return image.format == "PNG" or turn_of(image) is not None
+
+
+def is_one_scan(image: Image.Image, data: bytes | bytearray) -> bool:
+    """True for a JPEG whose first scan has all channels; of others all coefficients are held.
+
+    That scan's header is what Pillow has read last.
+    """
+    count, end = len(image.getbands()), image.fp.tell()  # type: ignore[attr-defined]
+    header = b"\xff\xda" + (6 + 2 * count).to_bytes(2, "big") + bytes([count])
+    begin = end - 8 - 2 * count
+    return not image.info.get("progressive") and data[begin : begin + 5] == header
+
+
+def samples_of(image: Image.Image) -> int:
+    """Coefficients of a JPEG of its full size, whatever size is decoded."""
+    width, height = image.info.get(FULL_SIZE, image.size)
+    layers = [across * down for _, across, down, _ in getattr(image, "layer", ())]
+    each = sum(layers) / max(layers) if layers and min(layers) else len(image.getbands())
+    return int(width * height * each)
 
 
 def on_white(image: Image.Image, mode: str) -> Image.Image:
@@ -202,20 +272,20 @@ def on_white(image: Image.Image, mode: str) -> Image.Image:
     if not image.has_transparency_data:
         return image if image.mode == mode else image.convert(mode)
     flat = Image.new(mode, image.size)
-    for top in range(0, image.height, BAND):  # Of a large one each copy is half a gigabyte.
-        box = (0, top, image.width, min(image.height, top + BAND))
+    rows = max(1, BAND // image.width)
+    for top in range(0, image.height, rows):  # Of a large one each copy is half a gigabyte.
+        box = (0, top, image.width, min(image.height, top + rows))
         layer = image.crop(box).convert("RGBA")
         white = Image.new("RGBA", layer.size, "white")
         flat.paste(Image.alpha_composite(white, layer).convert("RGB").convert(mode), box)
     return flat
 
 
-def upright(picture: Image.Image, file: Image.Image) -> Image.Image:
-    """Turn the picture of a file as the file's EXIF says, which every viewer of pictures does."""
-    turn = None
+def turn_of(image: Image.Image) -> Image.Transpose | None:
+    """What makes the picture of a file upright, as its EXIF says, which every viewer follows."""
     with suppress(Exception):  # Pillow raises any exception on damaged EXIF.
-        turn = TURNS.get(file.getexif().get(ORIENTATION, 1))
-    return picture if turn is None else picture.transpose(turn)
+        return TURNS.get(image.getexif().get(ORIENTATION, 1))
+    return None
 
 
 def center_crop(image: Image.Image, size: int) -> Image.Image:

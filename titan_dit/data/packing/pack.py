@@ -36,9 +36,10 @@ from titan_dit.data.manifest import (
 )
 from titan_dit.data.packing import sources
 from titan_dit.data.packing.claim import claimed
-from titan_dit.data.packing.images import read_image
+from titan_dit.data.packing.images import DecodingBudget, read_image
 from titan_dit.data.packing.shard_job import (
     CONVERTED,
+    MAX_PIXELS_FLAG,
     ChunkRecord,
     PackPlan,
     ShardPlan,
@@ -67,6 +68,7 @@ def make_plan(
     image_size: int | None = None,
     shard_size: int | None = None,
     text: str | None = None,
+    max_pixels: int | None = None,
 ) -> PackPlan:
     """List a folder and plan its shards."""
     listing, stated = list_folder(source, num_classes, classes), read_folder_manifest(source)
@@ -78,7 +80,7 @@ def make_plan(
             f"[data pack] image_size={image_size}: {source} holds latents, not images. Omit it."
         )
     dtype = "uint8" if pictures else dtype or "float16"
-    shape = shape_of_most(listing, image_size)
+    shape = shape_of_most(listing, image_size, max_pixels)
     about = {
         "source": text or stated["source"] or f"packed from {source.resolve().name}",
         "num_classes": listing.num_classes,
@@ -90,19 +92,29 @@ def make_plan(
     bytes_each = math.prod(shape) * STORED_DTYPES[dtype].itemsize
     size = shard_size or max(1, SHARD_BYTES // bytes_each)
     return PackPlan(
-        listing, output.resolve().name, shape, dtype, image_size, about, shard_size=size
+        listing,
+        output.resolve().name,
+        shape,
+        dtype,
+        image_size,
+        about,
+        max_pixels,
+        shard_size=size,
     )
 
 
-def shape_of_most(listing: Listing, image_size: int | None, num: int = 64) -> tuple[int, int, int]:
+def shape_of_most(
+    listing: Listing, image_size: int | None, max_pixels: int | None, num: int = 64
+) -> tuple[int, int, int]:
     """Return the most frequent shape of up to `num` evenly spaced files."""
     num = min(num, len(listing.names))
     shapes: Counter[tuple[int, int, int]] = Counter()
     first_error = ""
+    budget = DecodingBudget(max_pixels, flag=MAX_PIXELS_FLAG)
     for row in (i * len(listing.names) // num for i in range(num)):
         path = listing.root / listing.names[row]
         try:
-            c, h, w = read_sample(listing, path, image_size).shape
+            c, h, w = read_sample(listing, path, image_size, budget).shape
             shapes[c, h, w] += 1
         except BadFileError as error:
             first_error = first_error or f"{path}: {error}"
@@ -125,9 +137,13 @@ def shape_of_most(listing: Listing, image_size: int | None, num: int = 64) -> tu
     return shapes.most_common(1)[0][0]
 
 
-def read_sample(listing: Listing, path: Path, image_size: int | None) -> Shaped[Tensor, "c h w"]:
+def read_sample(
+    listing: Listing, path: Path, image_size: int | None, budget: DecodingBudget
+) -> Shaped[Tensor, "c h w"]:
     """Read a file of the listing, of any shape."""
-    return read_image(path, image_size) if listing.kind == "images" else read_latent(path)
+    if listing.kind == "images":
+        return read_image(path, image_size, budget=budget)
+    return read_latent(path)
 
 
 def pack(

@@ -31,10 +31,11 @@ from titan_dit.data.files import BadFileError, read_latent, read_whole, stamp_of
 from titan_dit.data.latents import STORED_DTYPES
 from titan_dit.data.listing import Listing
 from titan_dit.data.manifest import FORMAT, write_json
-from titan_dit.data.packing.images import PixelBudget, decode_image
+from titan_dit.data.packing.images import DecodingBudget, decode_image
 from titan_dit.launcher.disk_errors import line_of
 from titan_dit.system.files import write_whole
 
+MAX_PIXELS_FLAG = "--max-pixels"
 CONVERTED = "to_srgb"
 """Of a record: pictures whose colours were converted."""
 
@@ -139,6 +140,8 @@ class PackPlan(Chunks):
     image_size: int | None
     about: dict[str, Any]
     """Further manifest keys: source, num_classes, classes, scale, shift, value_range."""
+    max_pixels: int | None = None
+    """Of a picture that is read; None: by the memory that its format takes."""
 
     @property
     def root(self) -> Path:
@@ -162,7 +165,13 @@ class PackPlan(Chunks):
         sha = hashlib.sha256(json.dumps([*parts, self.about], sort_keys=True).encode())
         sha.update(listing.names.ends.tobytes() + listing.names.block)
         sha.update(listing.labels.numpy().tobytes())
+        if self.max_pixels is not None:  # Outputs of versions without the flag go on.
+            sha.update(f" {self.max_pixels}".encode())
         return sha.hexdigest()
+
+    def budget(self, context: Any = threading) -> DecodingBudget:
+        """What limits its pictures; `context` makes the locks."""
+        return DecodingBudget(self.max_pixels, context, MAX_PIXELS_FLAG)
 
     def stamp(self, row: int) -> tuple[int, int]:
         """Length and time of modification of a listed file."""
@@ -170,14 +179,14 @@ class PackPlan(Chunks):
 
     def has_made(self, record: ChunkRecord, chunk: int) -> bool:
         """True if packing the chunk again gives the same bytes."""
-        kept, latents, dropped, _ = self.read_chunk(chunk, PixelBudget(), lambda *_: None)
+        kept, latents, dropped, _ = self.read_chunk(chunk, self.budget(), lambda *_: None)
         same = not kept and not record.file
         if kept:
             same = hashlib.sha256(shard_of(self, kept, latents)).hexdigest() == record.sha256
         return same and dropped == record.dropped
 
     def read_chunk(
-        self, chunk: int, budget: PixelBudget, report: Callable[[int, int], None]
+        self, chunk: int, budget: DecodingBudget, report: Callable[[int, int], None]
     ) -> tuple[list[int], Shaped[Tensor, "n c h w"], list[tuple[int, str]], int]:
         """The rows of a chunk that can be read, their samples, the other rows with the reason.
 
@@ -200,7 +209,7 @@ class PackPlan(Chunks):
             report(1, 0)
         return kept, latents[: len(kept)], dropped, num_converted
 
-    def read(self, row: int, budget: PixelBudget) -> tuple[Shaped[Tensor, "c h w"], bool]:
+    def read(self, row: int, budget: DecodingBudget) -> tuple[Shaped[Tensor, "c h w"], bool]:
         """Read one sample in the shards' dtype; raises BadFileError.
 
         With True if it is a picture whose colours were of another space than sRGB.
@@ -235,7 +244,7 @@ def pack_chunk(
     digest: str,
     output: Path,
     chunk: int,
-    budget: PixelBudget,
+    budget: DecodingBudget,
     report: Callable[[int, int], None],
 ) -> None:
     """Read a chunk; write its shard and record; `report` gets increments of (done, dropped)."""
@@ -309,7 +318,7 @@ def work(
     plan: PackPlan,
     output: Path,
     chunks: list[int],
-    budget: PixelBudget,
+    budget: DecodingBudget,
     counts: Any,
     place: int,
     errors: Connection,

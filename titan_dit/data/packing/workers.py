@@ -13,7 +13,6 @@ from pathlib import Path
 
 from titan_dit.config.section import UserError
 from titan_dit.data.packing import shard_job
-from titan_dit.data.packing.images import PixelBudget
 from titan_dit.data.packing.shard_job import PackPlan, pack_chunk
 from titan_dit.launcher.disk_errors import line_of
 
@@ -32,7 +31,7 @@ def pack_here(plan: PackPlan, output: Path, todo: list[int], progress: Progress)
 
     try:
         for chunk in todo:
-            pack_chunk(plan, digest, output, chunk, PixelBudget(), report)
+            pack_chunk(plan, digest, output, chunk, plan.budget(), report)
     except OSError as error:
         raise UserError(line_of(error, "[data pack]")) from None
 
@@ -44,7 +43,7 @@ def run_workers(
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork.
     shared = context.RawArray("q", 2 * workers)
     pipes = [context.Pipe(duplex=False) for _ in range(workers)]
-    budget = PixelBudget(context=context)
+    budget = plan.budget(context)
     processes = [
         context.Process(
             target=shard_job.work,

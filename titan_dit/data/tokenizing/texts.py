@@ -23,6 +23,12 @@ class BadLine:
         return f"{self.file}:{self.line}: {self.reason}"
 
 
+def advice_for(bad: Sequence[BadLine]) -> str:
+    """What to do if there are no texts: only JSON lines have keys."""
+    of_keys = any("no key" in line.reason or "is no text" in line.reason for line in bad)
+    return "--json-keys names the keys of the text." if of_keys else "Correct the files."
+
+
 def texts_of(chunk: Chunk, keys: Sequence[str]) -> Iterator[tuple[str, ...] | BadLine]:
     """Yield each document's texts, one per key; a .txt file has one text."""
     is_text = chunk.kind == "txt"

@@ -1,0 +1,39 @@
+"""[evaluation]: samples that are no numbers are not scored."""
+
+import torch
+
+from titan_dit.config.training import EvaluationConfig, SamplingConfig
+from titan_dit.objectives.base import DataShare, Objective
+from titan_dit.scores.features import Features
+from titan_dit.scores.score import described
+from titan_dit.validation import evaluation
+
+
+class Drawing(Objective):
+    """An objective whose sample `lost` is NaN."""
+
+    def __init__(self, lost=None):
+        self.lost = lost
+
+    def picture_labels(self, num, like):
+        return torch.zeros(num, dtype=torch.int64)
+
+    def pictures(self, forward, sampling, seed, labels, batches):
+        for numbers in batches:
+            pixels = torch.randint(0, 256, (len(numbers), 2, 2, 3), dtype=torch.uint8)
+            yield pixels, numbers != (-1 if self.lost is None else self.lost)
+
+
+def scores(objective):
+    config = EvaluationConfig(every=1, reference="x", num=70, metrics=("fid",))
+    network = Features("own", "0", lambda pictures: (pictures.flatten(1).float(), None))
+    real = described(torch.rand(70, 12), None)
+    chosen = evaluation.Evaluation(config, network, real, {})
+    share = DataShare(torch.device("cpu"))
+    return chosen.scores(objective, lambda *_: None, SamplingConfig(), 0, share, lambda: None)
+
+
+def test_samples_that_are_not_finite_are_counted_and_not_scored(capsys):
+    assert len(scores(Drawing())) == 1
+    assert scores(Drawing(lost=69)) == {}
+    assert "1 of 70 samples are NaN or infinite: no scores" in capsys.readouterr().out

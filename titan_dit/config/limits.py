@@ -1,0 +1,34 @@
+"""Limits of what readers of data accept, and the variable that raises those without a flag."""
+
+from __future__ import annotations
+
+import os
+
+from titan_dit.config.section import UserError
+
+VARIABLE = "TITAN_DIT_LIMITS"
+MOST = 10_000
+
+
+def raised(limit: int) -> int:
+    """A limit, times TITAN_DIT_LIMITS. Raises UserError for a value that is no such number."""
+    text = os.environ.get(VARIABLE, "1")
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= MOST):
+        raise UserError(
+            f"{VARIABLE}={text}: limits of data are raised by a whole number from 1 to {MOST:,}. "
+            "Unset it, or set 2."
+        )
+    return limit * int(text)
+
+
+def advice(flag: str = "") -> str:
+    """How to raise a limit: by its flag, or by the variable."""
+    return f"raise {flag}" if flag else f"set {VARIABLE}={raised(1) * 2}"
+
+
+def fix(found: int, limit: int) -> str:
+    """What to do about data of size `found` above `limit`, which is `raised`."""
+    factor = -(-found * raised(1) // max(1, limit))
+    if factor > MOST:
+        return "Correct it."
+    return f"If it is no forgery, set {VARIABLE}={factor}."
