@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from titan_dit.config.section import UserError
-from titan_dit.scores import metrics, score
+from titan_dit.scores import metrics, pictures, score
 from titan_dit.scores.moments import Moments, merge
 
 COUNT, WIDTH = 1200, 48
@@ -116,3 +116,10 @@ def test_equal_subsets_have_no_spread():
     assert score.score(*given, ["kid"], "inception").keys() == {"kid", "kid_pictures"}
     more = described(torch.cat([rows, rows[:1]]))
     assert "kid_std" in score.score(given[0], more, ["kid"], "inception")
+
+
+@pytest.mark.parametrize(("side", "most"), [(256, 64), (512, 64), (1024, 16), (5000, 1)])
+def test_large_pictures_are_scored_fewer_at_once(side, most):
+    pixels = torch.zeros(1, 1, 1, 3, dtype=torch.uint8).expand(1, side, side, 3)
+    chosen = pictures.Pictures(100, lambda rows: pixels, lambda: "", "")
+    assert score.rows_at_once(chosen) == most

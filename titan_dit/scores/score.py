@@ -23,8 +23,8 @@ from titan_dit.system.progress import ProgressLine
 METRICS = ("fid", "kid", "is", "prdc")
 BATCH = 64
 """Pictures in a pass of the feature network, whatever the number of ranks: the same bits."""
-PIXELS = 1 << 26
-"""Their pixels: of larger pictures than 1024 x 1024 fewer are in a pass."""
+PIXELS = 1 << 24
+"""Their pixels: of larger pictures than 512 x 512 fewer are in a pass."""
 
 
 @dataclass(frozen=True)
