@@ -6,8 +6,8 @@ number i has the address 10.77.i.2 on eth0. A namespace between them routes, and
 says. No address of a host can be reached from outside, and none outside from a host.
 
 The namespaces are unnamed: they live as long as their first processes, which the kernel kills with
-this one (PR_SET_PDEATHSIG). So nothing is left after a failed test or a SIGKILL. Create a Network in
-the main thread: the kernel counts the end of the thread that started them.
+this one (PR_SET_PDEATHSIG). So nothing is left after a failed test or a SIGKILL. Create a Network
+in the main thread: for the kernel, the end of the thread that started them counts.
 """
 
 import contextlib
@@ -152,11 +152,11 @@ class Host:
 
     def processes(self):
         """The pids of this host's processes, in the numbers of the machine."""
-        mine = os.readlink(f"/proc/{self.space.pid}/ns/pid")
+        mine = Path(f"/proc/{self.space.pid}/ns/pid").readlink()
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if os.readlink(entry / "ns/pid") == mine:
+                if (entry / "ns/pid").readlink() == mine:
                     found.append(int(entry.name))
         return found
 

@@ -106,15 +106,22 @@ def test_a_slow_link_takes_its_time(tmp_path):
         ) as s:
             s.wait_for("listening")
             began = time.monotonic()
-            assert a.run([sys.executable, "-c", send, "b"]).stdout == "1\n"
+            assert a.run([sys.executable, "-c", SEND, "b"]).stdout == "1\n"
             assert time.monotonic() - began > 0.7
             net.fast(b)
             began = time.monotonic()
-            assert a.run([sys.executable, "-c", send, "b"]).stdout == "1\n"
+            assert a.run([sys.executable, "-c", SEND, "b"]).stdout == "1\n"
             assert time.monotonic() - began < 0.7
 
 
-READ = "b''.join(iter(lambda: peer.recv(65536), b''))[:1]"
+COUNT = ECHO.replace("peer.recv(1 << 20)", "b''.join(iter(lambda: peer.recv(65536), b''))[:1]")
+SEND = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 7000)) as peer:
+    peer.sendall(bytes(500_000))
+    peer.shutdown(socket.SHUT_WR)
+    print(len(peer.recv(1)))
+"""
 
 WORK = """
 import sys, time
