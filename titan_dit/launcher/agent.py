@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, run
 
-from titan_dit.launcher import heartbeats, lasting_store
+from titan_dit.launcher import heartbeats, lasting_store, same_launch
 from titan_dit.launcher.cause import is_consequence, is_user_error, message_of, root_cause
 from titan_dit.launcher.failure import LAUNCH, LEAVING, STARTED
 from titan_dit.launcher.torch_range import require
@@ -57,14 +58,15 @@ def launch(
 ) -> None:
     """Run torchrun with these arguments and `make_agent` as its agent class.
 
-    Raises ChildFailedError, RendezvousError, EndedElsewhere or Stopped.
+    Raises ChildFailedError, RendezvousError, EndedElsewhere, Stopped or UserError.
     """
     options = parse_args(arguments)  # type: ignore[no-untyped-call]
     # torchrun's handlers would kill the ranks: leave it only SIGQUIT.
     options.signals_to_handle = "SIGQUIT"
     api.LocalElasticAgent = make_agent  # type: ignore[attr-defined, assignment]
     heartbeats.watch_locally()
-    lasting_store.connect_again(say)
+    mine = same_launch.facts_of(arguments)
+    lasting_store.connect_again(say, partial(same_launch.check, mine, say))
     run(options)  # type: ignore[no-untyped-call]
 
 

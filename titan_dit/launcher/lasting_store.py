@@ -36,25 +36,35 @@ REFUSED_S = 10.0
 """The same if its host refuses connections: the launcher there has ended."""
 
 Backend: Any = c10d_rendezvous_backend.C10dRendezvousBackend
-Store: Any = dist.Store
+Store: Any = dist.Store  # type: ignore[attr-defined]
 TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 
 
-def connect_again(say: Callable[[str], None]) -> None:
-    """Have torch's rendezvous use a `LastingStore` where another host has the store."""
-    require("launcher/lasting_store.py", c10d_rendezvous_backend, "TCPStore", "_create_tcp_store")
+def connect_again(say: Callable[[str], None], check: Callable[..., None]) -> None:
+    """Have torch's rendezvous use a `LastingStore` where another host has the store.
+
+    `check(compare_set, run_id)` compares this launcher with the others, and may raise UserError.
+    """
+    torch: Any = c10d_rendezvous_backend
+    require("launcher/lasting_store.py", torch, "TCPStore", "C10dRendezvousBackend")
 
     def store(host: str, port: int, *, is_master: bool, **options: Any) -> Any:
         if is_master:
             return TCPStore(host, port, is_master=True, **options)
         return LastingStore(host, port, options["timeout"], say)
 
-    c10d_rendezvous_backend.TCPStore = store  # type: ignore[attr-defined]
-    c10d_rendezvous_backend.C10dRendezvousBackend = QuickBackend  # type: ignore[misc]
+    class Checked(QuickBackend):
+        def __init__(self, store: Any, run_id: str) -> None:
+            super().__init__(store, run_id)
+            check(store.compare_set, run_id)
+
+    torch.TCPStore, torch.C10dRendezvousBackend = store, Checked
 
 
 class QuickBackend(Backend):  # type: ignore[misc]
     """Reads and writes the state of the rendezvous in one attempt: `LocalWatch` tries again."""
+
+    _store: Any
 
     def _call_store(self, store_op: str, *args: Any, **kwargs: Any) -> Any:
         store = self._store

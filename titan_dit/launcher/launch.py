@@ -107,12 +107,11 @@ class Launcher:
                 timer.daemon = True
                 timer.start()
             options = host_names.torchrun_options(arguments, endpoint)
+            agent.launch(options, self.make_agent, say)
         except UserError as error:
             code, message = describe(error)
             stdio.write(sys.stderr, f"{message}\n")
             return code
-        try:
-            agent.launch(options, self.make_agent, say)
         except agent.ChildFailedError as error:
             return self.failed(error)
         except agent.Stopped:
