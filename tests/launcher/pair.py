@@ -19,15 +19,16 @@ FLAGS += ("--model.hidden", 16, "--model.layers", 1, "--checkpoint.keep", 2)
 class Pair:
     """A run in `folder`/outputs/digits, with a launcher on each host of a network."""
 
-    def __init__(self, net, folder, *flags, config="digits", **variables):
-        self.net, self.folder, self.flags, self.config = net, folder, flags, config
+    def __init__(self, net, folder, *flags, **variables):
+        """`flags`: after FLAGS, which they may override; `variables`: of the environment."""
+        self.net, self.folder, self.flags = net, folder, flags
         self.variables = {"NNODES": 2, "NGPU": 1, "MAX_RESTARTS": 5} | variables
         self.variables["RDZV_ENDPOINT"] = f"{net.hosts[0].address}:{PORT}"
         self.output = folder / "outputs" / "digits"
         self.launchers, self.names = {}, itertools.count()
 
     def command(self, *more):
-        start = [sys.executable, "-m", "titan_dit", "train", "--config", self.config]
+        start = [sys.executable, "-m", "titan_dit", "train", "--config", "digits"]
         return [*start, *FLAGS, "--job.dir", self.output, *self.flags, *more]
 
     def start(self, host, *more, **variables):
