@@ -119,8 +119,8 @@ def test_a_short_cut_costs_no_restart(tmp_path):
 @pytest.mark.long
 def test_thirty_drawn_faults_lose_no_sample(tmp_path, undisturbed):
     rng = random.Random(41)
-    steps, took = 3000, []
-    flags = ("--training.steps", steps, "--checkpoint.every", 100)
+    steps, took = 2000, []
+    flags = ("--training.steps", steps, "--checkpoint.every", 10)
     with Network(tmp_path) as net, Pair(net, tmp_path, *flags, MAX_RESTARTS=40) as pair:
         a, b = net
         for number in range(30):

@@ -116,7 +116,11 @@ class LastingStore(Store):  # type: ignore[misc]
         with self.lock:
             client = self.client or self.reconnect()
         try:
-            return getattr(client, operation)(*given)
+            result = getattr(client, operation)(*given)
+            if operation in ("set", "multi_set"):
+                # torch's client does not wait for an answer to these: what the network lost is lost.
+                client.check(given[0] if operation == "multi_set" else [given[0]])
+            return result
         except dist.DistNetworkError as error:
             with self.lock:
                 if self.client is client:
