@@ -14,11 +14,11 @@ from titan_dit.launcher.lasting_store import LastingStore
 
 
 class Relay:
-    """A port that forwards to another one, until it is `cut`: then it is silent, or refuses."""
+    """A port that forwards to another one; while `is_deaf`, what it receives is lost."""
 
     def __init__(self, port):
         self.target = port
-        self.pairs, self.is_silent = [], False
+        self.pairs, self.is_deaf = [], False
         self.listen(0)
 
     def listen(self, port):
@@ -38,7 +38,8 @@ class Relay:
     def copy(self, source, sink):
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
-                sink.sendall(data)
+                if not self.is_deaf:
+                    sink.sendall(data)
 
     def close(self):
         """Refuse connections, and end those that are open."""
@@ -68,6 +69,7 @@ def store_at(relay, said):
 
 def test_a_lost_connection_is_opened_again_and_nothing_is_lost(relay, monkeypatch):
     monkeypatch.setattr(lasting_store, "NOTICE_S", 0.5)
+    monkeypatch.setattr(lasting_store, "GONE_S", 20.0)
     said = []
     store = store_at(relay, said)
     prefixed = dist.PrefixStore("run", store)
@@ -84,6 +86,23 @@ def test_a_lost_connection_is_opened_again_and_nothing_is_lost(relay, monkeypatc
     assert lost.startswith(f"lost the rendezvous at 127.0.0.1:{port} (")
     assert "Connection refused" in lost
     assert found.startswith("the rendezvous is reached again after")
+
+
+def test_what_was_set_and_lost_is_set_again(relay):
+    store = store_at(relay, [])
+    relay.is_deaf = True
+
+    def recover():
+        time.sleep(0.5)
+        relay.close()
+        relay.is_deaf = False
+        relay.listen(relay.port)
+
+    thread = threading.Thread(target=recover)
+    thread.start()
+    store.set("key", "1")
+    thread.join()
+    assert store.check(["key"])
 
 
 def test_a_store_that_stays_gone_ends_the_launcher(relay, monkeypatch):

@@ -1,10 +1,12 @@
 """Layouts of two hosts train as one process does, and messages take the right way between them."""
 
 import importlib.util
+import os
 import shutil
+from pathlib import Path
 
 import pytest
-from commands import metrics, train
+from commands import ROOT, metrics, train
 from hosts import Network, needs_hosts
 from pair import Pair
 
@@ -49,7 +51,7 @@ WAYS = {
     "pp over four ranks, run time": "shared memory within a host (2 links), {auto} between hosts",
     "tp inside, pp between, run time": "{auto} between hosts",
 }
-HAS_NIXL = importlib.util.find_spec("nixl") is not None
+NIXL = importlib.util.find_spec("nixl")
 
 
 @pytest.fixture(scope="module")
@@ -73,18 +75,20 @@ def alone(trained, tmp_path_factory):
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES)
 def test_eight_steps_of_two_hosts_agree_with_one_process(mesh, trained, alone, tmp_path):
-    if mesh.endswith("nixl") and not HAS_NIXL:
+    if mesh.endswith("nixl") and not NIXL:
         pytest.skip("nixl is not installed")
     ranks, given = MESHES[mesh]
     shutil.copytree(trained / "outputs", tmp_path / "outputs")
     words = [word for key, value in given.items() for word in (f"--{key}", value)]
     flags = (*FLAGS, "--training.steps", 108, *words)
-    with Network(tmp_path) as net, Pair(net, tmp_path, *flags, NGPU=ranks) as pair:
+    paths = [str(ROOT), *([str(Path(NIXL.origin).parents[1])] if NIXL else [])]
+    variables = {"NGPU": ranks, "PYTHONPATH": os.pathsep.join(paths)}
+    with Network(tmp_path) as net, Pair(net, tmp_path, *flags, **variables) as pair:
         assert pair.end() == {"a": 0, "b": 0}, pair.said
     rows = metrics(tmp_path / "outputs" / "digits")[-8:]
     assert [row["step"] for row in rows] == list(range(101, 109))
     for row, expected in zip(rows, alone, strict=True):
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
-    auto = "nixl" if HAS_NIXL else "process group"
+    auto = "nixl" if NIXL else "process group"
     assert WAYS.get(mesh, "").format(auto=auto) in pair.said

@@ -118,7 +118,7 @@ class LastingStore(Store):  # type: ignore[misc]
         try:
             result = getattr(client, operation)(*given)
             if operation in ("set", "multi_set"):
-                # torch's client does not wait for an answer to these: what the network lost is lost.
+                # torch's client does not wait for an answer: the network may have lost it.
                 client.check(given[0] if operation == "multi_set" else [given[0]])
             return result
         except dist.DistNetworkError as error:
