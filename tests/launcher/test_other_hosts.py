@@ -7,7 +7,7 @@ import time
 
 import pytest
 from commands import ROOT
-from hosts import Network, needs_hosts
+from hosts import Network, faketime, needs_hosts
 from pair import Pair, nothing_lost
 from test_cut_links import BACK_S, DETECTED_S
 
@@ -134,4 +134,15 @@ def test_a_disk_that_disappears_from_one_host_comes_back(tmp_path):
         pair.wait(lambda: "was not saved" in pair.said)
         b.show(tmp_path / "outputs")
         assert pair.end() == {"a": 0, "b": 0}, pair.said
+    nothing_lost(pair.output, steps)
+
+
+def test_hosts_whose_clocks_differ_train_together(tmp_path):
+    steps, clocks = 300, {"boot_s": 50_000} | ({"ahead_s": 7200} if faketime() else {})
+    flags = ("--training.steps", steps, "--checkpoint.every", 50)
+    with Network(tmp_path, 2, b=clocks) as net, Pair(net, tmp_path, *flags) as pair:
+        pair.wait_for_steps(10)
+        assert cut(pair, 16, "both ways") <= BACK_S
+        assert pair.end() == {"a": 0, "b": 0}, pair.said
+        assert pair.restarts() == 1
     nothing_lost(pair.output, steps)
