@@ -90,7 +90,8 @@ class Pair:
 
     def end(self, seconds=120):
         """Wait for the exit codes of the launchers, by host."""
-        self.wait(lambda: all(each.process.poll() is not None for each in self.launchers.values()))
+        launchers = self.launchers.values()
+        self.wait(lambda: all(each.process.poll() is not None for each in launchers), seconds)
         return {name: each.process.poll() for name, each in self.launchers.items()}
 
     def in_a_save(self):
