@@ -14,6 +14,7 @@ from titan_dit.checks.device import attention_hint, attention_kernel, format_hin
 from titan_dit.checks.optimizer import check_optimizer, num_trained, optimizer_lines
 from titan_dit.checks.parts import check_source, validate_parts
 from titan_dit.checks.pipeline_order import check_same_file, order_hint
+from titan_dit.checks.same_config import check_same_config
 from titan_dit.config import config_file
 from titan_dit.config.dotted_names import origins
 from titan_dit.config.job import JobConfig
@@ -163,6 +164,7 @@ def open_evaluation(
 
 def open_run(config: JobConfig, world: World) -> Opened:
     """Resolve, check and open everything; does not write to the run directory. Collective."""
+    check_same_config(config, world.gather)
     kept = kept_keys.settled(config.job, config.ema, config.checkpoint)
     config = replace(config, job=kept[0], ema=kept[1])
     job, data, validation = config.job, config.data, config.validation

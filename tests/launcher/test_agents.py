@@ -4,10 +4,16 @@ import os
 import re
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 from commands import metrics
 from running import QUICK, Running, checkpoints, free_port, is_open, launcher
+from torch.distributed import HashStore
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
+
+from titan_dit.launcher.agent import STOPPED, Agent, EndedElsewhere, Stopped
 
 pytestmark = pytest.mark.alone
 
@@ -149,3 +155,70 @@ def test_a_lost_node_is_done_without_and_taken_back_and_all_stop_together(tmp_pa
     assert rows == list(range(1, first.step + 1))
     assert first.step in checkpoints(tmp_path)
     assert "Traceback" not in third.said
+
+
+SIGNALS = """
+def main():
+    if os.environ['RANK'] == '1':
+        while not os.path.exists('listening'):
+            time.sleep(0.05)
+        raise RuntimeError('planted')
+    signal.signal(signal.SIGUSR2, lambda *_: os.write(1, b'asked to restart\\n'))
+    signal.signal(signal.SIGTERM, end)
+    open('listening', 'w').close()
+    while True:
+        time.sleep(0.05)
+def end(number, frame):
+    os.write(1, b'ended\\n')
+    os._exit(0)
+failure.run_and_exit(main)
+"""
+
+
+def test_the_other_ranks_of_a_failed_one_hear_that_they_restart_before_sigterm(tmp_path):
+    """They would take SIGTERM alone for a request to end the job."""
+    script = tmp_path / "script.py"
+    head = "import os, signal, time\nfrom titan_dit.launcher import failure\n"
+    script.write_text(head + SIGNALS)
+    with Running(launcher(script), tmp_path) as launched:
+        assert launched.end() == 1
+    assert launched.said.index("asked to restart") < launched.said.index("ended\n")
+
+
+def agent_of_two_nodes(monkeypatch):
+    """An agent without ranks whose job another node has ended, and its worker group."""
+    agent = Agent.__new__(Agent)
+    agent.is_stopping, agent.say, agent._pcontext = False, print, None
+
+    def closed(*_):
+        raise RendezvousClosedError
+
+    monkeypatch.setattr(LocalElasticAgent, "_restart_workers", closed)
+    state = SimpleNamespace(participants={"a": 0, "b": 1})
+    handler = SimpleNamespace(
+        _store=HashStore(),
+        _state_holder=SimpleNamespace(state=state),
+        _this_node="b",
+        get_run_id=lambda: "run",
+    )
+    spec = SimpleNamespace(rdzv_handler=handler)
+    return agent, SimpleNamespace(spec=spec, group_world_size=2)
+
+
+def test_a_job_that_another_node_has_ended_is_a_success_only_if_that_one_says_so(monkeypatch):
+    agent, group = agent_of_two_nodes(monkeypatch)
+    with pytest.raises(EndedElsewhere):
+        agent.rejoin(group)
+    agent.note_end(group, STOPPED)
+    with pytest.raises(Stopped):
+        agent.rejoin(group)
+
+
+def test_a_node_that_the_others_have_replaced_is_lost(monkeypatch):
+    agent, group = agent_of_two_nodes(monkeypatch)
+    state = group.spec.rdzv_handler._state_holder.state
+    assert not agent.has_lost_node(group)
+    state.participants = {"a": 0, "c": 1}
+    assert agent.has_lost_node(group)
+    state.participants = {"b": 1}
+    assert agent.has_lost_node(group)

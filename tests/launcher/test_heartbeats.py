@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 from running import Running, free_port, is_open
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, dynamic_rendezvous
 
 from titan_dit.launcher import heartbeats
 from titan_dit.launcher.heartbeats import LocalWatch
+from titan_dit.launcher.lasting_store import LastingStore
 
 SETTINGS = SimpleNamespace(
     **{"keep_alive_interval": timedelta(seconds=10), "keep_alive_max_attempt": 3},
@@ -163,7 +164,7 @@ class SetBack(datetime):
 SKEWED = """
 import os, sys
 from datetime import datetime, timedelta
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, dynamic_rendezvous
 from titan_dit.launcher import heartbeats, launch
 
 skew = timedelta(seconds=float(os.environ['SKEW']))
@@ -209,3 +210,24 @@ def stall(launcher, seconds):
     os.kill(launcher.process.pid, signal.SIGSTOP)
     time.sleep(seconds)
     os.kill(launcher.process.pid, signal.SIGCONT)
+
+
+def test_what_could_not_be_written_is_forgotten_and_a_store_that_stays_gone_is_an_error(clock):
+    shared = Shared("ab")
+    watch = LocalWatch(shared, SETTINGS)
+    watch.sync()
+    store = LastingStore.__new__(LastingStore)
+    store.lost, store.is_needed, store.is_refused = clock.now, True, False
+    shared._store = store
+
+    def fail(*_):
+        raise RendezvousConnectionError
+
+    shared.set_state = shared.get_state = fail
+    watch.state.participants["c"] = 2
+    watch.mark_dirty()
+    assert watch.sync() is False
+    assert set(watch.state.participants) == {"a", "b"}
+    clock.now += 1000
+    with pytest.raises(RendezvousConnectionError):
+        watch.sync()

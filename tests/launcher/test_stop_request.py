@@ -154,3 +154,18 @@ def test_a_rank_is_as_patient_as_its_steps_are_long(is_stuck, monkeypatch):
         stop.agreed()
     thread.join()
     assert left == [LEFT] * is_stuck
+
+
+@pytest.mark.parametrize(
+    ("heard", "reason"),
+    [
+        ([signal.SIGTERM], Reason.STOP),
+        ([signal.SIGUSR2, signal.SIGTERM], Reason.REGROUP),
+        ([signal.SIGTERM, signal.SIGUSR2], Reason.STOP),
+        ([signal.SIGUSR2, signal.SIGTERM, signal.SIGUSR1], Reason.STOP),
+    ],
+)
+def test_the_sigterm_of_a_launcher_that_restarts_is_no_request_to_stop(heard, reason):
+    stop = StopRequest(2, CPU)
+    stop.heard += heard
+    assert stop.wanted == reason

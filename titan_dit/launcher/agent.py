@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +24,49 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, run
 
-from titan_dit.launcher import heartbeats
+from titan_dit.launcher import heartbeats, lasting_store, same_launch
 from titan_dit.launcher.cause import is_consequence, is_user_error, message_of, root_cause
-from titan_dit.launcher.failure import LAUNCH, STARTED
+from titan_dit.launcher.failure import LAUNCH, LEAVING, STARTED
 from titan_dit.launcher.torch_range import require
 
 __all__ = ["Agent", "ChildFailedError", "RendezvousError", "Stopped", "launch"]
 
 
-LOST_NODE_S = 10.0
-"""Grace period after a lost node: ranks blocked in a collective cannot react to the signal."""
+LOST_NODE_S = 2.0
+"""Time for the ranks to agree on their end after a node was lost. Those that are blocked in a
+collective with it cannot, and are killed."""
+LEAVING_S = 30.0
+"""The same for ranks that have agreed and save: the node was not really lost."""
+RETURN_S = 3.0
+"""Time for the store to be reached again when a rank lost another one: the network may be back."""
 LINGER_S = 2.0
 """A node that ends the job stays this long: the others may rendezvous there and must see it."""
+STOPPED, DONE = b"stopped", b"done"
+"""How a job has ended without an error, for the launchers of other nodes."""
 
 
 class Stopped(Exception):
     """A stop was requested while this launcher had no ranks."""
 
 
-def launch(arguments: list[str], make_agent: Callable[..., Agent]) -> None:
+class EndedElsewhere(Exception):
+    """Another node has ended the job, and nobody asked for it."""
+
+
+def launch(
+    arguments: list[str], make_agent: Callable[..., Agent], say: Callable[[str], None]
+) -> None:
     """Run torchrun with these arguments and `make_agent` as its agent class.
 
-    Raises ChildFailedError, RendezvousError or Stopped.
+    Raises ChildFailedError, RendezvousError, EndedElsewhere, Stopped or UserError.
     """
     options = parse_args(arguments)  # type: ignore[no-untyped-call]
     # torchrun's handlers would kill the ranks: leave it only SIGQUIT.
     options.signals_to_handle = "SIGQUIT"
     api.LocalElasticAgent = make_agent  # type: ignore[attr-defined, assignment]
     heartbeats.watch_locally()
+    mine = same_launch.facts_of(arguments)
+    lasting_store.connect_again(say, partial(same_launch.check, mine, say))
     run(options)  # type: ignore[no-untyped-call]
 
 
@@ -103,14 +119,17 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks, after the rendezvous."""
+        # Not under the lock: the store may be out of reach, and a stop request must not wait.
+        name = self.launch_name(worker_group)
         with self.starting:
             if self.is_stopping:
                 raise Stopped
             # The ranks inherit both variables.
             if self.is_restart(worker_group):
                 os.environ[STARTED] = "1"
-            os.environ[LAUNCH] = self.launch_name(worker_group)
+            os.environ[LAUNCH] = name
             started: dict[int, Any] = super()._start_workers(worker_group)
+            self.announce_ends()
         nodes, ranks = worker_group.group_world_size, worker_group.workers[0].world_size
         if self.starts or nodes != 1:
             started_how = "restarted" if self.starts else "started"
@@ -118,6 +137,23 @@ class Agent(LocalElasticAgent):
             self.say(f"{started_how}: {ranks} ranks on {on}")
         self.starts += 1
         return started
+
+    def announce_ends(self) -> None:
+        """Have the ranks know whose SIGTERM it is: torchrun's, and no request to end the job.
+
+        torchrun ends the others when a rank has failed. Their collective may come through
+        nevertheless, if what was lost was the network. Then all ranks of all nodes would agree to
+        stop, and the job would end with exit code 0.
+        """
+        assert self._pcontext is not None
+        close = self._pcontext.close
+
+        def announced(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+            if death_sig in (None, signal.SIGTERM):
+                self.send(signal.SIGUSR2)
+            close(death_sig, timeout)
+
+        self._pcontext.close = announced  # type: ignore[method-assign]
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Restart after a failure; `_monitor_workers` handles restarts of healthy ranks."""
@@ -132,27 +168,39 @@ class Agent(LocalElasticAgent):
             if self.has_lost_node(worker_group):
                 # gloo's collectives fail at once; NCCL's may block on the lost node.
                 why = "a node was lost or restarts: the ranks end and rendezvous again"
-                is_regrouping, wait_s = True, LOST_NODE_S
+                is_regrouping, is_lost = True, True
             elif worker_group.spec.rdzv_handler.num_nodes_waiting():
                 why = "another node is waiting: the ranks save and restart with it"
-                is_regrouping, wait_s = True, self.grace_s
+                is_regrouping, is_lost = True, False
             if is_regrouping:
-                result = self.regroup(worker_group, why, wait_s)
+                result = self.regroup(worker_group, why, is_lost=is_lost)
         return self.handle(worker_group, result, is_regrouping)
 
-    def regroup(self, worker_group: WorkerGroup, why: str, wait_s: float) -> RunResult:
+    def regroup(self, worker_group: WorkerGroup, why: str, *, is_lost: bool) -> RunResult:
         """Ask the ranks to save and end before a new rendezvous; return their last state.
 
         A rank that fails meanwhile ends the others as usual.
         """
         self.send(signal.SIGUSR2)
         self.say(why)
-        deadline = time.monotonic() + wait_s
+        asked = time.monotonic()
+        lost = asked if is_lost else None
         while True:
             result: RunResult = super()._monitor_workers(worker_group)
-            if result.state != WorkerState.HEALTHY or time.monotonic() >= deadline:
+            now = time.monotonic()
+            if lost is None and self.has_lost_node(worker_group):
+                lost = now
+            since, limit = asked, self.grace_s
+            if lost is not None:
+                since, limit = lost, LEAVING_S if self.are_leaving() else LOST_NODE_S
+            if result.state != WorkerState.HEALTHY or now - since >= limit:
                 return result
             time.sleep(0.05)
+
+    def are_leaving(self) -> bool:
+        """Return True if the ranks have agreed to end, and save."""
+        files = self._pcontext.error_files.values() if self._pcontext else ()
+        return any(file and Path(file + LEAVING).exists() for file in files)
 
     def handle(self, group: WorkerGroup, result: RunResult, is_regrouping: bool) -> RunResult:
         """Return the result for torchrun: success, failure, or HEALTHY after a restart."""
@@ -161,8 +209,12 @@ class Agent(LocalElasticAgent):
             # A stop request wins over a regroup; the note has the ranks' agreement.
             is_regrouping = self.note.get("stopped") == "REGROUP"
             self.is_done = not is_regrouping
+            if self.is_done:
+                self.note_end(group, STOPPED if self.note.get("stopped") else DONE)
         elif result.state == WorkerState.FAILED:
             _, cause = root_cause(result.failures)
+            # Its node may have been lost to the others while the network was cut.
+            is_regrouping |= is_consequence(cause) and self.is_left_out(group)
             is_failure = self.is_stopping or not (is_regrouping and is_consequence(cause))
             if is_failure:
                 self.report_failure(result.failures, is_regrouping)
@@ -179,23 +231,68 @@ class Agent(LocalElasticAgent):
         handler = worker_group.spec.rdzv_handler
         if self.is_stopping:
             # The stop came after the ranks of all nodes agreed to restart: all have saved.
+            self.note_end(worker_group, STOPPED)
             handler.shutdown()
             if (worker_group.group_world_size or 1) > 1:
                 time.sleep(LINGER_S)
             raise Stopped
+        # Those that still run are blocked: SIGTERM would only cost seconds.
+        self.kill()
         try:
             super()._restart_workers(worker_group)
         except RendezvousClosedError:
             self.say("another node has ended the job; its launcher says why")
-            raise Stopped from None
+            if self.end_of(worker_group) in (STOPPED, DONE):
+                raise Stopped from None
+            raise EndedElsewhere from None
+
+    def note_end(self, worker_group: WorkerGroup, how: bytes) -> None:
+        """Tell the launchers of other nodes that the job ends without an error."""
+        store = getattr(worker_group.spec.rdzv_handler, "_store", None)
+        if isinstance(store, lasting_store.LastingStore):
+            store.is_needed = False  # The launcher that has it may end first.
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                store.set(self.key_of_end(worker_group), how)
+
+    def end_of(self, worker_group: WorkerGroup) -> bytes:
+        """How another node has ended the job; empty if it did so by an error, or is unknown."""
+        store = getattr(worker_group.spec.rdzv_handler, "_store", None)
+        key = self.key_of_end(worker_group)
+        with contextlib.suppress(RuntimeError):
+            if store is not None and store.check([key]):
+                how: bytes = store.get(key)
+                return how
+        return b""
+
+    @staticmethod
+    def key_of_end(worker_group: WorkerGroup) -> str:
+        """Where the store has the end of the job; several run ids may share one store."""
+        return f"titan_dit.end.{worker_group.spec.rdzv_handler.get_run_id()}"
 
     def has_lost_node(self, worker_group: WorkerGroup) -> bool:
-        """Return True if a participating node has stopped sending heartbeats."""
-        holder = getattr(worker_group.spec.rdzv_handler, "_state_holder", None)
+        """Return True if a node of the ranks' rendezvous is no longer in it, or this one is not."""
+        handler = worker_group.spec.rdzv_handler
+        holder = getattr(handler, "_state_holder", None)
         nodes = worker_group.group_world_size
         if holder is None or nodes is None:
             return False
-        return 0 < len(holder.state.participants) < nodes
+        present = holder.state.participants
+        # Others that went on without this node may have taken another one in its place.
+        return len(present) < nodes or getattr(handler, "_this_node", None) not in present
+
+    def is_left_out(self, worker_group: WorkerGroup) -> bool:
+        """`has_lost_node`, after a cut of the network, with the state that the store has now."""
+        handler = worker_group.spec.rdzv_handler
+        store = getattr(handler, "_store", None)
+        deadline = time.monotonic() + RETURN_S
+        while isinstance(store, lasting_store.LastingStore) and store.lost is not None:
+            if time.monotonic() > deadline:
+                return False
+            with contextlib.suppress(RendezvousError):
+                handler.num_nodes_waiting()
+            time.sleep(0.05)
+        return self.has_lost_node(worker_group)
 
     def is_restart(self, worker_group: WorkerGroup) -> bool:
         """Return True if the job had ranks before, on any node.

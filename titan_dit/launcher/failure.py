@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import re
@@ -27,6 +28,8 @@ HUNG, LEFT = 124, 143
 because another rank died."""
 STARTED = "TITAN_DIT_STARTED"
 """Environment variable set by the launcher for restarted ranks, on any node."""
+LEAVING = ".leaving"
+"""Suffix of the file beside torchrun's error file of a rank that has agreed to end and saves."""
 LAUNCH = "TITAN_DIT_LAUNCH"
 """Environment variable set by the launcher: the launch name, equal on all nodes and restarts."""
 
@@ -169,3 +172,10 @@ def leave_note(note: dict[str, Any]) -> None:
     """Leave a note for the launcher, if any, in torchrun's error file of this rank."""
     if is_launched():
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(note))
+
+
+def show_leaving() -> None:
+    """Show the launcher, if any, that this rank has agreed with all others to end, and saves."""
+    if is_launched():
+        with contextlib.suppress(OSError):
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"] + LEAVING).touch()

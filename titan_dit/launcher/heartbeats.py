@@ -5,11 +5,14 @@ Private parts of torch's dynamic rendezvous are in this file and in agent.py.
 
 from __future__ import annotations
 
+import pickle
 import time
 from datetime import UTC, datetime, timedelta, tzinfo
 from typing import Any, ClassVar
 
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, dynamic_rendezvous
+
+from titan_dit.launcher.lasting_store import LastingStore
 
 StateHolder: Any = dynamic_rendezvous._BackendRendezvousStateHolder
 
@@ -52,6 +55,8 @@ class LocalWatch(StateHolder):  # type: ignore[misc]
     The deadline of the last call, too, is the wall clock of the node that set it. Here only its
     presence counts: the last call lasts from the moment at which this node first saw it. The first
     node for which it is over ends it for all.
+
+    While the store is out of reach the state stays as this node last saw it.
     """
 
     def __init__(self, backend: Any, settings: Any) -> None:
@@ -64,6 +69,25 @@ class LocalWatch(StateHolder):  # type: ignore[misc]
         self.last_call_s: float = settings.timeout.last_call.total_seconds()
         self.last_call: float | None = None
         """When the last call ends, by this node's monotonic clock; None without one."""
+        self.synced: bytes = pickle.dumps(self.state)
+        """The state as last read or written."""
+
+    def sync(self) -> bool | None:
+        """Read or write the state as torch does.
+
+        Without the store: False, and the state without the changes that could not be written.
+        Raises RendezvousConnectionError once the store is gone for too long.
+        """
+        try:
+            has_set: bool | None = super().sync()
+        except RendezvousConnectionError:
+            self._state, self._dirty = pickle.loads(self.synced), False
+            store = getattr(self._backend, "_store", None)
+            if not isinstance(store, LastingStore) or store.lost is None or store.is_gone:
+                raise
+            return False
+        self.synced = pickle.dumps(self.state)
+        return has_set
 
     def _sanitize(self) -> None:
         """Remove lost nodes: as torch does, but with the heartbeats in local time."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_dit.config.section import UserError
 from titan_dit.launcher import host_names, open_files, waiting
-from titan_dit.launcher.failure import INTERRUPTED, describe
+from titan_dit.launcher.failure import INTERNAL_ERROR, INTERRUPTED, describe
 from titan_dit.launcher.forked_ranks import ForkServer, fork_ranks
 from titan_dit.launcher.signals import Listener
 from titan_dit.system import stdio
@@ -107,16 +107,18 @@ class Launcher:
                 timer.daemon = True
                 timer.start()
             options = host_names.torchrun_options(arguments, endpoint)
+            agent.launch(options, self.make_agent, say)
         except UserError as error:
             code, message = describe(error)
             stdio.write(sys.stderr, f"{message}\n")
             return code
-        try:
-            agent.launch(options, self.make_agent)
         except agent.ChildFailedError as error:
             return self.failed(error)
         except agent.Stopped:
             return self.code()
+        except agent.EndedElsewhere:
+            say("the job did not finish here: steps may be left. The same command resumes it")
+            return INTERNAL_ERROR
         except agent.RendezvousError as error:
             stdio.write(
                 sys.stderr,

@@ -13,7 +13,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from titan_dit.launcher.failure import INTERRUPTED, LEFT, is_launched
+from titan_dit.launcher.failure import INTERRUPTED, LEFT, is_launched, show_leaving
 from titan_dit.launcher.signals import Listener
 from titan_dit.system import stdio
 from titan_dit.system.host_copy import HostCopy
@@ -88,8 +88,16 @@ class StopRequest:
 
     @property
     def wanted(self) -> Reason:
-        """This rank's reason to stop: from signals or `ask`."""
-        return max([self.own, *(REASONS[number] for number in self.heard)])
+        """This rank's reason to stop: from signals or `ask`.
+
+        SIGTERM after SIGUSR2 is the launcher's, which restarts the ranks: no request to stop. The
+        launcher's own request is SIGUSR1.
+        """
+        heard = list(self.heard)
+        if signal.SIGUSR2 in heard:
+            restart = heard.index(signal.SIGUSR2)
+            heard = [n for i, n in enumerate(heard) if i < restart or n != signal.SIGTERM]
+        return max([self.own, *(REASONS[number] for number in heard)])
 
     @property
     def exit_code(self) -> int:
@@ -130,6 +138,8 @@ class StopRequest:
             self.summed = None
         if len(self.copies) > self.lag:
             self.reason = reason_of(float(self.copies.popleft().read()))
+        if self.reason:
+            show_leaving()
         return bool(self.reason)
 
     def hear(self, number: signal.Signals) -> None:
