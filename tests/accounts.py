@@ -1,0 +1,24 @@
+"""The samples, bits and losses of a run, as benchmarks/chaos.py counts and compares them."""
+
+import importlib.util
+
+from commands import ROOT
+
+_SPEC = importlib.util.spec_from_file_location(
+    "chaos_account", ROOT / "benchmarks" / "chaos_account.py"
+)
+_MODULE = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(_MODULE)
+BATCH = _MODULE.BATCH
+same_bits, same_curve, losses = _MODULE.same_bits, _MODULE.same_curve, _MODULE.losses
+
+COUNTED = ("--config", "digits", "--training.global_batch_size", BATCH)
+COUNTED += ("--faults.log_samples", "true", "--training.deterministic", "true")
+COUNTED += ("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0)
+"""Flags of a run that can be counted."""
+
+
+def assert_each_sample_once(run, steps):
+    """Every sample of a run's steps was trained on once, by the logs of its ranks."""
+    found = _MODULE.account(run, steps)
+    assert found == {"samples": steps * BATCH, "lost": 0, "twice": 0, "strange": 0}
