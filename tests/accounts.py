@@ -18,6 +18,17 @@ COUNTED += ("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.
 """Flags of a run that can be counted."""
 
 
+PACE = """
+import time
+from titan_dit.hooks import Hook
+
+class Pace(Hook):
+    def step_ended(self, run):
+        time.sleep(0.1)
+"""
+"""A module with a hook, `--job.hooks pace:Pace`: steps take 0.1 s without using a core."""
+
+
 def assert_each_sample_once(run, steps):
     """Every sample of a run's steps was trained on once, by the logs of its ranks."""
     found = _MODULE.account(run, steps)

@@ -46,7 +46,7 @@ PartitionName=urgent Nodes=ALL State=UP PriorityTier=2
 
 
 class Slurm:
-    """A cluster: `submit` submits a job from the controller's host, `job` is what Slurm says of it."""
+    """A cluster. `submit` submits a job from the controller's host; `job` is its state."""
 
     def __init__(self, net):
         *self.nodes, self.controller = net.hosts
@@ -72,7 +72,9 @@ class Slurm:
         self.daemons.append(host.start(words, self.folder, f"{program}-{host.name}"))
 
     def _states(self):
-        done = self.controller.run(["env", self.conf, "sinfo", "-h", "-N", "-p", "main", "-o", "%T"])
+        done = self.controller.run(
+            ["env", self.conf, "sinfo", "-h", "-N", "-p", "main", "-o", "%T"]
+        )
         return done.stdout.split()
 
     def run(self, *words, cwd="/", **variables):

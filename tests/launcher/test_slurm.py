@@ -4,7 +4,7 @@ import re
 import time
 
 import pytest
-from accounts import COUNTED, assert_each_sample_once, losses, same_bits, same_curve
+from accounts import COUNTED, PACE, assert_each_sample_once, losses, same_bits, same_curve
 from commands import ROOT, run
 from running import launcher
 from slurm import cluster, needs_slurm, wait_until
@@ -13,14 +13,6 @@ pytestmark = [needs_slurm, pytest.mark.long, pytest.mark.alone]
 
 STEPS = 160
 NODE = ("--cpus-per-task=1", "--gpus-per-node=1")
-PACE = """
-import time
-from titan_dit.hooks import Hook
-
-class Pace(Hook):
-    def step_ended(self, run):
-        time.sleep(0.1)
-"""
 
 
 @pytest.fixture(scope="module")

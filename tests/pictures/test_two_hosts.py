@@ -1,4 +1,4 @@
-"""`data encode`, `sample` and `evaluate` on two hosts with a shared folder: the bytes of one host."""
+"""`data encode`, `sample`, `evaluate` on two hosts with a shared folder: the bytes of one host."""
 
 import json
 import re
@@ -39,7 +39,7 @@ EVALUATE += ("--features", "tiny_features:project", "--metrics", "fid,kid,prdc")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Pictures, an autoencoder, and what one host makes of them: latents, a run, samples, scores."""
+    """Pictures, an autoencoder; what one host makes of them: latents, a run, samples, scores."""
     folder = tmp_path_factory.mktemp("hosts")
     save_vae(folder / "vae")
     save_pictures(folder / "in", each=8)
