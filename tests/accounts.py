@@ -29,6 +29,17 @@ class Pace(Hook):
 """A module with a hook, `--job.hooks pace:Pace`: steps take 0.1 s without using a core."""
 
 
+def fresh_clone(folder):
+    """A clone of links, without outputs/, with the module `pace`."""
+    clone = folder / "clone"
+    clone.mkdir()
+    for name in ("titan_dit", "launch", "scripts", "train_configs", "run_train.sh"):
+        (clone / name).symlink_to(ROOT / name)
+    (clone / "pyproject.toml").symlink_to(ROOT / "pyproject.toml")
+    (clone / "pace.py").write_text(PACE)
+    return clone
+
+
 def assert_each_sample_once(run, steps):
     """Every sample of a run's steps was trained on once, by the logs of its ranks."""
     found = _MODULE.account(run, steps)

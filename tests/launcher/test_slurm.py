@@ -4,8 +4,8 @@ import re
 import time
 
 import pytest
-from accounts import COUNTED, PACE, assert_each_sample_once, losses, same_bits, same_curve
-from commands import ROOT, run
+from accounts import COUNTED, assert_each_sample_once, fresh_clone, losses, same_bits, same_curve
+from commands import run
 from running import launcher
 from slurm import cluster, needs_slurm, wait_until
 
@@ -29,12 +29,7 @@ class Job:
     """A job of launch/slurm.sbatch, submitted in a fresh clone. Its steps take 0.1 s."""
 
     def __init__(self, slurm, folder, *options, every=20, steps=STEPS, **variables):
-        self.slurm, self.clone = slurm, folder / "clone"
-        self.clone.mkdir()
-        for name in ("titan_dit", "launch", "scripts", "train_configs", "run_train.sh"):
-            (self.clone / name).symlink_to(ROOT / name)
-        (self.clone / "pyproject.toml").symlink_to(ROOT / "pyproject.toml")
-        (self.clone / "pace.py").write_text(PACE)
+        self.slurm, self.clone = slurm, fresh_clone(folder)
         flags = (*COUNTED, "--job.hooks", "pace:Pace", "--checkpoint.every", every)
         flags += ("--training.steps", steps)
         words = (*NODE, "--time=10", *options, "launch/slurm.sbatch", *flags)
