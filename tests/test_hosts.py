@@ -29,6 +29,16 @@ with socket.create_connection((sys.argv[1], 7000), timeout=1.0) as peer:
 """
 
 
+COUNT = ECHO.replace("peer.recv(1 << 20)", "b''.join(iter(lambda: peer.recv(65536), b''))[:1]")
+SEND = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 7000)) as peer:
+    peer.sendall(bytes(500_000))
+    peer.shutdown(socket.SHUT_WR)
+    print(len(peer.recv(1)))
+"""
+
+
 def hears(host, other):
     return "hello" in host.run([sys.executable, "-c", ASK, other.name]).stdout
 
@@ -101,10 +111,8 @@ def test_a_slow_link_takes_its_time(tmp_path):
     with Network(tmp_path, 2) as net:
         a, b = net
         net.slow(b, "4mbit")
-        with b.start(
-            [sys.executable, "-c", ECHO.replace("peer.recv(1 << 20)", READ)], tmp_path
-        ) as s:
-            s.wait_for("listening")
+        with b.start([sys.executable, "-c", COUNT], tmp_path) as server:
+            server.wait_for("listening")
             began = time.monotonic()
             assert a.run([sys.executable, "-c", SEND, "b"]).stdout == "1\n"
             assert time.monotonic() - began > 0.7
@@ -113,15 +121,6 @@ def test_a_slow_link_takes_its_time(tmp_path):
             assert a.run([sys.executable, "-c", SEND, "b"]).stdout == "1\n"
             assert time.monotonic() - began < 0.7
 
-
-COUNT = ECHO.replace("peer.recv(1 << 20)", "b''.join(iter(lambda: peer.recv(65536), b''))[:1]")
-SEND = """
-import socket, sys
-with socket.create_connection((sys.argv[1], 7000)) as peer:
-    peer.sendall(bytes(500_000))
-    peer.shutdown(socket.SHUT_WR)
-    print(len(peer.recv(1)))
-"""
 
 WORK = """
 import sys, time
