@@ -26,7 +26,8 @@ class Plant:
 
     name: str
     symbol: str
-    """Dotted name of a class, function or variable, with enough of its module to be unique."""
+    """Dotted name of a class, function or variable, with enough of its module to be unique; or
+    the path of a file that is not Python, launch/slurm.sbatch."""
     old: str
     new: str
     why: str
@@ -86,6 +87,10 @@ def named_in(body: Sequence[ast.AST], prefix: str) -> Iterator[tuple[str, int, i
 
 def find(root: Path, symbol: str) -> Place:
     """The unique place in the package whose dotted name ends in `symbol`. Raises PlantError."""
+    if "/" in symbol:
+        if not (root / symbol).is_file():
+            raise PlantError(f"{symbol} does not exist. Fix the symbol of the row.")
+        return Place(root / symbol, 1, len((root / symbol).read_text().splitlines()))
     found: dict[str, list[Place]] = {}
     folder = first if (first := symbol.partition(".")[0]) in OUTSIDE else PACKAGE
     last_name = symbol.rpartition(".")[2]
@@ -114,6 +119,8 @@ def planted(plant: Plant, place: Place) -> str:
         raise PlantError(f"{plant.symbol} has the text {plant.old!r} {count} times, not once.")
     lines[place.first - 1 : place.last] = source.replace(plant.old, plant.new)
     changed = "".join(lines)
+    if place.file.suffix != ".py":
+        return changed
     try:
         ast.parse(changed)
     except SyntaxError as error:

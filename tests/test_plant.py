@@ -193,3 +193,13 @@ def test_every_row_of_our_own_list_fits_the_code():
         functions = {f.name: f for f in tree.body if isinstance(f, ast.FunctionDef)}
         marks = map(ast.unparse, functions[name.partition("[")[0]].decorator_list)
         assert "pytest.mark.long" not in marks, f"{name} does not run without --long"
+
+
+def test_a_bug_is_planted_in_a_file_that_is_not_python(tmp_path):
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "job.sh").write_text("set -eu\ntrap stop TERM\n")
+    row = replace(ROW, symbol="launch/job.sh", old="trap stop TERM", new=":", tests=("launch",))
+    file, source, tests = prepare(tmp_path, [row])["too-wide"]
+    assert (str(file), source, tests) == ("launch/job.sh", "set -eu\n:\n", ("launch",))
+    with pytest.raises(PlantError, match=r"launch/other.sh does not exist"):
+        prepare(tmp_path, [replace(row, symbol="launch/other.sh")])

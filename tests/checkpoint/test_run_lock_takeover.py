@@ -119,6 +119,28 @@ def test_another_machines_lock_that_is_not_renewed_is_taken_over_and_said(run, m
     assert "taking over the stale run.lock" in line
 
 
+def test_both_locks_of_a_lost_machine_are_watched_at_the_same_time(run, monkeypatch):
+    monkeypatch.setattr(run_lock, "WATCH_S", 1.0)
+    for folder in (run, run / "checkpoints"):
+        leave(folder, far(run), age_s=run_lock.STALE_S + 5)
+    began = time.monotonic()
+    said = begin(run)
+    assert 1.0 < time.monotonic() - began < 1.9
+    taken = [line.partition(":")[0] for line in said if "taking over" in line]
+    assert taken == [str(run), str(run / "checkpoints")]
+
+
+def test_a_checkpoint_folder_that_is_in_use_is_respected_after_a_long_wait(run, monkeypatch):
+    """Its lock is watched from before the wait for the other one, and renewed meanwhile."""
+    monkeypatch.setattr(run_lock, "STALE_S", 1.0)
+    leave(run, far(run))
+    leave(run / "checkpoints", far(run))
+    with renewed(run / "checkpoints", times=8), pytest.raises(UserError, match="in use by the run"):
+        begin(run)
+    assert whose(run / "checkpoints").host == "node7"
+    assert not (run / run_lock.FILE).exists()
+
+
 def test_a_machine_of_the_same_name_is_not_this_one(run):
     """Containers share host names and pids; a reboot changes the boot id."""
     leave(run, holder(run, machine=f"{Holder.this(run).host} another boot", pid=dead_pid()))

@@ -154,12 +154,21 @@ class Lock:
         self.made: list[Path] = []
         """Folders created by `take`, innermost first."""
         self.renewing: threading.Thread | None = None
+        self.watched: Watched | None = None
+        """What `watch` has seen."""
+
+    def watch(self) -> None:
+        """Begin to watch another machine's lock before `take`, which then waits for less."""
+        with suppress(Exception):  # `take` reports it.
+            holder = self.read()
+            if holder is not None and self.is_judged_by_age(holder):
+                self.watched = self.look_at(holder)
 
     def take(self) -> None:
         """Acquire the lock, watching another holder if needed. Raises InUse."""
         if isinstance(self.folder, Path):
             self.made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
-        watched: Watched | None = None
+        watched = self.watched
         try:
             self.store.make(self.folder)
             while (watched := self.attempt(watched)) or not self.has_settled():
@@ -305,6 +314,11 @@ def take(run: Path, checkpoints: Location | None, say: Say, locks: list[Lock]) -
     """
     own = Holder.this(run)
     lock = Lock(run, own, say)
+    second = None
+    if checkpoints is not None and checkpoints.resolve() != run.resolve():
+        second = Lock(checkpoints, own, say)
+        # At the same time: a lost machine left both locks.
+        second.watch()
     try:
         lock.take()
     except InUse as error:
@@ -317,11 +331,10 @@ def take(run: Path, checkpoints: Location | None, say: Say, locks: list[Lock]) -
         say(f"{run} is not locked against other launches: {reason_of(error)}")
     else:
         locks.append(lock)
-    if checkpoints is None or checkpoints.resolve() == run.resolve():
+    if second is None:
         return
-    lock = Lock(checkpoints, own, say)
     try:
-        lock.take()
+        second.take()
     except InUse as error:
         raise UserError(
             f"[checkpoint] {checkpoints}: in use by the run {error.holder.run}, {error.holder}, "
@@ -332,7 +345,7 @@ def take(run: Path, checkpoints: Location | None, say: Say, locks: list[Lock]) -
         refuse_full(error, f"[checkpoint] {checkpoints}", "--checkpoint.dir")
         say(f"{checkpoints} is not locked against other runs: {reason_of(error)}")
     else:
-        locks.append(lock)
+        locks.append(second)
 
 
 def renew_until(lock: Lock, ended: threading.Event) -> None:
