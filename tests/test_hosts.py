@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT
-from hosts import Network, faketime, needs_hosts
+from hosts import Network, compiler, needs_hosts
 from running import have_ended, is_running
 
 pytestmark = needs_hosts
@@ -95,7 +95,7 @@ def test_a_disk_is_hidden_from_one_host_and_shown_again(tmp_path):
 
 def test_clocks_of_hosts_differ(tmp_path):
     print_times = "import time; print(time.time(), time.monotonic())"
-    clocks = {"boot_s": 50_000} | ({"ahead_s": 7200} if faketime() else {})
+    clocks = {"boot_s": 50_000} | ({"ahead_s": 7200} if compiler() else {})
     with Network(tmp_path, 2, b=clocks) as net:
         said = [host.run([sys.executable, "-c", print_times]).stdout.split() for host in net]
     (wall_a, steady_a), (wall_b, steady_b) = [list(map(float, each)) for each in said]

@@ -7,9 +7,9 @@ import time
 
 import pytest
 from commands import ROOT
-from hosts import Network, faketime, needs_hosts
+from hosts import Network, compiler, needs_hosts
 from pair import Pair, nothing_lost
-from test_cut_links import BACK_S, DETECTED_S
+from test_cut_links import BACK_S, DETECTED_S, cut
 
 pytestmark = [needs_hosts, pytest.mark.alone, pytest.mark.long]
 
@@ -138,7 +138,7 @@ def test_a_disk_that_disappears_from_one_host_comes_back(tmp_path):
 
 
 def test_hosts_whose_clocks_differ_train_together(tmp_path):
-    steps, clocks = 300, {"boot_s": 50_000} | ({"ahead_s": 7200} if faketime() else {})
+    steps, clocks = 300, {"boot_s": 50_000} | ({"ahead_s": 7200} if compiler() else {})
     flags = ("--training.steps", steps, "--checkpoint.every", 50)
     with Network(tmp_path, 2, b=clocks) as net, Pair(net, tmp_path, *flags) as pair:
         pair.wait_for_steps(10)
