@@ -20,7 +20,7 @@ from titan_dit.config.section import UserError, show
 from titan_dit.launcher.torch_range import pip_install
 
 PACKAGE = "--no-build-isolation 'transformer-engine[pytorch]>=2.9'"
-"""Arguments of `pip install`: it is built against the installed torch."""
+"""Arguments for pip: it is built against the installed torch."""
 
 
 def is_transformer_engine(float8: str) -> bool:
