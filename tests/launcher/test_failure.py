@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -152,3 +153,21 @@ def test_a_command_fails_where_its_output_is_lost_and_not_where_none_was_wanted(
 def test_a_broken_pipe_of_another_kind_is_an_error_like_any_other():
     assert not failure.is_unread(BrokenPipeError())
     assert raised(BrokenPipeError())[0] == 1
+
+
+def test_half_a_note_of_a_rank_that_is_killed_is_none(tmp_path, monkeypatch):
+    note = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(note))
+    written = []
+
+    def write_bytes(path, data):
+        with path.open("wb") as file:
+            file.write(data[:5])
+        written.append(path)
+        raise SystemExit  # SIGKILL would leave the file as it is here.
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    with pytest.raises(SystemExit):
+        failure.leave_note({"message": {"message": "lost a rank", "extraInfo": {}}})
+    assert written
+    assert not note.exists()

@@ -20,6 +20,7 @@ from typing import Any
 from titan_dit.config.section import UserError, not_utf8
 from titan_dit.launcher import disk_errors
 from titan_dit.system import stdio
+from titan_dit.system.files import write_whole
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, UNREAD = 2, 1, 130, 141
 """UNREAD: 128 + SIGPIPE, as for any command whose reader closed the pipe early."""
@@ -171,7 +172,8 @@ def report(message: str, is_user_error: bool) -> None:
 def leave_note(note: dict[str, Any]) -> None:
     """Leave a note for the launcher, if any, in torchrun's error file of this rank."""
     if is_launched():
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(note))
+        # Whole or not at all: torchrun's launcher ends at half a file of a rank that is killed.
+        write_whole(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), json.dumps(note).encode())
 
 
 def show_leaving() -> None:
