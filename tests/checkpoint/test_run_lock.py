@@ -208,3 +208,8 @@ def test_a_lock_in_a_store_has_the_time_of_the_store(tmp_path):
     assert lock.read() == lock.own
     lock.release()
     assert store.names(folder) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "9" * 5000, "[]", "{}"])
+def test_what_is_no_lock_has_no_holder(text):
+    assert Holder.of(text) is None

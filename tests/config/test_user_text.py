@@ -84,3 +84,12 @@ def test_a_row_of_csv_has_a_field_for_each_column(tmp_path, row, said):
     file.write_text('file_name, text\nb.png, "a ""mat"", a\nline"\n\n')
     rows = list(user_text.read_csv(file, "a", 1000, "", ("text",)))
     assert rows == [(1, {"file_name": "b.png", "text": 'a "mat", a\nline'})]
+
+
+def test_a_field_of_csv_is_as_long_as_a_row_may_be(tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_text("text\n" + "x" * 200_000 + "\n")
+    [(_, row)] = user_text.read_csv(file, "a", 1 << 20, "", ("text",))
+    assert len(row["text"]) == 200_000
+    with pytest.raises(UserError, match=r"^a, line 2: longer than 150,000 bytes\. Raise it$"):
+        list(user_text.read_csv(file, "a", 150_000, "Raise it", ("text",)))

@@ -19,6 +19,7 @@ from refusals import refused
 from small_tokens import byte_level_file
 
 from titan_dit.commands import data_show, data_tokenize, data_train_tokenizer
+from titan_dit.config import user_text
 from titan_dit.config.section import UserError
 from titan_dit.data.indexed_file import IndexedFile, IndexedWriter
 from titan_dit.data.tokenizer_file import read_tokenizer
@@ -359,3 +360,15 @@ def test_ids_far_above_the_vocabulary_are_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(made))
     with pytest.raises(UserError, match=r"has the id 2,147,483,648"):
         tokenizers.read(tmp_path / "tokenizer.json", "data tokenize")
+
+
+def test_files_of_a_tokenizer_have_a_largest_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(user_text, "MAX_BYTES", 10)
+    file = tmp_path / "tokenizer.json"
+    file.write_text("x" * 11)
+    for read in (
+        lambda: tokenizers.read(file, "data tokenize"),
+        lambda: tokenizers.of_vocabulary(file, None, lower=False, where="data tokenize"),
+    ):
+        with pytest.raises(UserError, match=r"is larger than 10 bytes.*set TITAN_DIT_LIMITS=2"):
+            read()

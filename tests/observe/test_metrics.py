@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from titan_dit.config import user_text
 from titan_dit.config.operation import MetricsConfig
 from titan_dit.config.section import UserError
 from titan_dit.objectives.base import Preview
@@ -236,6 +237,14 @@ def test_a_damaged_line_is_skipped_and_gone_after_a_resume(tmp_path, line):
     assert [row["step"] for row in read_rows(file)] == [1, 3]
     assert [row["step"] for row in keep_rows(file, 3)] == [1, 3]
     assert file.read_bytes() == b'{"step": 1, "loss": 0.5}\n{"step": 3, "loss": null}\n'
+
+
+def test_a_line_of_any_length_is_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(user_text, "MAX_LINE_BYTES", 16)
+    file = tmp_path / "metrics.jsonl"
+    for end in (b"", b"\n", b"\n" + b"x" * 100):
+        file.write_bytes(b'{"step": 1}\n' + b" " * 50 + b'{"step": 2}\n{"step": 3}' + end)
+        assert list(user_text.whole_lines(file)) == [(1, {"step": 1}), (3, {"step": 3})]
 
 
 @pytest.mark.parametrize("line", DAMAGED)

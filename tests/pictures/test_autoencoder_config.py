@@ -7,6 +7,7 @@ import pytest
 import tiny_vae
 import torch
 
+from titan_dit.config import user_text
 from titan_dit.config.section import UserError
 from titan_dit.pictures import autoencoder
 
@@ -44,3 +45,9 @@ def test_a_config_that_is_no_object_is_one_line(folder, tmp_path):
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(UserError, match=r"^--vae [^\n]+$"):
         autoencoder.load(str(tmp_path), torch.device("cpu"))
+
+
+def test_a_large_config_is_not_read(folder, monkeypatch):
+    monkeypatch.setattr(user_text, "MAX_BYTES", 10)
+    with pytest.raises(UserError, match=r"config\.json is larger than 10 bytes"):
+        autoencoder.load(folder, torch.device("cpu"))

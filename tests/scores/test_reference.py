@@ -1,5 +1,9 @@
 """References of `evaluate`: moments of files, ADM's pictures with moments, and wrong arrays."""
 
+import struct
+import tracemalloc
+import zipfile
+
 import numpy as np
 import pytest
 import torch
@@ -159,3 +163,16 @@ def test_a_compressed_array_that_unpacks_to_too_much_is_not_read(tmp_path):
     assert f"{file}: arr_0 cannot be read (210,000,000 bytes from " in said
     assert "save it without compression: numpy.savez. If it is no" in said
     assert said.endswith("set TITAN_DIT_LIMITS=4).")
+
+
+@pytest.mark.parametrize("kind", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_header_that_unpacks_to_much_is_not_unpacked(kind, tmp_path):
+    file, size = tmp_path / "a.npz", 64 << 20
+    with zipfile.ZipFile(file, "w", kind) as archive:
+        archive.writestr("arr_0.npy", b"\x93NUMPY\2\0" + struct.pack("<I", size) + b" " * size)
+    tracemalloc.start()
+    said = refused(lambda: opened(file))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert f"{file}: arr_0 cannot be read (" in said
+    assert peak < 4 << 20

@@ -80,8 +80,8 @@ class Holder:
 
     @classmethod
     def of(cls, text: str) -> Holder | None:
-        """Parse a lock file; None if it is truncated."""
-        with suppress(ValueError, TypeError, KeyError):
+        """Parse a lock file; None if it is truncated, or not a lock."""
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
             values = json.loads(text)
             holder = cls(**{known.name: values[known.name] for known in fields(cls)})
             return holder if isinstance(holder.pid, int) and holder.pid > 0 else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -24,6 +25,8 @@ MAX_BYTES = 64 << 20
 """Maximum bytes of a file that is read whole."""
 MAX_DEPTH = 100
 """Maximum nesting depth of a value: code that walks through it, such as messages, may recurse."""
+MAX_LINE_BYTES = 16 << 20
+"""Maximum bytes of a line of a run's logs."""
 BOM = b"\xef\xbb\xbf"
 """UTF-8 byte order mark, with which some programs begin a file."""
 
@@ -48,15 +51,25 @@ def read(file: Path, where: str, most: int = MAX_BYTES) -> str:
             data = opened.read(most + 1)
     except OSError as error:
         raise UserError(f"{where} cannot be read: {error.strerror}.") from None
-    if len(data) > most:
-        raise UserError(
-            f"{where} is larger than {most:,} bytes, the most that is read of it. If that is no "
-            f"mistake, {limits.advice()}."
-        )
+    refuse_large(len(data), where, most)
     try:
         return decode(data)
     except BadTextError as error:
         raise UserError(f"{where} is {error}. Save it as UTF-8.") from None
+
+
+def check_size(file: Path, where: str) -> None:
+    """Raise UserError for a file above MAX_BYTES, before a library reads it whole."""
+    refuse_large(file.stat().st_size, where, limits.raised(MAX_BYTES))
+
+
+def refuse_large(size: int, where: str, most: int) -> None:
+    """Raise UserError for more than `most` bytes; `most` is `raised`."""
+    if size > most:
+        raise UserError(
+            f"{where} is larger than {most:,} bytes, the most that is read of it. If that is no "
+            f"mistake, {limits.advice()}."
+        )
 
 
 def lines(file: Path, where: str, most: int, fix: str) -> Iterator[tuple[int, str]]:
@@ -150,13 +163,22 @@ def read_json(file: Path, where: str, most: int = MAX_BYTES) -> Any:
 def whole_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Number and object of each line of a file that a run appends to; none if it is missing.
 
-    A line that a kill cut, or a failing disk spoiled, is skipped.
+    A line that a kill cut, or a failing disk spoiled, is skipped, as is one above MAX_LINE_BYTES.
     """
-    for number, line in enumerate(file.read_bytes().split(b"\n") if file.is_file() else [], 1):
-        with suppress(BadTextError):
-            found = parse_json(line)
-            if isinstance(found, dict):
-                yield number, found
+    if not file.is_file():
+        return
+    with file.open("rb") as opened:
+        number = 0
+        while line := opened.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                while line and not line.endswith(b"\n"):
+                    line = opened.readline(MAX_LINE_BYTES)
+                continue
+            with suppress(BadTextError):
+                found = parse_json(line)
+                if isinstance(found, dict):
+                    yield number, found
 
 
 def read_csv(
@@ -167,6 +189,8 @@ def read_csv(
     Raises UserError for a row with another number of fields, as an unquoted comma would shift its
     values, and for a `needed` column that occurs twice.
     """
+    # Python's own limit of a field is 131,072 characters, of all readers in the process.
+    csv.field_size_limit(min(most, sys.maxsize))
     # Not lines(): a quoted field may hold line ends.
     reader = csv.reader(csv_lines(file, where, most, fix), skipinitialspace=True, strict=True)
     try:

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
+from titan_dit.config import user_text
 from titan_dit.config.section import Finite, PositiveFloat, PositiveInt, UserError, conform, show
 from titan_dit.data.latent_facts import LatentFacts, Units, VAEFacts
 from titan_dit.pictures.library import diffusers
@@ -141,6 +142,8 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
     if not folder.is_dir() and os.environ.get("RANK", "0") == "0":
         stdio.write(sys.stderr, f"there is no folder {source}: loading it from the hub\n")
     try:
+        if (folder / CONFIG).is_file():
+            user_text.check_size(folder / CONFIG, f"{where} {source}: {CONFIG}")
         config = library.AutoencoderKL.load_config(named)
         kind = class_of(library, config, f"{where} {source}")
         if folder.is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import math
 import os
 import sys
@@ -36,6 +37,8 @@ LABELS = "arr_1"
 """Of the same, if it is there: the classes' numbers."""
 UNPACKED, MAX_RATIO = 64 << 20, 50
 """Bytes that a compressed array may have, and for each byte of it; pictures have two or three."""
+HEADER_BYTES = 16 << 10
+"""Maximum bytes of a .npy header. numpy refuses 10,000, but only after it has read up to 4 GiB."""
 OTHERS = (".gif", ".tif", ".tiff", ".heic", ".avif", ".jp2")
 """Suffixes of pictures that are not read."""
 
@@ -253,6 +256,9 @@ def read_array(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> 
     """See `array_of`; ValueError if it would take far more memory than its part of the file."""
     if entry.compress_type == zipfile.ZIP_STORED:
         return mapped(path, archive, entry)
+    if entry.compress_type != zipfile.ZIP_DEFLATED:
+        # Python decompresses bzip2 and LZMA by the block: 4 KiB of a file become gigabytes.
+        raise ValueError("compressed otherwise than by numpy.savez_compressed")
     with archive.open(entry) as file:
         shape, _, dtype, _ = header_of(file)
     size = math.prod(shape) * dtype.itemsize
@@ -278,12 +284,13 @@ def check_text(array: np.ndarray) -> None:
 
 def header_of(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
     """Shape, Fortran order and dtype of a .npy, and the header's bytes."""
-    version = np.lib.format.read_magic(file)
+    head = io.BytesIO(file.read(HEADER_BYTES))
+    version = np.lib.format.read_magic(head)
     if version == (1, 0):
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(head)
     else:
-        shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
-    return shape, fortran, dtype, file.tell()
+        shape, fortran, dtype = np.lib.format.read_array_header_2_0(head)
+    return shape, fortran, dtype, head.tell()
 
 
 def mapped(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from titan_dit.config import user_text
 from titan_dit.config.section import UserError
 from titan_dit.data.tokenizer_file import ENDS, LARGEST_ID
 from titan_dit.launcher.torch_range import pip_install
@@ -33,6 +34,7 @@ def read(path: Path, where: str) -> Any:
     library = needed("tokenizers", where)
     if not path.is_file():
         raise UserError(f"[{where}] tokenizer={path}: there is no such file. Give its path.")
+    user_text.check_size(path, f"[{where}] tokenizer={path}")
     try:
         made = library.Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises Exception itself.
@@ -59,6 +61,7 @@ def of_vocabulary(vocab: Path, merges: Path | None, lower: bool, where: str) -> 
     for file in filter(None, (vocab, merges)):
         if not file.is_file():
             raise UserError(f"[{where}] vocab-file or merge-file {file}: there is no such file.")
+        user_text.check_size(file, f"[{where}] vocab-file or merge-file {file}")
     form = "With --merge-file it is GPT-2's vocab.json, without it BERT's vocab.txt."
     try:
         if merges:
