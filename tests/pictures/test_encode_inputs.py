@@ -200,7 +200,7 @@ def test_captions_may_hold_any_line_separator(root, tmp_path):
     found = open_input(tmp_path, Asked())
     assert (list(found.names), list(found.texts)) == (["cat/0.png"], [text])
     table.write_text("file_name,text\ncat/0.png," + "x" * 200_000)
-    assert "line 2: not CSV (field larger" in refused(lambda: open_input(tmp_path, Asked()))
+    assert list(open_input(tmp_path, Asked()).texts) == ["x" * 200_000]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "tars"])
