@@ -11,8 +11,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from titan_dit.recovery.ledger import Ledger
-from titan_dit.recovery.sample_log import trained
+from titan_dit.recovery.ledger import Ledger, trained
 
 BATCH = 24
 """Samples per step."""

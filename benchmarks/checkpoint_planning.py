@@ -33,8 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_dit.checkpoint.plans import Plans
-from titan_dit.checkpoint.save_plan import LocalPlan, plan_locally
+from titan_dit.checkpoint.planning import LocalPlan, Plans, plan_locally
 from titan_dit.checkpoint.torch_files import Writer
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.models.dit import DiTConfig

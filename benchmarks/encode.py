@@ -31,13 +31,13 @@ from report import ROOT, finish
 from torch import Tensor
 
 from titan_dit.commands import data_encode, data_example, train
-from titan_dit.commands.flags.data_example import Options
+from titan_dit.commands.flags import DataExampleFlags
 from titan_dit.pictures import autoencoder, encode
 from titan_dit.pictures.autoencoder import Autoencoder
-from titan_dit.pictures.encode_plan import make_plan
+from titan_dit.pictures.encode import make_plan
 from titan_dit.pictures.library import diffusers
-from titan_dit.pictures.open_input import open_input
 from titan_dit.pictures.picture_set import Asked
+from titan_dit.pictures.readers import open_input
 
 MOMENTS = tuple[float, torch.cuda.Event | None]
 WARM_UP = 10
@@ -110,7 +110,7 @@ def encode_row(options: argparse.Namespace, root: Path, device: torch.device) ->
         make_jpegs(source, options.count)
         save_sd_vae(vae)
     else:
-        data_example.main(Options(name="pictures", out=str(source)))
+        data_example.main(DataExampleFlags(name="pictures", out=str(source)))
     loaded = autoencoder.load(str(vae), device)
     timed = Timed(**{f.name: getattr(loaded, f.name) for f in dataclasses.fields(loaded)})
     pictures = open_input(source, Asked(classes=None, num_classes=None))

@@ -20,7 +20,7 @@ from titan_dit.plan import RunPlan, resolve
 from titan_dit.planner.calibrate import Case
 from titan_dit.planner.counts import Rehearsals
 from titan_dit.planner.hardware import Device
-from titan_dit.planner.weighing import tp_crosses_nodes
+from titan_dit.planner.search import tp_crosses_nodes
 from titan_dit.planner.work import Counts
 
 FACTS = Path(__file__).resolve().parent / "facts"

@@ -12,7 +12,7 @@ from typing import Literal
 from facts_kernels import ONE_KERNEL, Held, Unfused
 
 from titan_dit.planner.hardware import Device, device_of
-from titan_dit.planner.runtime import Runtime
+from titan_dit.planner.rates import Runtime
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from step import measure, table
 from torch import Tensor
 
 from titan_dit.data.base import Batch
-from titan_dit.data.token_facts import TokenFacts
+from titan_dit.data.token_windows import TokenFacts
 from titan_dit.execution.base import Output
 from titan_dit.execution.local import LocalExecutor
 from titan_dit.kernels import cross_entropy, linear

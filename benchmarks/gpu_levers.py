@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titan_dit.config.section import UserError
 from titan_dit.optim.ema import move_one_by_one, move_together
-from titan_dit.parallel.ring_blocks import joining
+from titan_dit.parallel.ring_attention import joining
 from titan_dit.rng import SampleRNG
 
 Variants = Mapping[str, Callable[[], object]]

@@ -32,9 +32,9 @@ from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.ema import move_together
 from titan_dit.optim.gradient_norm import clip_factor, clip_norm, square_sum
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
-from titan_dit.parallel.compile_objective import compile_prepare, compile_score
+from titan_dit.parallel.compile import compile_prepare, compile_score
 from titan_dit.parallel.init import initialize
-from titan_dit.recovery.guard import Guard
+from titan_dit.recovery.bad_steps import Guard
 from titan_dit.rng import SampleRNG
 
 SILENT = {

@@ -12,7 +12,7 @@ from titan_dit.planner import memory, step
 from titan_dit.planner.counts import Rehearsals
 from titan_dit.planner.hardware import Device, device_of
 from titan_dit.planner.report import ACROSS
-from titan_dit.planner.weighing import tp_crosses_nodes
+from titan_dit.planner.search import tp_crosses_nodes
 from titan_dit.planner.work import Counts
 from titan_dit.system.progress import ProgressLine
 

@@ -19,7 +19,7 @@ from titan_dit.config import catalog, config_file
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
 from titan_dit.data.base import DataConfig, Source
-from titan_dit.data.token_facts import TokenFacts
+from titan_dit.data.token_windows import TokenFacts
 
 FACTS = Path(__file__).resolve().parent / "facts"
 

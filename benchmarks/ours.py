@@ -30,7 +30,7 @@ from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
 from titan_dit.parallel import compute_copies
 from titan_dit.parallel.apply import parallelize
-from titan_dit.parallel.compile_objective import compile_prepare, compile_score
+from titan_dit.parallel.compile import compile_prepare, compile_score
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.plans.dit import plan

@@ -1,7 +1,7 @@
 """Joining one block of a ring on a CPU: operators and CPU time, `python benchmarks/ring_joins.py`.
 
-Before: gradients cast to fp32 one by one; eager and compiled: titan_dit/parallel/ring_blocks.py. At
-few tokens the time is that of the host, at many that of memory. Variants are timed in turns; the
+Before: gradients cast to fp32 one by one; eager and compiled: parallel/ring_attention.py. At few
+tokens the time is that of the host, at many that of memory. Variants are timed in turns; the
 figure is the least.
 """
 
@@ -17,7 +17,7 @@ from report import finish
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_dit.parallel.ring_blocks import EAGER, joining
+from titan_dit.parallel.ring_attention import EAGER, joining
 
 Variants = Mapping[str, Callable[[], object]]
 

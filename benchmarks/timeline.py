@@ -32,8 +32,7 @@ from titan_dit.execution.planned import Planned
 from titan_dit.execution.recording import PipelineRecording, write_files
 from titan_dit.models.base import Stream
 from titan_dit.objectives.base import Prepared
-from titan_dit.observe.suspects import suspects
-from titan_dit.observe.timeline import Timeline
+from titan_dit.observe.timeline import Timeline, suspects
 from titan_dit.schedules.action import Action
 from titan_dit.schedules.messages import neighbours, reader_of
 from titan_dit.schedules.moments import CAUSE, Moment, unmarked

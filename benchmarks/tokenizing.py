@@ -18,9 +18,8 @@ from tokenizers import Tokenizer
 from titan_dit.data.indexed_file import IndexedFile, IndexedWriter
 from titan_dit.data.token_windows import PLAYS
 from titan_dit.data.tokenizing import chunks, pool
-from titan_dit.data.tokenizing.chunks import Chunk
-from titan_dit.data.tokenizing.encoder import Encoder, Recipe
-from titan_dit.data.tokenizing.texts import texts_of
+from titan_dit.data.tokenizing.chunks import Chunk, texts_of
+from titan_dit.data.tokenizing.pool import Encoder, Recipe
 
 ROUNDS, DOCUMENT, COPIES = 7, 3000, 3
 """DOCUMENT: characters."""

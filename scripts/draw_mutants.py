@@ -32,7 +32,7 @@ CORE = (
     "system/process_identity.py",
     "opening.py",
     "data/order.py",
-    "data/sample_ranges.py",
+    "data/order.py",
     "rng.py",
     "plan.py",
     "trainer.py",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from titan_dit.pictures.sheets import CAPTIONS, COLUMNS, SIZE, box
+from titan_dit.pictures.output import COLUMNS, SHEET_CAPTIONS, SIZE, box
 
 TARGET = Path(__file__).resolve().parent.parent / "examples" / "pictures"
 TONES = {
@@ -49,7 +49,7 @@ def main() -> None:
             sheet.paste(picture, box(place), picture)
             lines.append({"file_name": f"{category}/{path.name}", "label": category, "text": text})
         sheet.save(TARGET / f"{category}.webp", lossless=True, quality=100, method=6)
-    (TARGET / CAPTIONS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (TARGET / SHEET_CAPTIONS).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 from titan_dit.commands import data_tokenize, data_train_tokenizer
-from titan_dit.commands.flags import data_tokenize as tokenize_flags
-from titan_dit.commands.flags import data_train_tokenizer as train_flags
+from titan_dit.commands import flags as tokenize_flags
+from titan_dit.commands import flags as train_flags
 
 PLAYS = "hamlet macbeth lear othello romeo_and_juliet midsummer_nights_dream tempest julius_caesar"
 TARGET = Path(__file__).resolve().parent.parent / "titan_dit" / "data" / "plays"
@@ -39,12 +39,12 @@ def main() -> None:
         training.write_text(lines_of(starts))
         whole.write_text(lines_of(starts + ends))
         data_train_tokenizer.main(
-            train_flags.Options(
+            train_flags.DataTrainTokenizerFlags(
                 input=(str(training),), output=str(tokenizer), vocabulary=VOCABULARY
             )
         )
         data_tokenize.main(
-            tokenize_flags.Options(
+            tokenize_flags.DataTokenizeFlags(
                 input=(str(whole),),
                 output_prefix=str(prefix),
                 tokenizer=str(tokenizer),

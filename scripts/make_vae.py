@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from titan_dit.observe import console
-from titan_dit.pictures import sheets
+from titan_dit.pictures import output
 from titan_dit.pictures.library import diffusers
 
 ROOT = Path(__file__).resolve().parent.parent / "examples"
@@ -59,7 +59,7 @@ def main() -> None:
 def split() -> tuple[Tensor, Tensor]:
     """Pictures to train on and pictures held out: (N, 3, 32, 32), -1 to 1."""
     groups: dict[str, list[Tensor]] = {}
-    for line, picture in sheets.read(ROOT / "pictures"):
+    for line, picture in output.read_sheet(ROOT / "pictures"):
         small = np.asarray(picture.resize((PIXELS, PIXELS), Image.Resampling.BOX))
         points = Path(line["file_name"]).stem.split("-")
         emoji = "-".join(point for point in points if point not in TONES)

@@ -22,7 +22,7 @@ MODULES = (
     "titan_dit.commands.replay",
     "titan_dit.commands.data_pack",
     "titan_dit.commands.data_show",
-    "titan_dit.pictures.grid",
+    "titan_dit.pictures.output",
     "tyro",
 )
 

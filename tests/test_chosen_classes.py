@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan_dit.commands.chosen_classes import chosen_classes
+from titan_dit.commands.sample_inputs import chosen_classes
 from titan_dit.config.section import UserError
 
 NAMES = ["tench, Tinca tinca", "Dog", "cat", "2", "dog", "tench"]

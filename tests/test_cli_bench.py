@@ -5,7 +5,7 @@ import json
 import pytest
 
 from titan_dit.commands import bench_attention
-from titan_dit.commands.flags.bench_attention import NAMES, Options
+from titan_dit.commands.flags import NAMES, BenchAttentionFlags
 from titan_dit.config.section import UserError
 from titan_dit.kernels.attention_choice import AttentionShape
 
@@ -15,7 +15,7 @@ TINY = {"heads": 2, "head_dim": 8, "tokens": (16, 32), "batch": 2, "laps": 2, "d
 def test_every_kernel_of_this_machine_is_timed_and_the_others_say_why_not(tmp_path, capsys):
     out = tmp_path / "deep" / "attention.json"
     keys = ("auto", "flash", "cudnn", "math")
-    bench_attention.main(Options(**TINY, backends=keys, out=str(out)))
+    bench_attention.main(BenchAttentionFlags(**TINY, backends=keys, out=str(out)))
     found = json.loads(out.read_text())
     assert [(r["backend"], r["kernel"], r["tokens"]) for r in found["rows"]] == [
         (key, "flash" if key == "auto" else key, tokens)
@@ -36,7 +36,7 @@ def test_every_kernel_of_this_machine_is_timed_and_the_others_say_why_not(tmp_pa
 def test_a_ring_is_timed_by_the_work_of_one_rank(tmp_path):
     out = tmp_path / "ring.json"
     settings = TINY | {"tokens": (32,), "ring": 4}
-    bench_attention.main(Options(**settings, backends=("auto", "math"), out=str(out)))
+    bench_attention.main(BenchAttentionFlags(**settings, backends=("auto", "math"), out=str(out)))
     found = json.loads(out.read_text())
     assert found["ring"] == 4
     for row in found["rows"]:
@@ -44,14 +44,14 @@ def test_a_ring_is_timed_by_the_work_of_one_rank(tmp_path):
         assert row["forward TFLOP/s"] == pytest.approx(flops / row["forward ms"] / 1e9)
         assert row["error"] < 1e-5
     with pytest.raises(UserError, match="--ring 5 does not divide 32 tokens"):
-        Options(**settings | {"ring": 5})
+        BenchAttentionFlags(**settings | {"ring": 5})
 
 
 @pytest.mark.parametrize("ring", [1, 4])
 def test_a_causal_mask_halves_the_work(tmp_path, ring):
     out = tmp_path / "causal.json"
     settings = TINY | {"tokens": (32,), "ring": ring, "causal": True}
-    bench_attention.main(Options(**settings, backends=("auto", "math"), out=str(out)))
+    bench_attention.main(BenchAttentionFlags(**settings, backends=("auto", "math"), out=str(out)))
     found = json.loads(out.read_text())
     assert found["causal"]
     for row in found["rows"]:
@@ -59,7 +59,7 @@ def test_a_causal_mask_halves_the_work(tmp_path, ring):
         assert row["forward TFLOP/s"] == pytest.approx(flops / row["forward ms"] / 1e9)
         assert row["error"] < 1e-5
     with pytest.raises(UserError, match="--ring 32 --causal makes 64 chunks, which do not divide"):
-        Options(**settings | {"ring": 32})
+        BenchAttentionFlags(**settings | {"ring": 32})
 
 
 def test_the_error_shows_a_kernel_that_is_wrong(monkeypatch):
@@ -78,8 +78,8 @@ def test_every_kernel_is_measured():
 
 
 def test_a_named_size_gives_the_shape_and_flags_win():
-    assert Options(size="XL/2").shape == (16, 72)
-    assert Options(size="7B", heads=4).shape == (4, 128)
+    assert BenchAttentionFlags(size="XL/2").shape == (16, 72)
+    assert BenchAttentionFlags(size="7B", heads=4).shape == (4, 128)
     for flags in ({}, {"heads": 4}, {"size": "XXL/2"}, {"size": "XL/2", "backends": ("fast",)}):
         with pytest.raises(UserError):
-            Options(**flags)
+            BenchAttentionFlags(**flags)

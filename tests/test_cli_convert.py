@@ -89,7 +89,9 @@ def test_ddim_ends_where_the_original_ends(converted):
 
 def test_every_bit_comes_back_in_the_originals_names(converted):
     for name in ("back.safetensors", "back.pt"):
-        convert.main(convert.Options(source=str(converted / "imported"), to=str(converted / name)))
+        convert.main(
+            convert.ConvertFlags(source=str(converted / "imported"), to=str(converted / name))
+        )
     back = load_file(converted / "back.safetensors")
     pickled = torch.load(converted / "back.pt", weights_only=True)
     assert back.keys() == pickled.keys() == STATE.keys()
@@ -98,25 +100,25 @@ def test_every_bit_comes_back_in_the_originals_names(converted):
         assert torch.equal(pickled[name], tensor)
     # Exported files store the number of heads.
     source, target = (str(converted / name) for name in ("back.safetensors", "again"))
-    convert.main(convert.Options(source=source, to=target))
+    convert.main(convert.ConvertFlags(source=source, to=target))
     # Nothing is overwritten, in either direction.
     for one, other in ((source, target), (target, source)):
         with pytest.raises(UserError, match="exists"):
-            convert.main(convert.Options(source=one, to=other))
+            convert.main(convert.ConvertFlags(source=one, to=other))
 
 
 def converted_again(cwd, name, **flags):
     """Export as `name`, import it again, and return the objective."""
     run, file, back = (str(cwd / part) for part in (name, f"{name}.safetensors", f"{name}_back"))
-    convert.main(convert.Options(source=run, to=file))
-    convert.main(convert.Options(source=file, to=back, **flags))
+    convert.main(convert.ConvertFlags(source=run, to=file))
+    convert.main(convert.ConvertFlags(source=file, to=back, **flags))
     return load_trained(find_checkpoint(Path(back), None), "ema", None, CPU).objective.path
 
 
 def test_what_the_weights_were_trained_for_goes_with_them(converted, capsys):
     flags = {"heads": 4, "prediction": "v", "noise_schedule": "cosine"}
     source = str(converted / "original.safetensors")
-    convert.main(convert.Options(source=source, to=str(converted / "v"), **flags))
+    convert.main(convert.ConvertFlags(source=source, to=str(converted / "v"), **flags))
     assert "the original's sample.py expects" not in capsys.readouterr().out
     objective = converted_again(converted, "v")
     words = "trained for ddpm cosine v in 1000 steps: the original's sample.py expects ddpm linear"
@@ -126,14 +128,14 @@ def test_what_the_weights_were_trained_for_goes_with_them(converted, capsys):
     metadata = {"titan_dit.objective": json.dumps({"name": "ddpm", "steps": 500})}
     save_file(STATE, converted / "few.safetensors", metadata)
     source, target = str(converted / "few.safetensors"), str(converted / "few")
-    convert.main(convert.Options(source=source, to=target, heads=4))
-    convert.main(convert.Options(source=target, to=f"{target}.pt"))
+    convert.main(convert.ConvertFlags(source=source, to=target, heads=4))
+    convert.main(convert.ConvertFlags(source=target, to=f"{target}.pt"))
     assert "trained for ddpm linear eps in 500 steps" in capsys.readouterr().out
     save_file(STATE, source, {"titan_dit.objective": json.dumps({"name": "ddpm", "steps": 5})})
     with pytest.raises(
         UserError, match=r"^--from .*few\.safetensors: \[objective\] steps=5 must be"
     ):
-        convert.main(convert.Options(source=source, to=f"{target}_5", heads=4))
+        convert.main(convert.ConvertFlags(source=source, to=f"{target}_5", heads=4))
 
 
 def test_a_network_without_learned_sigma_is_read_and_drawn_from(converted):
@@ -141,10 +143,10 @@ def test_a_network_without_learned_sigma_is_read_and_drawn_from(converted):
     state = {k: v[rows] if k.startswith("final_layer.linear") else v for k, v in STATE.items()}
     save_file(state, converted / "fixed.safetensors")
     source, target = str(converted / "fixed.safetensors"), str(converted / "fixed")
-    convert.main(convert.Options(source=source, to=target, heads=4))
+    convert.main(convert.ConvertFlags(source=source, to=target, heads=4))
     assert not load_trained(Path(target), "ema", None, CPU).objective.path.learn_sigma
     out = str(converted / "fixed_samples.safetensors")
-    sampling.main(sampling.Options(run=target, out=out, num=2, steps=3, sampler="ddpm"))
+    sampling.main(sampling.SampleFlags(run=target, out=out, num=2, steps=3, sampler="ddpm"))
     assert load_file(out)["samples"].isfinite().all()
 
 
@@ -153,7 +155,7 @@ def test_moments_that_do_not_fit_are_left_out_in_words(converted, capsys):
     whole["state"].pop(next(iter(whole["state"])))
     torch.save({"model": STATE, "opt": whole}, converted / "part.pt")
     target = str(converted / "part")
-    convert.main(convert.Options(source=str(converted / "part.pt"), to=target, heads=4))
+    convert.main(convert.ConvertFlags(source=str(converted / "part.pt"), to=target, heads=4))
     assert "AdamW state dropped" in capsys.readouterr().out
     assert not checkpoint.holds(Path(target), "optimizer")
 
@@ -173,7 +175,7 @@ def test_nothing_hidden_in_a_checkpoint_is_executed(converted, monkeypatch):
     manifest["digest"] = record.digest_of(manifest)
     (converted / "evil" / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=r"it imports posix\.mkdir. Nothing was loaded"):
-        convert.main(convert.Options(source="evil", to="evil.pt"))
+        convert.main(convert.ConvertFlags(source="evil", to="evil.pt"))
     with pytest.raises(UserError, match="not plain DCP metadata"):
         checkpoint.holds(Path("evil"), "model")
     assert not (converted / "executed").exists()
@@ -317,7 +319,7 @@ def test_what_cannot_be_converted_is_one_error_and_leaves_nothing(case, converte
         for flag, value in zip(flags[::2], flags[1::2], strict=True)
     }
     with pytest.raises(UserError) as caught:
-        convert.main(convert.Options(**given))
+        convert.main(convert.ConvertFlags(**given))
     assert words in str(caught.value)
     assert not list(converted.glob("new*"))
 
@@ -346,7 +348,7 @@ def test_inputs_that_do_not_fit_are_one_error(case, converted, monkeypatch):
     tensors = {"x": torch.ones(2, 4, 8, 8), "t": torch.ones(2), "y": torch.tensor([0, 1])} | change
     save_file({k: v for k, v in tensors.items() if v is not None}, converted / "bad.safetensors")
     monkeypatch.chdir(converted)
-    options = predict.Options(
+    options = predict.PredictFlags(
         checkpoint="imported", inputs="bad.safetensors", out="no.safetensors", device="cpu"
     )
     with pytest.raises(UserError) as caught:

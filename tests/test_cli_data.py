@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from titan_dit.__main__ import as_python
 from titan_dit.commands import data_encode, data_pack, data_show, data_tokenize
-from titan_dit.commands.flags import data_encode as flags_encode
-from titan_dit.commands.flags import data_pack as flags_pack
+from titan_dit.commands import flags as flags_encode
+from titan_dit.commands import flags as flags_pack
 from titan_dit.config.section import UserError
 
 MODEL = ("--model.hidden", 32, "--model.layers", 1, "--model.channels", 4, "--model.num_classes", 3)
@@ -220,8 +220,8 @@ def test_reasons_are_grouped_by_kind():
 def test_a_list_of_classes_that_is_no_text_is_refused(tmp_path):
     file = tmp_path / "list.txt"
     paths = {"input": str(tmp_path), "output": str(tmp_path / "set"), "classes": str(file)}
-    packing = flags_pack.Options(**paths)
-    encoding = flags_encode.Options(**paths, vae="vae", image_size=8)
+    packing = flags_pack.DataPackFlags(**paths)
+    encoding = flags_encode.DataEncodeFlags(**paths, vae="vae", image_size=8)
     for content, words in (
         ("na\u00efve", r"is not UTF-8 \(byte 3\)"),
         ("a\na", ": a is listed twice"),
@@ -235,18 +235,18 @@ def test_a_list_of_classes_that_is_no_text_is_refused(tmp_path):
 
 def test_switches_are_written_as_in_toml():
     for words in (["--verify", "true"], ["--verify=true"]):
-        spelled = as_python(["set", *words], data_show.Options)
+        spelled = as_python(["set", *words], data_show.DataShowFlags)
         assert "=".join(spelled[1:]) == "--verify=True"
-    assert as_python(["--out=true"], data_show.Options) == ["--out=true"]
+    assert as_python(["--out=true"], data_show.DataShowFlags) == ["--out=true"]
 
 
 def test_a_switch_may_stand_alone():
     flags = ["--append-eod", "--lower", "false", "--split_sentences", "--input", "a", "--lower"]
-    assert as_python(flags, data_tokenize.Options) == [
+    assert as_python(flags, data_tokenize.DataTokenizeFlags) == [
         *("--append-eod", "True", "--lower", "False", "--split_sentences", "True"),
         *("--input", "a", "--lower", "True"),
     ]
-    assert as_python(["set", "--verify"], data_show.Options) == ["set", "--verify", "True"]
+    assert as_python(["set", "--verify"], data_show.DataShowFlags) == ["set", "--verify", "True"]
 
 
 def test_text_is_tokenized_and_shown(tmp_path):

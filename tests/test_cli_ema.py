@@ -13,7 +13,7 @@ from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.saved_weights import Weights
 from titan_dit.commands import checkpoint_show, ema
-from titan_dit.commands.flags.ema import Options
+from titan_dit.commands.flags import EmaFlags
 from titan_dit.config.section import UserError
 from titan_dit.data.latents import write_shards
 from titan_dit.trained_model import load
@@ -22,7 +22,7 @@ KEPT, WIDTHS = ("0.05", "0.1"), (0.06, 0.075, 0.09)
 REFERENCE = """
 import torch
 from titan_dit.hooks import Hook
-from titan_dit.optim.power_average import exponent
+from titan_dit.optim.ema import exponent
 
 WIDTHS = (0.06, 0.075, 0.09)
 
@@ -79,7 +79,7 @@ def cwd(tmp_path_factory):
 def made(folder, sigma_rel, name="made", **flags):
     target = folder / name
     run = str(folder / "outputs" / "digits")
-    ema.main(Options(run=run, sigma_rel=sigma_rel, to=str(target), **flags))
+    ema.main(EmaFlags(run=run, sigma_rel=sigma_rel, to=str(target), **flags))
     return target
 
 
@@ -125,7 +125,7 @@ def test_a_kept_width_is_its_last_snapshot_to_the_bit(cwd, capsys):
     assert first.startswith("sigma_rel 0.1 at step 72, of 1 snapshots; error of the profile ")
     assert head.split() == ["step", "power_0.1"]
     assert row.split() == ["72", "1.000000e+00"]
-    checkpoint_show.main(checkpoint_show.Options(path=str(path)))
+    checkpoint_show.main(checkpoint_show.CheckpointShowFlags(path=str(path)))
     assert "average of weights, sigma_rel 0.1 of step 72 of" in capsys.readouterr().out
 
 
@@ -195,7 +195,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_works(cwd, tmp_path, monke
 
 def test_other_runs_and_targets_are_refused(cwd, tmp_path):
     def make(run, to="new"):
-        ema.main(Options(run=str(run), sigma_rel=0.07, to=str(tmp_path / to)))
+        ema.main(EmaFlags(run=str(run), sigma_rel=0.07, to=str(tmp_path / to)))
 
     run = cwd / "outputs" / "digits"
     refused("no such path", make, tmp_path / "nowhere")

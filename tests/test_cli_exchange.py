@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
-from titan_dit.commands import convert, convert_language_model, predict
+from titan_dit.commands import convert, predict
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import UserError
-from titan_dit.data.token_facts import TokenFacts
-from titan_dit.interop import hf_directory, imported
+from titan_dit.data.token_windows import TokenFacts
+from titan_dit.interop import hugging_face, imported
 from titan_dit.models.gpt import GPTConfig
 
 FIXTURES = Path(__file__).resolve().parent / "fixtures" / "hugging_face"
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 
 from titan_dit.data.base import DataConfig, Source
-from titan_dit.data.token_facts import TokenFacts
+from titan_dit.data.token_windows import TokenFacts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def cwd(tmp_path_factory):
 
 
 def converted(source, target):
-    convert.main(convert.Options(source=str(source), to=str(target)))
+    convert.main(convert.ConvertFlags(source=str(source), to=str(target)))
     return target
 
 
@@ -76,7 +76,7 @@ def predicted(cwd, checkpoint, **inputs):
     source, target = cwd / "in.safetensors", cwd / "out.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in inputs.items()}, source)
     predict.main(
-        predict.Options(
+        predict.PredictFlags(
             checkpoint=str(checkpoint), inputs=str(source), out=str(target), batch_size=2
         )
     )
@@ -118,14 +118,14 @@ def test_every_bit_comes_back_with_config_and_tokenizer(cwd):
     assert {file.name for file in back.iterdir()} == {
         "config.json", "model.safetensors", "tokenizer.json",
     }  # fmt: skip
-    config, before = (hf_directory.read_config(path) for path in (back, cwd / "gpt2"))
+    config, before = (hugging_face.read_config(path) for path in (back, cwd / "gpt2"))
     assert {key: before[key] for key in config} == config
     with pytest.raises(UserError, match="exists"):
         converted(cwd / "ours", back)
 
 
 def test_shards_are_read_and_written(cwd, monkeypatch):
-    monkeypatch.setattr(hf_directory, "LARGEST_SHARD", 9000)
+    monkeypatch.setattr(hugging_face, "LARGEST_SHARD", 9000)
     folder = converted(cwd / "ours", cwd / "sharded")
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = set(index["weight_map"].values())
@@ -146,7 +146,7 @@ def test_flags_of_pictures_are_none_of_a_language_models_export(cwd):
     for flag in ({"vae": "."}, {"as_is": True}, {"format": "sit"}):
         name = next(iter(flag)).replace("_", "-")
         with pytest.raises(UserError, match=f"--{name} is not a flag of the export of a gpt model"):
-            convert.main(convert.Options(source=str(cwd / "ours"), to=str(cwd / "no"), **flag))
+            convert.main(convert.ConvertFlags(source=str(cwd / "ours"), to=str(cwd / "no"), **flag))
     assert not (cwd / "no").exists()
 
 
@@ -256,7 +256,7 @@ def test_the_tokenizer_of_a_run_is_exported_alone_unless_its_name_is_that_of_tra
         (tmp_path / name).write_text('{"model": {"vocab": {"a": 0}}}')
     (tmp_path / "id_rsa").write_text("a file that a record names, but no tokenizer")
     exported = {
-        name: convert_language_model.tokenizer_of(tmp_path, {"tokenizer": str(tmp_path / name)})
+        name: convert.tokenizer_of(tmp_path, {"tokenizer": str(tmp_path / name)})
         for name in ("tokenizer.json", "of_bert.json", "gone.json", "id_rsa")
     }
     beside = {name: tmp_path / name for name in ("tokenizer.json", "vocab.json")}
@@ -274,9 +274,9 @@ def test_ids_of_special_tokens_are_those_of_the_tokenizer(tmp_path, cwd):
     sections = config_file.build_sections(read_record(ours)["config"], catalog.variant)
     assert sections["objective"].mask_id == 9
     assert sections["data"].tokenizer == str(ours / "tokenizer" / "tokenizer.json")
-    back = hf_directory.read_config(converted(ours, tmp_path / "back"))
+    back = hugging_face.read_config(converted(ours, tmp_path / "back"))
     assert back["pad_token_id"] == 5
-    files, special = hf_directory.tokenizer_files(folder), convert_language_model.special_ids
+    files, special = hugging_face.tokenizer_files(folder), convert.special_ids
     assert special(files, {}, 61) == {"end_of_document": 7, "pad": 5}
     assert special(files, {"end_of_document": 3, "pad": 0}, 61) == {"end_of_document": 3, "pad": 5}
     assert special({}, {"end_of_document": 61, "pad": 0}, 61) == {"end_of_document": None, "pad": 0}
@@ -308,7 +308,7 @@ def test_a_run_starts_from_imported_weights_and_is_exported(cwd):
     done = train(*flags, cwd=cwd)
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in metrics(cwd / "outputs" / "tuned")] == [1, 2]
-    options = convert.Options(
+    options = convert.ConvertFlags(
         source=str(cwd / "outputs" / "tuned"), to=str(cwd / "tuned"), weights="model"
     )
     convert.main(options)

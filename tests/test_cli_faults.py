@@ -21,8 +21,7 @@ from titan_dit.commands import replay as replay_command
 from titan_dit.config.section import UserError
 from titan_dit.data.latents import write_shards
 from titan_dit.data.order import EpochOrder
-from titan_dit.recovery.ledger import Ledger
-from titan_dit.recovery.sample_log import seen, trained
+from titan_dit.recovery.ledger import Ledger, logged_samples, trained
 
 SMALL = ("--model.hidden", 32, "--model.layers", 2, "--sampling.every", 0)
 SMALL += ("--metrics.tensorboard", "false", "--job.name", "run")
@@ -134,7 +133,9 @@ def test_replay_begins_at_the_weights_at_which_the_run_did(finished, tmp_path, c
         done = train(*SMALL, *LONG, *flags, *end, cwd=cwd)
         assert done.returncode == 0, done.stderr
         run = cwd / "outputs" / "run"
-        replay_command.main(replay_command.Options(run=str(run), step=step, show=0, device="cpu"))
+        replay_command.main(
+            replay_command.ReplayFlags(run=str(run), step=step, show=0, device="cpu")
+        )
         said = capsys.readouterr().out
         assert "those of the step" in said
         (norm,) = re.findall(r"gradient norm (\S+)", said)
@@ -142,14 +143,14 @@ def test_replay_begins_at_the_weights_at_which_the_run_did(finished, tmp_path, c
     with pytest.raises(
         UserError, match=r"--step 9: .* went on from .*step-00000060, after step 60"
     ):
-        replay_command.main(replay_command.Options(run=str(run), step=9, device="cpu"))
+        replay_command.main(replay_command.ReplayFlags(run=str(run), step=9, device="cpu"))
 
 
 def test_a_step_that_was_never_taken_is_not_replayed_but_for_one_that_a_run_died_in(
     finished, tmp_path
 ):
     with pytest.raises(UserError, match=r"--step 61: .*outputs/run has taken steps 1 to 60\.$"):
-        replay_command.main(replay_command.Options(run=str(finished), step=61))
+        replay_command.main(replay_command.ReplayFlags(run=str(finished), step=61))
 
     def newest(rows=(), saved=(), faults=()):
         """Newest step of a run with these files; its last metrics line is truncated."""
@@ -221,7 +222,7 @@ def test_a_run_on_4_then_2_then_3_ranks_sees_the_samples_of_the_uninterrupted_on
     ledger = Ledger.of(read_record(Checkpoints(run / "checkpoints").newest()))
     assert trained(run, ledger) == trained(finished, Ledger()) == Counter(range(60 * 16))
     # Equal at every step, for all three world sizes.
-    assert seen(run) == seen(finished)
+    assert logged_samples(run) == logged_samples(finished)
     attempts = sorted((run / "samples-seen").iterdir())
     assert [len(list(attempt.iterdir())) for attempt in attempts] == [4, 2, 3]
     rows, expected = metrics(run), metrics(finished)
@@ -271,7 +272,7 @@ def test_replay_compiles_prepare_where_the_run_did(keys, finished, tmp_path, mon
 
     monkeypatch.setattr(replay_command.compile, "check", lambda *_: None)
     monkeypatch.setattr(torch, "compile", double)
-    replay_command.main(replay_command.Options(run=str(run), step=21, show=16, device="cpu"))
+    replay_command.main(replay_command.ReplayFlags(run=str(run), step=21, show=16, device="cpu"))
     assert compiled == (["prepare"] if "true" in keys else [])
     losses = [float(loss) for loss in re.findall(r"  loss (\S+)", capsys.readouterr().out)]
     assert sum(losses) / 16 == pytest.approx(metrics(run)[20]["loss"], rel=1e-4)

@@ -8,11 +8,11 @@ import pytest
 from PIL import Image, ImageColor
 
 from titan_dit import __main__
-from titan_dit.commands.flags.pipeline_draw import Options
+from titan_dit.commands.flags import PipelineDrawFlags
 from titan_dit.commands.pipeline_draw import Drawn
 from titan_dit.config.config_file import FORMAT
 from titan_dit.config.section import UserError
-from titan_dit.observe.timeline_picture import COMPUTED, GAP, IDLE, LEFT, RIGHT, ROW, TOP, WIDTH
+from titan_dit.observe.timeline import COMPUTED, GAP, IDLE_COLOUR, LEFT, RIGHT, ROW, TOP, WIDTH
 from titan_dit.schedules import costs_file, order_file
 from titan_dit.schedules.action import Action, Kind, peak_activations
 from titan_dit.schedules.costs_file import MeasuredCosts
@@ -143,7 +143,7 @@ def test_planned_and_run_time_order_are_drawn_below_each_other(tmp_path, monkeyp
     planned, run_time, plan = map(float, steps)
     assert run_time <= plan < 0.8 * planned
     sheet = Image.open("drawn/order.png").convert("RGB")
-    forward, pale = (ImageColor.getrgb(c) for c in (COMPUTED["F"][1], IDLE["input"][1]))
+    forward, pale = (ImageColor.getrgb(c) for c in (COMPUTED["F"][1], IDLE_COLOUR["input"][1]))
     height = sheet.height // 3
     for block in range(3):
         # Of the second rank: the first forward, before it idle time, and the end of the step.
@@ -160,7 +160,7 @@ def test_planned_and_run_time_order_are_drawn_below_each_other(tmp_path, monkeyp
 
 
 def test_what_is_drawn_has_the_times_of_the_flags():
-    made = Drawn(Options(out="x.png", lengths=(1.0, 3.0), slowness=(1.0, 1.0, 1.3, 1.0)))
+    made = Drawn(PipelineDrawFlags(out="x.png", lengths=(1.0, 3.0), slowness=(1.0, 1.0, 1.3, 1.0)))
     assert made.cost(Action(Kind.FORWARD, 1, 2)) == 0.5
     assert made.cost(Action(Kind.FORWARD, 6, 3)) == pytest.approx(0.5 * 3 * 1.3)
     planned, run_time = made.simulations().values()

@@ -12,8 +12,7 @@ from tiny import tiny_config
 from tiny_gpt import gpt_config
 from torch.profiler import ProfilerActivity, profile
 
-from titan_dit.dry_run.fake_step import FakeRank, fake_world, take_fake_step
-from titan_dit.dry_run.messages import await_sends
+from titan_dit.dry_run.fake_step import FakeRank, await_sends, fake_world, take_fake_step
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.plan import resolve
 

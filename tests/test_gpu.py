@@ -154,7 +154,7 @@ def test_the_loss_scale_follows_without_waiting_for_the_device():
     from titan_dit.config.layout import PrecisionConfig
     from titan_dit.config.operation import FaultsConfig
     from titan_dit.optim.gradient_norm import clip_norm
-    from titan_dit.recovery.guard import Guard
+    from titan_dit.recovery.bad_steps import Guard
 
     guard = Guard(FaultsConfig(), torch.device("cuda"), PrecisionConfig(dtype="fp16"))
     weight = torch.nn.Parameter(torch.ones(8, device="cuda"))

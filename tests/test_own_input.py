@@ -1,20 +1,20 @@
 """No command writes onto what it reads: the path flags of every command, by introspection."""
 
 import dataclasses
-import importlib
 import os
-import pkgutil
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
+from titan_dit.__main__ import COMMANDS
 from titan_dit.commands import flags, own_input
 from titan_dit.config.section import UserError, Written, hints_of, path_rule
 
 OPTIONS = {
-    module.name: importlib.import_module(f"{flags.__name__}.{module.name}").Options
-    for module in pkgutil.iter_modules(flags.__path__)
+    command.replace(" ", "_").replace("-", "_"): flags.of_command(command)
+    for command in COMMANDS
+    if command != "train"
 }
 TEXT = {
     *("device", "format", "features", "metrics", "labels", "sampler", "prompt", "source"),

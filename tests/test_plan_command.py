@@ -8,7 +8,7 @@ from tiny import TABLES
 
 from titan_dit.__main__ import main as titan_dit
 from titan_dit.commands import plan
-from titan_dit.commands.flags.plan import Options
+from titan_dit.commands.flags import PlanFlags
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import UserError
 from titan_dit.dry_run.command import dry_run
@@ -101,9 +101,9 @@ def test_the_written_config_starts(planned, capsys):
 
 
 def test_keys_and_fixes_are_the_same(config):
-    options = Options(config=str(config), gpus=2, device="h100", fix=(("parallel.tp=2",),))
+    options = PlanFlags(config=str(config), gpus=2, device="h100", fix=(("parallel.tp=2",),))
     by_fix, fixed = plan.config_of(options, [])
-    by_key, also = plan.config_of(Options(config=str(config)), ["--parallel.tp", "2"])
+    by_key, also = plan.config_of(PlanFlags(config=str(config)), ["--parallel.tp", "2"])
     assert fixed == also == ["parallel.tp"]
     assert by_fix == by_key
 

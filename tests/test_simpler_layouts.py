@@ -7,7 +7,7 @@ from unchecked import unchecked
 
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import UserError
-from titan_dit.dry_run import devices, simpler
+from titan_dit.dry_run import report, simpler
 from titan_dit.dry_run.command import dry_run
 from titan_dit.plan import resolve
 
@@ -99,13 +99,13 @@ def peaks(*gib):
 
 
 def test_every_known_device_gets_a_verdict():
-    header, *rows = devices.verdicts(60 * GIB)
+    header, *rows = report.verdicts(60 * GIB)
     assert header == ["device", "usable", "needed", "fits"]
     fits = {name: verdict for name, *_, verdict in rows}
     assert fits["L40S, 48 GB"] == "no"
     assert fits["A100, H100, 80 GB"] == "yes"
     assert fits["H200, 141 GB"] == "yes"
-    assert set(devices.WORDS) == set(devices.StorageKind)
+    assert set(report.DEVICE_WORDS) == set(report.StorageKind)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_there_is_no_line_where_nothing_is_simpler_or_nothing_holds_the_layout()
 
 def test_the_memory_of_this_machines_gpu_decides(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(simpler.estimate, "rank_memory", lambda: (20 * GIB, "the GPU"))
+    monkeypatch.setattr(simpler.report, "rank_memory", lambda: (20 * GIB, "the GPU"))
     assert simpler.device_for(10 * GIB) == ("the GPU", 18 * GIB)
     assert simpler.device_for(19 * GIB) is None
 

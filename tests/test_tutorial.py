@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from commands import ROOT, measured, run
 
 from titan_dit.commands.data_example import SOURCE
-from titan_dit.pictures import sheets
+from titan_dit.pictures import output
 from titan_dit.pictures.library import diffusers
-from titan_dit.scores import features, metrics, pictures, score
+from titan_dit.scores import features, pictures, score
 
 SMALLER = {
     "titan_dit.train": "--training.steps 2 --sampling.every 0 --training.global_batch_size 8",
@@ -61,7 +61,7 @@ def follow(folder, smaller):
 def lay_out(folder):
     """Some of the pictures, as `data example` writes all."""
     lines = []
-    for number, (line, picture) in enumerate(sheets.read(SOURCE / "pictures")):
+    for number, (line, picture) in enumerate(output.read_sheet(SOURCE / "pictures")):
         if number % FEW == 0 or line["label"] == "component":
             file = folder / line["file_name"]
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def test_the_tutorial_draws_pictures_nearer_to_real_ones_than_blurred_ones(tmp_p
         score.described(torch.cat([network(part)[0] for part in torch.split(rows, 64)]), None)
         for rows in (blurred.permute(0, 2, 3, 1), real.read(range(real.count)))
     ]
-    limit = metrics.frechet(*(one.moments for one in described))
+    limit = score.frechet(*(one.moments for one in described))
     print(f"{seconds:.0f} s of CPU; drawn {scores}; blurred 4x {limit:.1f}")
     assert scores["frechet_distance"] < limit
     assert seconds < CPU_SECONDS

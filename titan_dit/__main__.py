@@ -13,8 +13,8 @@ from titan_dit.config.dotted_names import put_current_folder_last
 from titan_dit.config.section import Section, UserError, hints_of
 from titan_dit.launcher import disk_errors, failure, torch_range
 
-# Command "a b-c" is titan_dit/commands/a_b_c.py with `main(options)`. Its flags, the dataclass
-# `Options`, are titan_dit/commands/flags/a_b_c.py, which does not import torch.
+# Command "a b-c" is titan_dit/commands/a_b_c.py with `main(options)`. Its flags are the dataclass
+# `ABCFlags` of titan_dit/commands/flags.py, which does not import torch.
 # Only `train` parses its own arguments, as its flags are the config's keys.
 COMMANDS = {
     "train": "train a run on the ranks of this node",
@@ -73,11 +73,12 @@ def main() -> None:
     import tyro
 
     from titan_dit.commands import flag_advice, own_input
+    from titan_dit.commands.flags import of_command
     from titan_dit.config import flags
 
     own, keys = flags.take_keys(words[length:]) if name in KEYED else (words[length:], [])
     module = name.replace(" ", "_").replace("-", "_")
-    kind = importlib.import_module(f"titan_dit.commands.flags.{module}").Options
+    kind = of_command(name)
     flag_advice.check(own, hints_of(kind), name)
     options = tyro.cli(
         uncaught(kind),

@@ -11,9 +11,14 @@ import torch
 from titan_dit import __version__
 from titan_dit.checks import validate
 from titan_dit.checks.device import attention_hint, attention_kernel, format_hint, with_kernel
-from titan_dit.checks.optimizer import check_optimizer, num_trained, optimizer_lines
-from titan_dit.checks.parts import check_source, validate_parts
-from titan_dit.checks.pipeline_order import check_same_file, order_hint
+from titan_dit.checks.parts import (
+    check_optimizer,
+    check_source,
+    num_trained,
+    optimizer_lines,
+    validate_parts,
+)
+from titan_dit.checks.pipeline import check_same_file, order_hint
 from titan_dit.checks.same_config import check_same_config
 from titan_dit.config import config_file
 from titan_dit.config.dotted_names import origins

@@ -17,7 +17,7 @@ MODULES = (
     "titan_dit.data.latents",
     "titan_dit.diffusion.rectified_flow",
     "titan_dit.diffusion.samplers.ode",
-    "titan_dit.dry_run.estimate",
+    "titan_dit.dry_run.report",
     "titan_dit.launcher.flight_recorder",
     "titan_dit.launcher.orphan",
     "titan_dit.models.dit",

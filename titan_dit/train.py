@@ -40,7 +40,7 @@ def train(config: JobConfig) -> int:
     # Lazy imports: a wrong config is reported before torch.distributed is loaded.
     from titan_dit import plan
     from titan_dit.checks import device, layout, validate
-    from titan_dit.dry_run import estimate
+    from titan_dit.dry_run import report
     from titan_dit.launcher import flight_recorder, orphan, process_group
     from titan_dit.recovery import resume
 
@@ -56,7 +56,7 @@ def train(config: JobConfig) -> int:
         hint = "To try this layout without devices, add --dry-run."
         raise UserError(f"{error} {hint}") from None
     validate(config, planned)
-    device.check_memory(planned, config.optimizer, config.ema, *estimate.rank_memory())
+    device.check_memory(planned, config.optimizer, config.ema, *report.rank_memory())
     from titan_dit.trainer import Trainer
 
     flight_recorder.switch_on()

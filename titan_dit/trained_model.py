@@ -20,8 +20,7 @@ from titan_dit.config import catalog, config_file, dotted_names
 from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.execution.base import first_of
-from titan_dit.interop.on_demand import OnDemand
-from titan_dit.interop.tensor_reader import reading
+from titan_dit.interop.tensor_file import OnDemand, reading
 from titan_dit.kernels import linear
 from titan_dit.models.base import Model, ModelConfig, ModelSpec
 from titan_dit.objectives.base import Objective, ObjectiveConfig

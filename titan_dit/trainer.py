@@ -26,8 +26,7 @@ from titan_dit.objectives.base import DataShare
 from titan_dit.observe.flops import Work, peak_tflops
 from titan_dit.observe.meter import Meter, peak_gib
 from titan_dit.observe.metrics import Row, row_of
-from titan_dit.observe.profile import Profile
-from titan_dit.observe.profile_summary import DATA_WAIT, OPTIMIZER
+from titan_dit.observe.profile import DATA_WAIT, OPTIMIZER, Profile
 from titan_dit.observe.run_log import RunLog
 from titan_dit.opening import VERSIONS, open_run
 from titan_dit.optim.ema import EMA
@@ -36,11 +35,10 @@ from titan_dit.optim.lr_schedule import learning_rate
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer, optimizer_tensors
 from titan_dit.parallel.compile import Recompiles
 from titan_dit.parallel.mesh import Mesh
-from titan_dit.recovery import fault_log, replicas, restore, rollback
-from titan_dit.recovery.guard import Guard, Reading
-from titan_dit.recovery.ledger import Ledger
-from titan_dit.recovery.progress import Progress
-from titan_dit.recovery.sample_log import SampleLog
+from titan_dit.recovery import bad_steps, replicas, restore, rollback
+from titan_dit.recovery.bad_steps import Guard, Reading
+from titan_dit.recovery.ledger import Ledger, SampleLog
+from titan_dit.recovery.restore import Progress
 from titan_dit.rng import SampleRNG
 from titan_dit.system.garbage_collection import Collector
 
@@ -248,10 +246,10 @@ class Trainer:
         for bad in reading.bad:
             numbers, _ = self.batch_plan(bad.cursor)
             self.ledger = self.ledger.mark_untrained(bad.step, numbers)
-            drawn = fault_log.drawn_for(self.objective, seed, numbers, device)
-            line = fault_log.bad_step(bad, numbers, self.epochs.rows(numbers), drawn)
-            self.log.add(fault_log.FILE, line)
-            self.say(bad.message(self.folder / fault_log.FILE))
+            drawn = bad_steps.drawn_for(self.objective, seed, numbers, device)
+            line = bad_steps.log_bad_step(bad, numbers, self.epochs.rows(numbers), drawn)
+            self.log.add(bad_steps.FAULTS, line)
+            self.say(bad.message(self.folder / bad_steps.FAULTS))
         return reading
 
     def report(self, reading: Reading, lr: float, validated: Row) -> None:
@@ -290,7 +288,7 @@ class Trainer:
                 self.say,
             )
             self.continue_from(progress)
-        self.log.add(fault_log.FILE, fault_log.rollback(last, self.step, *numbers))
+        self.log.add(bad_steps.FAULTS, bad_steps.log_rollback(last, self.step, *numbers))
         self.log.forget_after(self.step)
         self.open_sample_log()
         self.collector.restore()  # Data workers are forked again and inherit its state.

@@ -8,7 +8,7 @@ from commands import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import ring_joins
 
-from titan_dit.parallel.ring_blocks import add
+from titan_dit.parallel.ring_attention import add
 
 
 def test_ways_are_timed_and_their_operators_counted():

@@ -78,11 +78,11 @@ def check_store(url, monkeypatch, capsys):
         stream.write(data)
     capsys.readouterr()
     with pytest.raises(SystemExit):
-        checkpoint_verify.main(checkpoint_verify.Options(path=url))
+        checkpoint_verify.main(checkpoint_verify.CheckpointVerifyFlags(path=url))
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"{path}: whole, 3 files")
     assert said[1] == f"{again}: damaged: __0_0.distcp"
-    checkpoint_list.main(checkpoint_list.Options(run=url))
+    checkpoint_list.main(checkpoint_list.CheckpointListFlags(run=url))
     assert len(capsys.readouterr().out.splitlines()) == 4
     with pytest.raises(UserError, match=r"is damaged: __0_0\.distcp"):
         load(again, state(0.0))

@@ -10,8 +10,8 @@ import commands
 import pytest
 import torch
 
-from titan_dit.checkpoint import checkpoint, combined, torch_files
-from titan_dit.checkpoint.combined import Term, shapes_of, write_sum
+from titan_dit.checkpoint import averages, checkpoint, torch_files
+from titan_dit.checkpoint.averages import Term, shapes_of, write_sum
 from titan_dit.checkpoint.store import location
 from titan_dit.config.section import UserError
 
@@ -35,8 +35,8 @@ def sum_of(path):
 
 @pytest.mark.parametrize("kind", ["disk", "store"])
 def test_a_sum_of_checkpoints_is_a_checkpoint_of_several_files(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(combined, "GROUP", 30)
-    monkeypatch.setattr(combined, "CHUNK", 16)
+    monkeypatch.setattr(averages, "GROUP", 30)
+    monkeypatch.setattr(averages, "CHUNK", 16)
     paths, tensors = zip(*(written(tmp_path, number) for number in range(3)), strict=True)
     terms = [
         Term(path, {"ema.a.": w, "ema.b.": w / 2}) for path, w in zip(paths, WEIGHTS, strict=True)
@@ -89,7 +89,7 @@ for number in range(3):
 SUM = """
 import resource
 from pathlib import Path
-from titan_dit.checkpoint.combined import Term, shapes_of, write_sum
+from titan_dit.checkpoint.averages import Term, shapes_of, write_sum
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 terms = [Term(Path(f"one-{number}"), {"ema.a.": number - 0.5}) for number in range(3)]
 shapes = shapes_of(terms)

@@ -14,14 +14,14 @@ import records
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from titan_dit.checkpoint import checkpoint, contents, plain_pickle, record, torch_files
+from titan_dit.checkpoint import checkpoint, record, torch_files
 from titan_dit.checkpoint.record import read_record
 from titan_dit.config.section import UserError
 from titan_dit.recovery.resume import readable
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-DATA, TABLE, PICKLE = "__0_0.distcp", contents.NAME, torch_files.METADATA
+DATA, TABLE, PICKLE = "__0_0.distcp", torch_files.CONTENTS, torch_files.METADATA
 DEEP = json.loads("[" * 400 + "]" * 400)
 
 
@@ -104,7 +104,7 @@ def test_metadata_run_nothing(saved, programme, older, tmp_path, monkeypatch):
     assert not (tmp_path / "PWNED").exists()
 
 
-NAMES = sorted(plain_pickle.CLASSES) + [("torch", name) for name in contents.DTYPES]
+NAMES = sorted(torch_files.PLAIN_CLASSES) + [("torch", name) for name in torch_files.DTYPES]
 NAMES += [(DCP, "torch"), (DCP, "os"), ("torch", "os.system"), ("os", "system"), ("torch", "load")]
 WORDS = ("__setstate__", "__class__", "__dict__", "dtype", "os.system", "state", "float32")
 WATCHED = (torch, metadata, filesystem, torch.serialization, pickle, os)
@@ -133,7 +133,7 @@ def everything():
     found = [vars(module) for module in WATCHED]
     found += [
         vars(thing)
-        for name, _ in ((n, m) for m, n in plain_pickle.CLASSES)
+        for name, _ in ((n, m) for m, n in torch_files.PLAIN_CLASSES)
         for module in WATCHED
         if isinstance(thing := getattr(module, name, None), type)
     ]
@@ -145,9 +145,9 @@ def test_no_programme_over_the_allowed_names_changes_anything():
     ends = {"value": 0, "error": 0}
     for _ in range(5000):
         try:
-            found = plain_pickle.Plain(io.BytesIO(drawn(draw))).load()
+            found = torch_files.Plain(io.BytesIO(drawn(draw))).load()
             ends["value"] += 1
-            assert type(found).__module__ in ("builtins", plain_pickle.__name__)
+            assert type(found).__module__ in ("builtins", torch_files.__name__)
         except AssertionError:
             raise
         except Exception:
@@ -314,12 +314,12 @@ def older_metadata(size=TWICE, file=TWICE, tensor=TWICE):
 
 def test_numbers_and_names_of_older_metadata_are_no_tuples():
     """Their hash or their text would take as long as a key's."""
-    assert plain_pickle.load(older_metadata() + b".").name == "Metadata"
+    assert torch_files.load_plain_pickle(older_metadata() + b".").name == "Metadata"
     with pytest.raises(pickle.UnpicklingError, match="a Size that is not of numbers"):
-        plain_pickle.read(older_metadata() + b".")
+        torch_files.read_plain_pickle(older_metadata() + b".")
     for names in ({"file": text("a")}, {"tensor": text("w")}):
         with pytest.raises(pickle.UnpicklingError, match="a chunk without a tensor or a file"):
-            plain_pickle.read(older_metadata(size=b")", **names) + b".")
+            torch_files.read_plain_pickle(older_metadata(size=b")", **names) + b".")
 
 
 def test_an_older_checkpoint_is_loaded_by_its_metadata(saved):

@@ -10,11 +10,15 @@ import time
 import pytest
 import torch
 
-from titan_dit.checkpoint import planning_process, plans, save_plan
+from titan_dit.checkpoint import planning
 from titan_dit.checkpoint.checkpoint import contents, flatten, load, write
-from titan_dit.checkpoint.planning_process import PlanningProcess
-from titan_dit.checkpoint.plans import Plans
-from titan_dit.checkpoint.save_plan import GlobalPlan, LocalPlan, plan_locally
+from titan_dit.checkpoint.planning import (
+    GlobalPlan,
+    LocalPlan,
+    PlanningProcess,
+    Plans,
+    plan_locally,
+)
 from titan_dit.checkpoint.torch_files import Writer
 
 
@@ -86,7 +90,7 @@ def test_metadata_are_not_used_for_shards_at_other_places(tmp_path, made, monkey
 def test_a_save_that_failed_leaves_no_half_made_plan(tmp_path, made, monkeypatch):
     kept = Plans()
     with monkeypatch.context() as patched:
-        patched.setattr(plans.Plans, "finish", lambda *a: 1 / 0)
+        patched.setattr(planning.Plans, "finish", lambda *a: 1 / 0)
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):
             write(tmp_path / "0", state(1.0), {"step": 0}, plans=kept)
     write(tmp_path / "1", state(2.0), {"step": 1}, plans=kept)
@@ -132,7 +136,7 @@ def test_a_process_of_its_own_plans_alike():
 def run_instead(monkeypatch, code):
     start = subprocess.Popen
     monkeypatch.setattr(
-        planning_process.subprocess,
+        planning.subprocess,
         "Popen",
         lambda command, **kwargs: start([sys.executable, "-c", code], **kwargs),
     )
@@ -141,7 +145,7 @@ def run_instead(monkeypatch, code):
 @pytest.mark.parametrize("code", ["raise SystemExit('no memory')", "print('INFO site')"])
 def test_without_a_process_the_rank_plans_itself(code, tmp_path, made, monkeypatch):
     run_instead(monkeypatch, code)
-    monkeypatch.setattr(plans, "LARGE_BYTES", 0)
+    monkeypatch.setattr(planning, "LARGE_BYTES", 0)
     write(tmp_path / "0", state(1.0), {"step": 0}, plans=Plans())
     assert_saved(tmp_path / "0", state(1.0))
     assert made == ["choose", "describe"]
@@ -150,11 +154,11 @@ def test_without_a_process_the_rank_plans_itself(code, tmp_path, made, monkeypat
 def test_a_save_that_failed_leaves_no_process_whose_pipes_a_worker_could_hold(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(plans, "LARGE_BYTES", 0)
+    monkeypatch.setattr(planning, "LARGE_BYTES", 0)
     kept, started = Plans(), []
-    start = plans.PlanningProcess.__init__
+    start = planning.PlanningProcess.__init__
     monkeypatch.setattr(
-        plans.PlanningProcess, "__init__", lambda own: (started.append(own), start(own))[1]
+        planning.PlanningProcess, "__init__", lambda own: (started.append(own), start(own))[1]
     )
     with monkeypatch.context() as patched:
         patched.setattr(Writer, "write_plan", lambda *a: 1 / 0)
@@ -164,9 +168,9 @@ def test_a_save_that_failed_leaves_no_process_whose_pipes_a_worker_could_hold(
     began = time.monotonic()
     with monkeypatch.context() as patched:
         # A worker that is forked beside a planning process inherits its pipes.
-        choose, workers = plans.PlanningProcess.choose, []
+        choose, workers = planning.PlanningProcess.choose, []
         patched.setattr(
-            plans.PlanningProcess,
+            planning.PlanningProcess,
             "choose",
             lambda *a: (workers.append(forked_sleeper()), choose(*a))[1],
         )
@@ -190,7 +194,7 @@ def forked_sleeper():
 def test_a_process_that_dies_fails_the_save_in_its_own_words(tmp_path, monkeypatch):
     code = "import pickle, sys; pickle.dump('ready', sys.stdout.buffer); sys.stdout.flush()"
     run_instead(monkeypatch, f"{code}; sys.stdin.buffer.read(9); sys.exit('killed by test')")
-    monkeypatch.setattr(plans, "LARGE_BYTES", 0)
+    monkeypatch.setattr(planning, "LARGE_BYTES", 0)
     words = r"the process that plans a checkpoint ended: exit code 1\. killed by test"
     with pytest.raises(RuntimeError, match=words):
         write(tmp_path / "0", state(1.0), {"step": 0}, plans=Plans())
@@ -206,4 +210,4 @@ def test_the_digest_is_of_all_that_is_planned():
     words = repr(plan.plan)
     for part in ("blocks.0.weight", "[6, 4]", "float32", "offsets=", "exp_avg"):
         assert part in words
-    assert save_plan.digest_of_all([b"a", b"b"]) != save_plan.digest_of_all([b"b", b"a"])
+    assert planning.digest_of_all([b"a", b"b"]) != planning.digest_of_all([b"b", b"a"])

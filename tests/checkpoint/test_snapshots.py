@@ -7,10 +7,10 @@ import records
 import torch
 
 from titan_dit.checkpoint import run_checkpoints, torch_files
+from titan_dit.checkpoint.averages import Snapshots, averages_in
 from titan_dit.checkpoint.checkpoint import contents
 from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
-from titan_dit.checkpoint.snapshots import Snapshots, averages_in
 from titan_dit.checkpoint.store import Disk, location
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError

@@ -6,8 +6,7 @@ import pytest
 from tiny import tiny_config
 from tiny_gpt import gpt_config
 
-from titan_dit.checks.adapters import check_lora
-from titan_dit.checks.optimizer import check_optimizer, num_trained, optimizer_lines
+from titan_dit.checks.parts import check_lora, check_optimizer, num_trained, optimizer_lines
 from titan_dit.config.section import UserError
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.plan import resolve

@@ -4,7 +4,7 @@ import pytest
 from plans import check, planned
 from tiny import tiny_config
 
-from titan_dit.checks.pipeline_order import check_same_file, order_hint
+from titan_dit.checks.pipeline import check_same_file, order_hint
 from titan_dit.config.config_file import changes, to_tables
 from titan_dit.config.section import UserError
 from titan_dit.schedules import order_file

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 from tiny import tiny_config
 
-from titan_dit.checks.optimizer import check_optimizer, optimizer_lines
+from titan_dit.checks.parts import check_optimizer, optimizer_lines
 from titan_dit.config.section import UserError
 from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.plan import resolve

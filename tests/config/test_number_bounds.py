@@ -1,13 +1,12 @@
 """Every number of a config and of a command has bounds, by introspection."""
 
-import importlib
 import math
-import pkgutil
 from types import UnionType
 from typing import Annotated, Union, get_args, get_origin
 
 import pytest
 
+from titan_dit.__main__ import COMMANDS
 from titan_dit.commands import flags
 from titan_dit.config import catalog, config_file
 from titan_dit.config import flags as words
@@ -23,8 +22,8 @@ def sections():
         for name in names:
             yield f"[{section}] of {name}", catalog.variant(section, name)
     yield from config_file.plain_sections().items()
-    for module in pkgutil.iter_modules(flags.__path__):
-        yield module.name, importlib.import_module(f"{flags.__name__}.{module.name}").Options
+    for command in COMMANDS.keys() - {"train"}:
+        yield command, flags.of_command(command)
 
 
 def numbers(hint, bounds=()):

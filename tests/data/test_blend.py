@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from titan_dit.data.blend import SLOTS, BlendOrder
+from titan_dit.data.order import SLOTS, BlendOrder
 
 SIZES = [50, 7, 400]
 WEIGHTS = (2.0, 1.0, 5.0)

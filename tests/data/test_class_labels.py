@@ -4,7 +4,7 @@ import torch
 from folders_of_files import class_folders, pair
 from refusals import refused_folder
 
-from titan_dit.data import class_labels
+from titan_dit.data import listing
 from titan_dit.data.listing import list_folder
 
 
@@ -116,7 +116,7 @@ def test_the_classes_of_a_list_and_the_folders_must_be_the_same(tmp_path):
 
 def test_many_labels_are_announced(tmp_path, monkeypatch, capsys):
     pair(tmp_path, count=3)
-    paths = [tmp_path / "labels" / f"{i % 3}.npy" for i in range(class_labels.MANY_LABELS + 1)]
-    labels = class_labels.read_labels(paths)
+    paths = [tmp_path / "labels" / f"{i % 3}.npy" for i in range(listing.MANY_LABELS + 1)]
+    labels = listing.read_labels(paths)
     assert torch.equal(labels, torch.arange(len(paths)) % 3)
     assert "reading 20,001 label files" in capsys.readouterr().err

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from titan_dit.data.feistel import LEAST_SIZE, ROUNDS, Permutation, mix
-from titan_dit.data.order import EpochOrder
+from titan_dit.data.order import LEAST_SIZE, ROUNDS, EpochOrder, Permutation, mix
 from titan_dit.rng import words
 
 SIZES = [LEAST_SIZE, LEAST_SIZE + 1, 66_000, 100_000]

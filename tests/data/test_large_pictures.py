@@ -14,7 +14,7 @@ from refusals import refused
 from titan_dit.data.files import BadFileError, read_latent
 from titan_dit.data.packing import images
 from titan_dit.data.packing.images import DecodingBudget, center_crop, decode_image
-from titan_dit.interop import weight_file
+from titan_dit.interop import tensor_file
 
 RED = (250, 20, 30)
 
@@ -247,4 +247,4 @@ def test_a_compressed_pt_file_is_refused(tmp_path):
         read_latent(tmp_path / "b.pt")
     torch.save({"a": torch.zeros(4, 500, 500)}, tmp_path / "a.pt")
     compressed(tmp_path / "a.pt", tmp_path / "b.pt")
-    assert "(it is compressed)" in refused(lambda: weight_file.read(tmp_path / "b.pt"))
+    assert "(it is compressed)" in refused(lambda: tensor_file.read_weight_file(tmp_path / "b.pt"))

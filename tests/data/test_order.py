@@ -4,8 +4,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from titan_dit.data.feistel import Permutation
-from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
+from titan_dit.data.order import BatchPlan, EpochOrder, Permutation, RankOrder
 from titan_dit.rng import permutation
 
 

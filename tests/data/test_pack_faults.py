@@ -15,7 +15,7 @@ from refusals import refused
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError
 from titan_dit.data.latents import LatentShards
-from titan_dit.data.packing import claim, pack, shard_job, workers
+from titan_dit.data.packing import pack
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_a_full_disk_is_one_error_that_names_the_file_and_workers_write_the_same
     blocked = output / "out-00019.safetensors.partial"
     blocked.mkdir(parents=True)
     plan = pack.make_plan(faulty / "in", output, shard_size=6)
-    with claim.claimed(output, plan.digest()):
+    with pack.claimed(output, plan.digest()):
         pass
     message = refused(lambda: packed(faulty / "in", output, workers=2, shard_size=6))
     assert message.startswith(f"[data pack] {output}/out-00019.safetensors cannot be written")
@@ -56,13 +56,13 @@ def test_what_is_packed_is_not_packed_again(faulty):
 SLOW = """
 import sys, time
 from pathlib import Path
-from titan_dit.data.packing import pack, shard_job
+from titan_dit.data.packing import pack
 
-read = shard_job.read_latent
+read = pack.read_latent
 def slowly(*args):
     time.sleep(0.02)
     return read(*args)
-shard_job.read_latent = slowly
+pack.read_latent = slowly
 
 if __name__ == "__main__":
     source, output, workers = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
@@ -122,7 +122,7 @@ def alive(group):
     return True
 
 
-class Dying(shard_job.PackPlan):
+class Dying(pack.PackPlan):
     """A plan whose worker exits on reading the last class."""
 
     def read(self, row, budget):
@@ -135,14 +135,14 @@ def test_a_dead_worker_is_one_error_and_the_rest_is_kept(faulty, tmp_path):
     plan = Dying(**vars(pack.make_plan(faulty / "in", tmp_path / "out", shard_size=6)))
     (tmp_path / "out").mkdir()
     with pytest.raises(RuntimeError, match=r"a worker failed \(exit code 9\)"):
-        workers.run_workers(plan, tmp_path / "out", list(range(20)), 1, lambda *_: None)
+        pack.run_workers(plan, tmp_path / "out", list(range(20)), 1, lambda *_: None)
     # 80 files of two classes come before it, six per shard.
     assert len(list((tmp_path / "out").glob("out-*.json"))) == 13
 
 
 def test_a_killed_worker_is_an_error_in_words():
-    assert "a worker was killed (signal 9): not enough memory?" in str(workers.worker_error(-9, ""))
-    assert str(workers.worker_error(1, "[data pack] disk full")) == "[data pack] disk full"
+    assert "a worker was killed (signal 9): not enough memory?" in str(pack.worker_error(-9, ""))
+    assert str(pack.worker_error(1, "[data pack] disk full")) == "[data pack] disk full"
 
 
 def test_a_shard_that_was_cut_or_belongs_to_another_plan_is_made_anew(
@@ -199,7 +199,7 @@ def test_two_processes_do_not_pack_into_one_folder(tmp_path):
     class_folders(tmp_path / "in")
     plan = pack.make_plan(tmp_path / "in", tmp_path / "out")
     (tmp_path / "out").mkdir()
-    with claim.claimed(tmp_path / "out", plan.digest()):
+    with pack.claimed(tmp_path / "out", plan.digest()):
         message = refused(lambda: packed(tmp_path / "in", tmp_path / "out"))
     assert "another process is packing" in message
 
@@ -214,7 +214,7 @@ def test_a_claim_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch)
         flock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", remove_first)
-    with claim.claimed(tmp_path, "digest"):
+    with pack.claimed(tmp_path, "digest"):
         assert "digest" in (tmp_path / "pack.json").read_text()
     assert removed
 

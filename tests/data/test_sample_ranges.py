@@ -1,7 +1,7 @@
 import itertools
 import random
 
-from titan_dit.data.sample_ranges import count, merged, numbers_of, ranges_of
+from titan_dit.data.order import count, merged, numbers_of, ranges_of
 
 
 def test_numbers_and_spans_stand_for_each_other():

@@ -11,8 +11,7 @@ import torch
 from refusals import refused
 
 from titan_dit.data.indexed_file import IndexedWriter
-from titan_dit.data.sentence_pairs import SentencePairs
-from titan_dit.data.sentence_spans import Targets
+from titan_dit.data.sentence_pairs import SentencePairs, Targets
 
 LENGTH = 35  # 32 without special tokens.
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")

@@ -13,8 +13,7 @@ from small_tokens import byte_level_file, counting, tokens, write_tokens
 from titan_dit.config.section import UserError
 from titan_dit.data.base import BadSampleError
 from titan_dit.data.loader import NumberedSamples
-from titan_dit.data.token_facts import TokenFacts
-from titan_dit.data.token_windows import Plays
+from titan_dit.data.token_windows import Plays, TokenFacts
 
 
 @pytest.fixture
@@ -130,7 +129,7 @@ def test_ids_outside_the_vocabulary_are_refused_by_name(tmp_path, bad, monkeypat
     said = f"set.bin: id {bad} at token 24, in document 2, is outside vocabulary=1000"
     assert said in refused(tokens(path).open)
     # Beyond the tokens that are checked at the start: when it is read, and then for good.
-    monkeypatch.setattr("titan_dit.data.token_files.CHECKED_TOKENS", 10)
+    monkeypatch.setattr("titan_dit.data.token_windows.CHECKED_TOKENS", 10)
     source = tokens(path, sequence_length=5).open()
     assert len(source.read([0, 1])["tokens"]) == 2
     error = NumberedSamples(source, lambda fields: None).__getitems__([(0, 0), (1, 4)])

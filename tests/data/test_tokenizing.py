@@ -25,8 +25,7 @@ from titan_dit.data.indexed_file import IndexedFile, IndexedWriter
 from titan_dit.data.tokenizer_file import read_tokenizer
 from titan_dit.data.tokenizing import chunks, pool
 from titan_dit.data.tokenizing import tokenizer as tokenizers
-from titan_dit.data.tokenizing.chunks import Chunk, read_chunks
-from titan_dit.data.tokenizing.texts import texts_of
+from titan_dit.data.tokenizing.chunks import Chunk, read_chunks, texts_of
 
 TEXTS = ["To be, or not to be. That is the question!", "Out, out, brief candle.", "Ünïcode \u2603"]
 LINES = "".join(json.dumps({"text": text, "id": 3}) + "\n" for text in TEXTS).encode()
@@ -39,7 +38,9 @@ def made(tmp_path_factory):
     text = path.with_name("a.jsonl")
     text.write_bytes(LINES * 20)
     data_train_tokenizer.main(
-        data_train_tokenizer.Options(input=(str(text),), output=str(path), vocabulary=280)
+        data_train_tokenizer.DataTrainTokenizerFlags(
+            input=(str(text),), output=str(path), vocabulary=280
+        )
     )
     return path
 
@@ -52,7 +53,7 @@ def here(tmp_path, monkeypatch):
 
 def tokenize(*inputs, made, out="out", **options):
     options = {"workers": 1, "tokenizer": str(made)} | options
-    data_tokenize.main(data_tokenize.Options(input=inputs, output_prefix=out, **options))
+    data_tokenize.main(data_tokenize.DataTokenizeFlags(input=inputs, output_prefix=out, **options))
     level = "sentence" if options.get("split_sentences") else "document"
     return IndexedFile(Path(f"{out}_text_{level}"))
 
@@ -292,16 +293,18 @@ def test_a_tokenizer_is_trained_to_its_size_and_kind(here, made):
     assert read_tokenizer(made).vocabulary == 280
     (here / "a.txt").write_text(" ".join(TEXTS) * 5)
     options = {"input": ("a.txt",), "output": "wp.json", "vocabulary": 60, "kind": "wordpiece"}
-    data_train_tokenizer.main(data_train_tokenizer.Options(**options, lower=True))
+    data_train_tokenizer.main(data_train_tokenizer.DataTrainTokenizerFlags(**options, lower=True))
     found = read_tokenizer(here / "wp.json")
     assert {"[MASK]", "[CLS]", "to"} <= found.ids.keys()
     assert found.token_bytes() is None
     with pytest.raises(UserError, match="is there already"):
-        data_train_tokenizer.main(data_train_tokenizer.Options(**options))
+        data_train_tokenizer.main(data_train_tokenizer.DataTrainTokenizerFlags(**options))
     options |= {"output": "new.json", "vocabulary": 20}
     for kind, least in (("bpe", 257), ("wordpiece", "")):
         with pytest.raises(UserError, match=f"vocabulary=20 is fewer than the {least}"):
-            data_train_tokenizer.main(data_train_tokenizer.Options(**options | {"kind": kind}))
+            data_train_tokenizer.main(
+                data_train_tokenizer.DataTrainTokenizerFlags(**options | {"kind": kind})
+            )
     assert not (here / "new.json").exists()
 
 
@@ -334,18 +337,18 @@ def test_data_show_prints_counts_and_text(here, made, capsys):
     (here / "a.jsonl").write_bytes(LINES)
     tokenize("a.jsonl", made=made, append_eod=True)
     for path in ("out_text_document", "out_text_document.bin"):
-        data_show.main(data_show.Options(path=path, tokenizer=str(made), num=2))
+        data_show.main(data_show.DataShowFlags(path=path, tokenizer=str(made), num=2))
         said = capsys.readouterr().out
         assert "documents  3" in said
         assert "ends       3 of id 0" in said
         assert "To be, or not to be. That is the question!<|endoftext|>" in said
     other = byte_level_file(here / "other.json")
     with pytest.raises(UserError, match="has 4 tokens, but the file holds id"):
-        data_show.main(data_show.Options(path="out_text_document", tokenizer=other))
+        data_show.main(data_show.DataShowFlags(path="out_text_document", tokenizer=other))
     with pytest.raises(UserError, match="tokens are printed, not drawn"):
-        data_show.main(data_show.Options(path="out_text_document", out="a.png"))
+        data_show.main(data_show.DataShowFlags(path="out_text_document", out="a.png"))
     with pytest.raises(UserError, match="no such folder, and no"):
-        data_show.main(data_show.Options(path="gone"))
+        data_show.main(data_show.DataShowFlags(path="gone"))
 
 
 def test_ids_far_above_the_vocabulary_are_refused(tmp_path):

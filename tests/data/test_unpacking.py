@@ -16,9 +16,16 @@ from refusals import refused
 from titan_dit.commands import data_tokenize, data_train_tokenizer
 from titan_dit.data.indexed_file import IndexedFile
 from titan_dit.data.tokenizing import chunks
-from titan_dit.data.tokenizing.chunks import Limits, read_chunks
-from titan_dit.data.tokenizing.texts import BadLine, texts_of
-from titan_dit.data.tokenizing.unpacking import BZ2, GZIP, XZ, Unpacking
+from titan_dit.data.tokenizing.chunks import (
+    BZ2,
+    GZIP,
+    XZ,
+    BadLine,
+    Limits,
+    Unpacking,
+    read_chunks,
+    texts_of,
+)
 
 PACK = {GZIP: gzip.compress, XZ: lzma.compress, BZ2: bz2.compress}
 
@@ -125,12 +132,14 @@ def test_half_a_surrogate_pair_is_a_bad_line_and_the_rest_goes_on(tmp_path, monk
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     bad = 'a.jsonl:2: "text" has half a surrogate pair\n'
     options = {"output": "new.json", "vocabulary": 260}
-    data_train_tokenizer.main(data_train_tokenizer.Options(input=("a.jsonl",), **options))
+    data_train_tokenizer.main(
+        data_train_tokenizer.DataTrainTokenizerFlags(input=("a.jsonl",), **options)
+    )
     assert Path("new.bad_lines.txt").read_text() == bad
     assert f"  {bad}" in capsys.readouterr().out
     for workers in (1, 2):
         out = f"out{workers}"
         options = {"tokenizer": "new.json", "output_prefix": out, "workers": workers}
-        data_tokenize.main(data_tokenize.Options(input=("a.jsonl",), **options))
+        data_tokenize.main(data_tokenize.DataTokenizeFlags(input=("a.jsonl",), **options))
         assert Path(f"{out}_bad_lines.txt").read_text() == bad
         assert len(IndexedFile(Path(f"{out}_text_document"))) == 2

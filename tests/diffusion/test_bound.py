@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
-from titan_dit.diffusion.bound import bits_per_value, gaussian_kl, log_likelihood, normal_cdf
+from titan_dit.diffusion.ddpm import bits_per_value, gaussian_kl, log_likelihood, normal_cdf
 from titan_dit.diffusion.noise_schedule import named
 
 TABLES = named("linear", 1000).tables(torch.device("cpu"))

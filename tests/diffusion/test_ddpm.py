@@ -5,8 +5,7 @@ from points import tokens_of
 
 from titan_dit.config.section import UserError
 from titan_dit.diffusion.base import NO_LABEL
-from titan_dit.diffusion.bound import bits_per_value
-from titan_dit.diffusion.ddpm import DDPM, by_channel
+from titan_dit.diffusion.ddpm import DDPM, bits_per_value, by_channel
 from titan_dit.diffusion.noise_schedule import named
 from titan_dit.diffusion.samplers.base import Settings
 from titan_dit.diffusion.samplers.discrete import ddim, ddpm

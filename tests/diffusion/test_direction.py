@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from points import Points, batch_of, built, prepare
 
-from titan_dit.commands import weak_network
+from titan_dit.commands import sample_inputs
 from titan_dit.config import catalog
 from titan_dit.config.section import UserError
 from titan_dit.config.training import SamplingConfig
@@ -202,10 +202,10 @@ def test_what_learn_sigma_adds_is_not_trained():
 def test_a_network_of_the_other_direction_cannot_guide():
     ours, theirs = built(flow()), built(flow("to_data"))
     with pytest.raises(UserError, match=r'direction="to_data", but --run with "to_noise"'):
-        weak_network.check("weak", ours, theirs)
+        sample_inputs.check_guide("weak", ours, theirs)
     with pytest.raises(UserError, match=r"time_scale=1.0, but --run with 1000.0"):
-        weak_network.check("weak", ours, built(flow(time_scale=1.0)))
-    weak_network.check("weak", ours, built(flow(learn_sigma=True)))
+        sample_inputs.check_guide("weak", ours, built(flow(time_scale=1.0)))
+    sample_inputs.check_guide("weak", ours, built(flow(learn_sigma=True)))
 
 
 OTHER_DATA = {
@@ -231,8 +231,8 @@ def test_a_network_of_other_data_cannot_guide(case):
     )
     ours = replace(ours, data=known)
     with pytest.raises(UserError, match=words):
-        weak_network.check("weak", ours, replace(ours, data=replace(known, **changed)))
+        sample_inputs.check_guide("weak", ours, replace(ours, data=replace(known, **changed)))
     # Of imported weights neither is known, and a dataset may store scaled latents.
     for names in ((), ("A", "B")):
         imported = replace(known, vae=None, class_names=names, scale=0.5)
-        weak_network.check("weak", ours, replace(ours, data=imported))
+        sample_inputs.check_guide("weak", ours, replace(ours, data=imported))

@@ -14,8 +14,7 @@ from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.latents import Latents, LatentShards, write_shards
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.diffusion.ddpm import DDPM
-from titan_dit.diffusion.fits import check_data
-from titan_dit.diffusion.objective import check_std, scale_hint, to_model_units
+from titan_dit.diffusion.objective import check_data, check_std, scale_hint, to_model_units
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.models.dit import DiTConfig
 from titan_dit.rng import SampleRNG

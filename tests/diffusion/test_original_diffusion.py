@@ -11,7 +11,7 @@ from titan_dit.diffusion.ddpm import DDPM
 from titan_dit.diffusion.drawing import generate
 from titan_dit.diffusion.samplers.base import Settings
 from titan_dit.diffusion.samplers.discrete import ddim, ddpm
-from titan_dit.interop import original_dit, weight_file
+from titan_dit.interop import original_dit, tensor_file
 from titan_dit.models.dit import DiTConfig
 from titan_dit.models.layers import patchify, unpatchify
 
@@ -86,7 +86,7 @@ def test_the_loss_and_its_parts_are_those_of_the_original(name, objective):
 @pytest.fixture(scope="module")
 def imported():
     """The original's network, read from its file."""
-    weights = weight_file.read(FIXTURES / "dit_reference.safetensors")
+    weights = tensor_file.read_weight_file(FIXTURES / "dit_reference.safetensors")
     original = original_dit.infer(weights.model, int(weights.metadata["num_heads"]))
     model = original.config.build(original.output_channels)
     model.load_state_dict(original.to_ours(weights.model))

@@ -10,7 +10,7 @@ from harness import on_ranks
 from tiny import randomize, tiny_config
 
 from titan_dit.checkpoint import checkpoint, store, torch_files
-from titan_dit.checkpoint.plans import Plans
+from titan_dit.checkpoint.planning import Plans
 from titan_dit.config.section import UserError
 from titan_dit.launcher.failure import Disruption
 from titan_dit.launcher.ranks import Ranks

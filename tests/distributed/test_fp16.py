@@ -11,7 +11,7 @@ from tiny import assert_same_gradients, randomize, state, tiny_config, whole
 from tiny_gpt import gpt_config
 
 from titan_dit.optim.gradient_norm import clip_norm
-from titan_dit.recovery import fault_log
+from titan_dit.recovery import bad_steps
 from titan_dit.rng import SampleRNG
 from titan_dit.trainer import Trainer
 
@@ -220,7 +220,7 @@ def test_a_resumed_run_has_the_scales_and_the_bits_of_one_that_was_not_stopped(t
     rows, resumed = rows_of(tmp_path / "whole"), rows_of(tmp_path / "resumed")
     for key in ("loss", "loss_scale", "overflow_steps", "skipped_steps"):
         assert [row[key] for row in rows] == [row[key] for row in resumed]
-    faults = fault_log.read(tmp_path / "whole")
+    faults = bad_steps.read_faults(tmp_path / "whole")
     assert (6, "overflow") in [(line["step"], line["kind"]) for line in faults]
     assert len({row["loss_scale"] for row in rows}) > 2
     # The samples of an overflow count as untrained.
@@ -238,7 +238,8 @@ def rolled_back(world, folder):
 def test_bad_steps_at_the_least_scale_roll_back_to_the_scale_of_the_checkpoint(tmp_path):
     on_ranks(1, rolled_back, tmp_path)
     faults = [
-        (line["step"], line["kind"], line.get("loss_scale")) for line in fault_log.read(tmp_path)
+        (line["step"], line["kind"], line.get("loss_scale"))
+        for line in bad_steps.read_faults(tmp_path)
     ]
     assert faults == [
         (6, "overflow", 2.0**14),

@@ -7,7 +7,8 @@ from harness import on_ranks
 from tiny import tiny_config
 
 from titan_dit.config.section import UserError
-from titan_dit.data import class_labels, held_out
+from titan_dit.data import held_out
+from titan_dit.data import listing as class_labels
 from titan_dit.opening import open_run
 from titan_dit.recovery import kept_keys
 

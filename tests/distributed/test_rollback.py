@@ -12,8 +12,7 @@ from tiny import state, tiny_config
 from titan_dit.config.section import UserError
 from titan_dit.launcher.stop_request import Reason
 from titan_dit.parallel import clocks
-from titan_dit.recovery.ledger import Ledger, Skipped
-from titan_dit.recovery.sample_log import trained
+from titan_dit.recovery.ledger import Ledger, Skipped, trained
 from titan_dit.trainer import Trainer
 
 

@@ -10,7 +10,8 @@ from tiny import randomize, tiny_config
 from tiny_bert import bert_config
 from tiny_gpt import gpt_config
 
-from titan_dit.commands.evaluate import Options, evaluate
+from titan_dit.commands.evaluate import evaluate
+from titan_dit.commands.flags import EvaluateFlags
 from titan_dit.config.section import UserError
 from titan_dit.trainer import Trainer
 
@@ -59,7 +60,7 @@ def scores(world, folder, keys, kinds=("ema", "model")):
         method = ["--parallel.cp_method", "ulysses"] if name == "bert" else []
         for weights in ("model",) if name == "bert" else kinds:
             # The data are of a class of the tests.
-            options = Options(
+            options = EvaluateFlags(
                 trust=True,
                 run=str(Path(folder) / name),
                 weights=weights,
@@ -160,7 +161,7 @@ def refusals(world, folder):
     found = {}
     for name, (keys, _) in BAD.items():
         try:
-            evaluate(Options(run=f"{folder}/gpt", device="cpu", trust=True), keys, world)
+            evaluate(EvaluateFlags(run=f"{folder}/gpt", device="cpu", trust=True), keys, world)
         except UserError as error:
             found[name] = str(error)
     return found

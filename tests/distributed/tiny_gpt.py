@@ -6,7 +6,7 @@ import torch
 
 from titan_dit.config import catalog, config_file
 from titan_dit.data.base import DataConfig, Source
-from titan_dit.data.token_facts import TokenFacts
+from titan_dit.data.token_windows import TokenFacts
 
 VOCABULARY = 200  # Tables have 256 rows: padding counts in every layout.
 TABLES = {

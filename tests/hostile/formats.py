@@ -33,7 +33,7 @@ class Command:
         """Run it in this process."""
         flags = {key: filled(value, box) for key, value in self.flags.items()}
         module = self.name.replace(" ", "_").replace("-", "_")
-        kind = importlib.import_module(f"titan_dit.commands.flags.{module}").Options
+        kind = importlib.import_module("titan_dit.commands.flags").of_command(self.name)
         program = importlib.import_module(f"titan_dit.commands.{module}")
         program.main(kind(**flags), *([[]] if self.name in ("evaluate", "plan") else []))
 

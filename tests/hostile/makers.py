@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.commands import evaluate
-from titan_dit.commands.flags.evaluate import Options
+from titan_dit.commands.flags import EvaluateFlags
 from titan_dit.data.latents import write_shards
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -373,7 +373,7 @@ def reference(folder):
     for number in range(9):
         (folder / "pictures" / f"{number}.png").write_bytes(picture(number, size=(8, 8)))
     paths = {"reference": str(folder / "pictures"), "save_reference": str(folder / "moments.npz")}
-    evaluate.main(Options(samples=str(folder / "pixels.npz"), **paths, **SCORE), [])
+    evaluate.main(EvaluateFlags(samples=str(folder / "pixels.npz"), **paths, **SCORE), [])
 
 
 SCORE = {"features": "hostile.makers:pixels_as_features", "device": "cpu"}

@@ -6,7 +6,7 @@ import tiny_vae
 import torch
 
 from titan_dit.commands import convert
-from titan_dit.commands.flags.convert import Options
+from titan_dit.commands.flags import ConvertFlags
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.interop import imported
 from titan_dit.models.dit import DiTConfig
@@ -70,5 +70,5 @@ def save_run(folder, vae, objective, **model):
 
 def converted(source, target, **flags):
     """`convert`; the target's path."""
-    convert.main(Options(source=str(source), to=str(target), **flags))
+    convert.main(ConvertFlags(source=str(source), to=str(target), **flags))
     return Path(target)

@@ -13,7 +13,7 @@ import torch
 from pathlib import Path
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.interop import imported
-from titan_dit.interop.on_demand import OnDemand
+from titan_dit.interop.tensor_file import OnDemand
 from titan_dit.models.dit import DiTConfig
 config = DiTConfig(**{SIZES}, num_classes=1000, timestep_frequencies="FREQUENCIES")
 with torch.device("meta"):
@@ -30,12 +30,12 @@ CONVERT = """
 import json, resource, sys
 import torch
 from titan_dit.commands import convert
-from titan_dit.commands.flags.convert import Options
+from titan_dit.commands.flags import ConvertFlags
 torch.nn.functional.linear(torch.ones(64, 64), torch.ones(64, 64))
 def peak():
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 before = peak()
-convert.main(Options(**json.loads(sys.argv[1])))
+convert.main(ConvertFlags(**json.loads(sys.argv[1])))
 print(f"peak {peak() - before}")
 """
 STEPS = {

@@ -15,7 +15,7 @@ from titan_dit.config.section import UserError
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.guidance import Guidance
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
-from titan_dit.interop import diffusers_dit, hf_directory
+from titan_dit.interop import diffusers_dit, hugging_face
 from titan_dit.models.dit import DiTConfig
 from titan_dit.pictures.library import diffusers
 from titan_dit.trained_model import load_trained, open_weights
@@ -195,7 +195,7 @@ def test_flags_of_another_kind_of_export_are_refused(vae, tmp_path):
 def test_large_weights_are_in_shards_that_diffusers_reads(library, vae, tmp_path, monkeypatch):
     run_path = save_run(tmp_path / "run", vae, "ddpm")
     whole = converted(run_path, tmp_path / "whole")
-    monkeypatch.setattr(hf_directory, "LARGEST_SHARD", 200_000)
+    monkeypatch.setattr(hugging_face, "LARGEST_SHARD", 200_000)
     folder = converted(run_path, tmp_path / "sharded") / "transformer"
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) > 3

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from titan_dit.config import catalog, config_file
-from titan_dit.interop import hf_directory, hugging_face
+from titan_dit.interop import hugging_face
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "hugging_face"
 BERTS = ("bert_masked", "bert_pretraining", "megatron_bert", "megatron_pretraining")
@@ -16,7 +16,7 @@ ALL = ("gpt2", *BERTS)
 
 
 def family_and_sections(folder, **changes):
-    config = hf_directory.read_config(FIXTURES / folder) | changes
+    config = hugging_face.read_config(FIXTURES / folder) | changes
     family = hugging_face.family_of(config["architectures"][0])
     built = config_file.build_sections(family.tables(config), catalog.variant)
     return family, built["model"], built["objective"]

@@ -14,18 +14,12 @@ from exports import converted, save_run, save_vae
 from kills import kill_self, killed_after
 from safetensors.torch import load_file
 
-from titan_dit.checkpoint import grouped, torch_files
+from titan_dit.checkpoint import averages, torch_files
 from titan_dit.checkpoint.record import read_record
 from titan_dit.commands import convert
-from titan_dit.commands.flags.convert import Options
+from titan_dit.commands.flags import ConvertFlags
 from titan_dit.config.section import UserError
-from titan_dit.interop import (
-    imported,
-    new_output,
-    tensor_reader,
-    tensor_writer,
-    write_progress,
-)
+from titan_dit.interop import imported, tensor_file
 from titan_dit.trained_model import open_weights
 
 GPT2 = Path(__file__).resolve().parent.parent / "fixtures" / "hugging_face" / "gpt2"
@@ -42,9 +36,9 @@ def convert_and_die(moment, flags):
     if moment == "tensors":
         # Of an import the third group; of an export the 21st tensor.
         imported.GROUP = 4000
-        grouped.write_group = killed_after(2, grouped.write_group)
-        write_file = tensor_writer.write_file
-        tensor_writer.write_file = lambda file, outline, source, metadata: write_file(
+        averages.write_group = killed_after(2, averages.write_group)
+        write_file = tensor_file.write_tensor_file
+        tensor_file.write_tensor_file = lambda file, outline, source, metadata: write_file(
             file, outline, ended(source), metadata
         )
     elif moment == "pickle":
@@ -52,8 +46,8 @@ def convert_and_die(moment, flags):
     elif moment == "copy":
         shutil.copyfile = kill_self
     else:
-        new_output.sync_folder = kill_self
-    convert.main(Options(**flags))
+        imported.sync_folder = kill_self
+    convert.main(ConvertFlags(**flags))
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +109,10 @@ def test_what_a_link_points_to_is_written(tmp_path):
     (tmp_path / "disk" / "empty").mkdir(parents=True)
     (tmp_path / "a").symlink_to(tmp_path / "disk" / "empty")
     (tmp_path / "b").symlink_to(tmp_path / "disk" / "nothing")
-    with new_output.new_output(tmp_path / "a") as place:
+    with imported.new_output(tmp_path / "a") as place:
         place.mkdir()
         (place / "file").write_text("whole")
-    with new_output.new_output(tmp_path / "b") as place:
+    with imported.new_output(tmp_path / "b") as place:
         place.write_text("whole")
     assert (tmp_path / "disk" / "empty" / "file").read_text() == "whole"
     assert (tmp_path / "disk" / "nothing").read_text() == "whole"
@@ -129,8 +123,8 @@ def test_what_another_process_is_writing_is_left_alone(tmp_path):
     living, dead, other = (tmp_path / f"a.{n}.partial" for n in ("1", "2", "x"))
     for folder in (living, dead, other):
         folder.mkdir()
-    lock = new_output.locked(living)
-    with new_output.new_output(tmp_path / "a") as place:
+    lock = imported.locked(living)
+    with imported.new_output(tmp_path / "a") as place:
         place.write_text("whole")
     os.close(lock)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.1.partial", "a.x.partial"]
@@ -140,7 +134,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(runs, tmp_path, monkeypatch)
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensor_writer, "write_file", full)
+    monkeypatch.setattr(tensor_file, "write_tensor_file", full)
     for source, name in (("dit", "a.pt"), ("run", "a"), ("gpt", "b")):
         with pytest.raises(UserError) as caught:
             converted(runs / source, tmp_path / name)
@@ -155,7 +149,7 @@ def test_an_error_of_reading_names_the_source(runs, tmp_path, monkeypatch):
 
     run = open_weights(runs / "dit", "ema", None)
     monkeypatch.setattr(torch_files.Reader, "read_data", broken)
-    with pytest.raises(UserError) as caught, new_output.new_output(tmp_path / "a"):
+    with pytest.raises(UserError) as caught, imported.new_output(tmp_path / "a"):
         run.tensors[next(iter(run.tensors))]
     assert str(caught.value) == f"{runs / 'dit'} cannot be read: Input/output error."
     assert list(tmp_path.iterdir()) == []
@@ -164,11 +158,11 @@ def test_an_error_of_reading_names_the_source(runs, tmp_path, monkeypatch):
 def test_large_files_are_read_in_parts_and_old_ones_whole(runs, tmp_path, monkeypatch):
     """After every so many bytes the pages are given back; a file of before torch 1.6 has none."""
     expected = load_file(runs / "dit.safetensors")
-    monkeypatch.setattr(tensor_reader, "MAPPED", 10_000)
+    monkeypatch.setattr(tensor_file, "MAPPED", 10_000)
     for is_mapped in (True, False):
         file = tmp_path / f"{is_mapped}.pt"
         torch.save(expected, file, _use_new_zipfile_serialization=is_mapped)
-        pickled = tensor_reader.Pickled(file)
+        pickled = tensor_file.Pickled(file)
         loads = []
         monkeypatch.setattr(pickled, "torch_load", counted(loads, pickled.torch_load))
         for name, tensor in expected.items():
@@ -189,7 +183,7 @@ def test_progress_outlives_a_folder_that_is_renamed(tmp_path, monkeypatch):
     for name in ("new.1.partial", "new.1.partial/new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_bytes(b"12345")
-    assert write_progress.bytes_aside(tmp_path / "new") == 10
+    assert tensor_file.bytes_aside(tmp_path / "new") == 10
     scandir = os.scandir
 
     def renamed(path="."):
@@ -198,4 +192,4 @@ def test_progress_outlives_a_folder_that_is_renamed(tmp_path, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", renamed)
-    assert write_progress.bytes_aside(tmp_path / "new") == 5
+    assert tensor_file.bytes_aside(tmp_path / "new") == 5

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from titan_dit.checkpoint.record import read_record
 from titan_dit.commands import convert
-from titan_dit.commands.flags.convert import Options
+from titan_dit.commands.flags import ConvertFlags
 from titan_dit.config.section import UserError
 from titan_dit.diffusion import drawing
 from titan_dit.execution.base import first_of
@@ -82,7 +82,7 @@ def velocity(w, x, t, y):
 
 
 def converted(source, target, **flags):
-    convert.main(Options(source=str(source), to=str(target), **flags))
+    convert.main(ConvertFlags(source=str(source), to=str(target), **flags))
     return Path(target)
 
 

@@ -9,10 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from titan_dit.config.section import UserError
-from titan_dit.interop import tensor_reader
-from titan_dit.interop.new_output import new_output
-from titan_dit.interop.tensor_file import write_tensors
-from titan_dit.interop.weight_file import read
+from titan_dit.interop import tensor_file
+from titan_dit.interop.imported import new_output
+from titan_dit.interop.tensor_file import read_weight_file, write_tensors
 
 A = {"a.weight": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
 B = {"a.weight": torch.zeros(2, 3), "b": torch.zeros(2)}
@@ -26,7 +25,7 @@ def same(found, expected):
 
 def refused(path):
     with pytest.raises(UserError) as caught:
-        read(path)
+        read_weight_file(path)
     assert str(path) in str(caught.value)
     return str(caught.value)
 
@@ -38,9 +37,9 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path, suffix, monkeypatch):
     assert refused(file).endswith("Input/output error.") or "not a readable" in refused(file)
     file.unlink()
     write_tensors(file, A)
-    weights = read(file)
+    weights = read_weight_file(file)
     broken = OSError(5, "Input/output error")
-    monkeypatch.setattr(tensor_reader, "safe_open", MagicMock(side_effect=broken))
+    monkeypatch.setattr(tensor_file, "safe_open", MagicMock(side_effect=broken))
     monkeypatch.setattr(torch.Tensor, "clone", MagicMock(side_effect=broken))
     with pytest.raises(UserError) as caught, new_output(tmp_path / "out"):
         weights.ema[next(iter(A))]
@@ -52,7 +51,7 @@ def test_what_is_written_is_read(tmp_path, suffix):
     path = tmp_path / "new" / f"weights{suffix}"
     write_tensors(path, A, {"num_heads": "3"})
     assert [p.name for p in path.parent.iterdir()] == [path.name]
-    weights = read(path)
+    weights = read_weight_file(path)
     assert same(weights.ema, A)
     assert weights.model is weights.ema
     assert weights.adam is None
@@ -65,7 +64,7 @@ def test_a_training_checkpoint_of_the_original_holds_both(tmp_path):
     """A checkpoint of the original's train.py, including its argparse.Namespace."""
     arguments = argparse.Namespace(model="DiT-XL/2", global_seed=0)
     torch.save({"ema": A, "model": B, "opt": {"state": {}}, "args": arguments}, tmp_path / "a.pt")
-    weights = read(tmp_path / "a.pt")
+    weights = read_weight_file(tmp_path / "a.pt")
     assert same(weights.ema, A)
     assert same(weights.model, B)
 
@@ -73,7 +72,7 @@ def test_a_training_checkpoint_of_the_original_holds_both(tmp_path):
 @pytest.mark.parametrize(("key", "other"), [("ema", "model"), ("model", "ema")])
 def test_one_state_dict_stands_for_both(tmp_path, key, other):
     torch.save({key: A}, tmp_path / "a.pt")
-    weights = read(tmp_path / "a.pt")
+    weights = read_weight_file(tmp_path / "a.pt")
     assert same(getattr(weights, key), A)
     assert getattr(weights, other) is getattr(weights, key)
 
@@ -81,9 +80,9 @@ def test_one_state_dict_stands_for_both(tmp_path, key, other):
 @pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod."])
 def test_what_wrappers_put_into_the_names_is_taken_off(tmp_path, wrapper):
     torch.save({wrapper + name: tensor for name, tensor in A.items()}, tmp_path / "a.pt")
-    assert same(read(tmp_path / "a.pt").model, A)
+    assert same(read_weight_file(tmp_path / "a.pt").model, A)
     torch.save({"a._orig_mod.weight": A["a.weight"], "b": A["b"]}, tmp_path / "blocks.pt")
-    assert same(read(tmp_path / "blocks.pt").model, A)
+    assert same(read_weight_file(tmp_path / "blocks.pt").model, A)
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
@@ -104,7 +103,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
 def test_prefixes_in_a_safetensors_file_name_the_state_dicts(tmp_path):
     tensors = {f"model.{k}": v for k, v in B.items()} | {f"ema.{k}": v for k, v in A.items()}
     save_file(tensors | {"io.x": torch.ones(1)}, tmp_path / "a.safetensors")
-    weights = read(tmp_path / "a.safetensors")
+    weights = read_weight_file(tmp_path / "a.safetensors")
     assert same(weights.ema, A)
     assert same(weights.model, B)
 
@@ -171,7 +170,7 @@ def adam_state(names, **changes):
 
 def test_moments_go_by_the_names_of_their_parameters(tmp_path):
     torch.save({"model": A, "ema": A, "opt": adam_state(A)}, tmp_path / "a.pt")
-    found = read(tmp_path / "a.pt").adam
+    found = read_weight_file(tmp_path / "a.pt").adam
     assert list(found) == ["b"]
     assert set(found["b"]) == {"step", "exp_avg", "exp_avg_sq"}
 
@@ -188,7 +187,7 @@ def test_moments_go_by_the_names_of_their_parameters(tmp_path):
 )
 def test_the_state_of_another_optimizer_is_left(tmp_path, state):
     torch.save({"model": A, "opt": state}, tmp_path / "a.pt")
-    assert read(tmp_path / "a.pt").adam is None
+    assert read_weight_file(tmp_path / "a.pt").adam is None
 
 
 @pytest.mark.parametrize("new_format", [True, False])
@@ -201,7 +200,7 @@ def test_a_file_cut_off_anywhere_or_with_a_flipped_byte_is_refused_or_read(tmp_p
         for damaged in (whole[:place], whole[:place] + flipped + whole[place + 1 :]):
             (tmp_path / "a.pt").write_bytes(damaged)
             with contextlib.suppress(UserError):
-                read(tmp_path / "a.pt")
+                read_weight_file(tmp_path / "a.pt")
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
@@ -212,7 +211,7 @@ def test_names_of_wrappers_are_stripped_in_whatever_order(tmp_path, suffix, pref
     file = tmp_path / f"a{suffix}"
     named = {f"{prefix}{name}": tensor for name, tensor in A.items()}
     torch.save(named, file) if suffix == ".pt" else save_file(named, file)
-    assert same(read(file).model, A)
+    assert same(read_weight_file(file).model, A)
     both = named | {"b": A["b"].clone()}
     torch.save(both, file) if suffix == ".pt" else save_file(both, file)
     assert "keep one of them" in refused(file)

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.tensor import DTensor
 
 from titan_dit import __main__, train
-from titan_dit.checks import torch_parts
+from titan_dit.checks import device
 from titan_dit.config.section import UserError
 from titan_dit.launcher import torch_range
 
@@ -78,10 +78,10 @@ def test_a_missing_part_is_refused_with_the_file_that_uses_it_and_the_version(mo
     ],
 )
 def test_what_a_checkpoint_needs_is_looked_for_at_the_start(monkeypatch, owner, name, file):
-    torch_parts.check(profiles_memory=True, rings=True)
+    device.check_torch_parts(profiles_memory=True, rings=True)
     monkeypatch.delattr(owner, name)
     with pytest.raises(UserError, match=f"{name}, which titan_dit/{file} uses"):
-        torch_parts.check(profiles_memory=False, rings=False)
+        device.check_torch_parts(profiles_memory=False, rings=False)
 
 
 @pytest.mark.parametrize(
@@ -91,14 +91,14 @@ def test_what_a_checkpoint_needs_is_looked_for_at_the_start(monkeypatch, owner, 
 def test_undocumented_methods_of_a_checkpoint_are_looked_for_at_the_start(monkeypatch, owner, name):
     monkeypatch.setattr(filesystem, owner, Old)
     with pytest.raises(UserError, match=rf"Old\.{name}, which titan_dit/checkpoint/torch_files"):
-        torch_parts.check(profiles_memory=False, rings=False)
+        device.check_torch_parts(profiles_memory=False, rings=False)
 
 
 def test_what_only_some_runs_need_is_looked_for_where_they_start(monkeypatch):
     monkeypatch.delattr(torch.cuda.memory, "_dump_snapshot")
-    monkeypatch.setattr(torch_parts, "RING_KERNELS", ["_scaled_dot_product_gone"])
-    torch_parts.check(profiles_memory=False, rings=False)
-    with pytest.raises(UserError, match=r"_dump_snapshot, which titan_dit/observe/memory_snap"):
-        torch_parts.check(profiles_memory=True, rings=False)
+    monkeypatch.setattr(device, "RING_KERNELS", ["_scaled_dot_product_gone"])
+    device.check_torch_parts(profiles_memory=False, rings=False)
+    with pytest.raises(UserError, match=r"_dump_snapshot, which titan_dit/observe/profile"):
+        device.check_torch_parts(profiles_memory=True, rings=False)
     with pytest.raises(UserError, match=r"product_gone, which titan_dit/kernels/attention_kern"):
-        torch_parts.check(profiles_memory=False, rings=True)
+        device.check_torch_parts(profiles_memory=False, rings=True)

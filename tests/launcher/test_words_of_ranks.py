@@ -7,7 +7,7 @@ import pytest
 from torch.distributed.run import parse_args
 
 from titan_dit.commands import sample, train
-from titan_dit.commands.flags.sample import Options
+from titan_dit.commands.flags import SampleFlags
 from titan_dit.config.section import UserError
 
 # Each begins an option of the launcher, or is one.
@@ -21,7 +21,7 @@ def test_no_word_is_taken_by_the_launcher(monkeypatch):
     monkeypatch.setattr(sample, "draw", lambda *_: None)
     monkeypatch.setenv("NGPU", "2")
     monkeypatch.delenv("RANK", raising=False)
-    sample.main(Options(run="outputs/x"))
+    sample.main(SampleFlags(run="outputs/x"))
     [(module, *words)] = started
     assert module == "titan_dit.launcher.launch"
     parsed = parse_args(words)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_masked_token import batch_of, rng_of
 
-from titan_dit.data.token_facts import TokenFacts
+from titan_dit.data.token_windows import TokenFacts
 from titan_dit.models.bert import BERTConfig
 from titan_dit.objectives.masked_token import MaskedTokenConfig
 

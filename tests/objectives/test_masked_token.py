@@ -8,12 +8,11 @@ import torch
 from titan_dit.config.section import UserError
 from titan_dit.data.base import Batch
 from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.data.pair_facts import PairFacts
-from titan_dit.data.token_facts import TokenFacts
+from titan_dit.data.sentence_pairs import PairFacts
+from titan_dit.data.token_windows import TokenFacts
 from titan_dit.models.bert import BERTConfig
 from titan_dit.models.dit import DiTConfig
-from titan_dit.objectives.masked_token import MaskedTokenConfig
-from titan_dit.objectives.sentence_order import pairs_of
+from titan_dit.objectives.masked_token import MaskedTokenConfig, pairs_of
 from titan_dit.rng import SampleRNG
 
 N, VOCABULARY, END = 64, 1000, 7

@@ -7,8 +7,7 @@ from test_masked_token import PAIRS, WINDOWS, prepared_of, rng_of, sentences, wi
 from tiny import graphs_alone
 
 from titan_dit.config.layout import CompileConfig
-from titan_dit.parallel.compile import num_graphs
-from titan_dit.parallel.compile_objective import compile_prepare
+from titan_dit.parallel.compile import compile_prepare, num_graphs
 
 
 def differences(world, facts, batch):

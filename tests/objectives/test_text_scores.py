@@ -7,7 +7,7 @@ import pytest
 from titan_dit.config.section import UserError
 from titan_dit.config.training import SamplingConfig
 from titan_dit.data.base import DataFacts
-from titan_dit.data.token_facts import TokenFacts
+from titan_dit.data.token_windows import TokenFacts
 from titan_dit.models.gpt import GPTConfig
 from titan_dit.objectives.next_token import NextTokenConfig
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from titan_dit.objectives.token_choice import choose, probabilities
+from titan_dit.objectives.text_drawing import choose, probabilities
 
 SHARES = torch.tensor([[0.1, 0.4, 0.05, 0.25, 0.2]])
 LOGITS = SHARES.log() + 3.0

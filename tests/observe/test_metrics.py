@@ -15,7 +15,7 @@ from titan_dit.objectives.base import Preview
 from titan_dit.observe import flops
 from titan_dit.observe.metrics import curve, finite_or_none, keep_rows, read_rows, row_of
 from titan_dit.observe.run_log import RunLog
-from titan_dit.recovery import fault_log, rollback, sample_log
+from titan_dit.recovery import bad_steps, ledger, rollback
 
 
 def row(step, loss=0.5):
@@ -249,13 +249,13 @@ def test_a_line_of_any_length_is_skipped(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("line", DAMAGED)
 def test_so_is_one_of_the_logs_of_faults_and_samples(tmp_path, line):
-    (tmp_path / fault_log.FILE).write_bytes(b'{"step": 1, "kind": "spike"}\n' + line)
-    assert fault_log.read(tmp_path) == [{"step": 1, "kind": "spike"}]
-    folder = tmp_path / sample_log.FOLDER / "attempt-00001"
+    (tmp_path / bad_steps.FAULTS).write_bytes(b'{"step": 1, "kind": "spike"}\n' + line)
+    assert bad_steps.read_faults(tmp_path) == [{"step": 1, "kind": "spike"}]
+    folder = tmp_path / ledger.SAMPLE_LOG / "attempt-00001"
     folder.mkdir(parents=True)
     whole = b'{"step": 1, "ranks": 1, "numbers": [[0, 2]]}\n'
     (folder / "rank-00000.jsonl").write_bytes(whole + line)
-    assert sample_log.seen(tmp_path) == {1: {0: 1, 1: 1}}
+    assert ledger.logged_samples(tmp_path) == {1: {0: 1, 1: 1}}
 
 
 @pytest.mark.parametrize("text", [*DAMAGED, b"{}", b'{"skipped": [1], "in_vain": 0, "reached": 0}'])

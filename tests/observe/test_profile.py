@@ -11,8 +11,7 @@ from commands import train
 from PIL import Image
 
 from titan_dit.config.operation import ProfileConfig
-from titan_dit.observe.profile import SLOWED, Profile
-from titan_dit.observe.profile_summary import MARK, summarize
+from titan_dit.observe.profile import MARK, SLOWED, Profile, summarize
 
 CPU = torch.device("cpu")
 

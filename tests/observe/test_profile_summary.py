@@ -5,15 +5,8 @@ import random
 import pytest
 from PIL import Image
 
-from titan_dit.observe import profile_picture
-from titan_dit.observe.profile_summary import (
-    COMPUTING,
-    MARK,
-    TimeKind,
-    kind_of,
-    segments,
-    summarize,
-)
+from titan_dit.observe import profile
+from titan_dit.observe.profile import COMPUTING, MARK, TimeKind, kind_of, segments, summarize
 
 MAIN, OTHER = 1, 2
 
@@ -190,12 +183,12 @@ def test_the_page_shows_every_kind_and_the_bar_is_filled(tmp_path):
     assert lines[9].split() == ["all", "500.000", "100.0%"]
     assert lines[10].split() == ["communication", "hidden", "25.000", "5.0%"]
     assert max(map(len, lines)) <= 100
-    cuts = profile_picture.cuts(summary, 896)
+    cuts = profile.cuts(summary, 896)
     assert [first for _, first, _ in cuts[1:]] == [last for _, _, last in cuts[:-1]]
     assert (cuts[0][1], cuts[-1][2]) == (0, 896)
-    profile_picture.draw(tmp_path / "page.png", summary, "rank 3", 2)
+    profile.draw_profile(tmp_path / "page.png", summary, "rank 3", 2)
     with Image.open(tmp_path / "page.png") as page:
         row = [page.getpixel((x, 88)) for x in range(32, 32 + 896)]
     shown = {kind: f"#{r:02x}{g:02x}{b:02x}" for kind, (r, g, b) in
              ((kind, row[(first + last) // 2]) for kind, first, last in cuts)}  # fmt: skip
-    assert shown == profile_picture.COLOURS
+    assert shown == profile.PROFILE_COLOURS

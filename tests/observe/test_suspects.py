@@ -3,7 +3,7 @@
 import pytest
 from recorded import costs_of, order_of, timeline_of
 
-from titan_dit.observe.suspects import suspects
+from titan_dit.observe.timeline import suspects
 from titan_dit.schedules.messages import neighbours
 
 SCHEDULES = [("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 2),

@@ -5,10 +5,20 @@ import json
 import pytest
 from recorded import costs_of, order_of, timeline_of
 
-from titan_dit.observe import timeline_text
 from titan_dit.observe.recorder import Noted
-from titan_dit.observe.suspects import suspects
-from titan_dit.observe.timeline import COMPUTING, IDLE, KINDS, OUTSIDE, Arrival, Reader
+from titan_dit.observe.timeline import (
+    COMPUTING,
+    IDLE,
+    KINDS,
+    OUTSIDE,
+    Arrival,
+    Reader,
+    makespan,
+    simulated,
+    suspects,
+    timeline_lines,
+    write_costs,
+)
 from titan_dit.schedules.action import Action, Kind, peak_activations
 from titan_dit.schedules.moments import Moment
 
@@ -99,29 +109,29 @@ def test_the_simulation_of_a_step_as_it_was_gives_its_length(schedule, virtual_s
     order = order_of(schedule, virtual_stages=virtual_stages)
     timeline = timeline_of(order, costs_of(order, seed=2, sigma=0.3), usual=1e-3)
     for number in range(timeline.num_passes):
-        simulated = timeline_text.makespan(timeline_text.simulated(timeline, number))
-        assert simulated == pytest.approx(timeline.length(number), rel=0.01)
+        length = makespan(simulated(timeline, number))
+        assert length == pytest.approx(timeline.length(number), rel=0.01)
 
 
 def test_the_text_has_a_column_per_rank_that_adds_up():
     order = order_of()
     timeline = timeline_of(order, costs_of(order, seed=3, slow=2))
-    lines = timeline_text.lines(timeline, suspects(timeline))
+    lines = timeline_lines(timeline, suspects(timeline))
     assert lines[0] == ("pipeline timeline, steps 10 to 11: 4 ranks, 8 stages, 8 microbatches")
     assert lines[-1].startswith("slow rank: 2, 1.")
     rows = {line[:26].strip(): [float(x) for x in line[26:].split()] for line in lines[6:-3]}
     everything = rows.pop("all")
     bubbles = rows.pop("bubble, measured"), rows.pop("bubble, simulated")
-    for rank, (measured, simulated) in enumerate(zip(*bubbles, strict=True)):
+    for rank, (measured, played) in enumerate(zip(*bubbles, strict=True)):
         assert sum(row[rank] for row in rows.values()) == pytest.approx(everything[rank], abs=0.01)
-        assert simulated == pytest.approx(measured, abs=0.01 * everything[rank])
+        assert played == pytest.approx(measured, abs=0.01 * everything[rank])
 
 
 def test_the_costs_file_has_what_a_plan_needs(tmp_path):
     order = order_of()
     timeline = timeline_of(order, lambda action, number: 1e-3 * (1 + action.microbatch + number),
                            passes=3)  # fmt: skip
-    timeline_text.write_costs(tmp_path / "costs.json", timeline)
+    write_costs(tmp_path / "costs.json", timeline)
     found = json.loads((tmp_path / "costs.json").read_text())
     assert found["format"] == 1
     assert found["stage_ranks"] == [0, 1, 2, 3] * 2

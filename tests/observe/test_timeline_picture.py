@@ -3,9 +3,18 @@
 from PIL import Image
 from recorded import costs_of, order_of, timeline_of
 
-from titan_dit.observe import timeline_picture
-from titan_dit.observe.suspects import suspects
-from titan_dit.observe.timeline_picture import COMPUTED, GAP, IDLE, LEFT, RIGHT, ROW, TOP, WIDTH
+from titan_dit.observe.timeline import (
+    COMPUTED,
+    GAP,
+    IDLE_COLOUR,
+    LEFT,
+    RIGHT,
+    ROW,
+    TOP,
+    WIDTH,
+    draw_timeline,
+    suspects,
+)
 
 
 def colours_of_rows(path, ranks):
@@ -24,8 +33,8 @@ def colours_of_rows(path, ranks):
 def test_a_row_has_each_kind_in_proportion_to_its_time(tmp_path):
     order = order_of("1f1b", microbatches=4, virtual_stages=1)
     timeline = timeline_of(order, costs_of(order, 0, sigma=0.0))
-    timeline_picture.draw(tmp_path / "timeline.png", timeline, suspects(timeline))
-    idle = {colour for _, colour in IDLE.values()}
+    draw_timeline(tmp_path / "timeline.png", timeline, suspects(timeline))
+    idle = {colour for _, colour in IDLE_COLOUR.values()}
     for shares in colours_of_rows(tmp_path / "timeline.png", 4):
         # The bubble is (p - 1) / (m + p - 1) = 3 / 7, and an action has a pixel's edge.
         assert abs(sum(shares.get(colour, 0.0) for colour in idle) - 3 / 7) < 0.02
@@ -36,7 +45,7 @@ def test_a_row_has_each_kind_in_proportion_to_its_time(tmp_path):
 def test_stages_of_a_rank_differ_and_kinds_have_colours_of_their_own(tmp_path):
     order = order_of()
     timeline = timeline_of(order, costs_of(order, 0, slow=1))
-    timeline_picture.draw(tmp_path / "timeline.png", timeline, suspects(timeline))
+    draw_timeline(tmp_path / "timeline.png", timeline, suspects(timeline))
     for shares in colours_of_rows(tmp_path / "timeline.png", 4):
         for kind in "FIW":
             # The first stage, on rank 0, has hardly any input gradient.

@@ -8,10 +8,18 @@ from itertools import pairwise
 import pytest
 from recorded import costs_of, order_of, timeline_of
 
-from titan_dit.observe import timeline_trace
 from titan_dit.observe.recorder import Noted
-from titan_dit.observe.timeline import Reader, Timeline
-from titan_dit.observe.timeline_trace import COMPUTE, DECISION, RECEIVE, SEND, TRACKS
+from titan_dit.observe.timeline import (
+    COMPUTE,
+    DECISION,
+    RECEIVE,
+    SEND,
+    TRACKS,
+    Reader,
+    Timeline,
+    trace_events,
+    write_trace,
+)
 from titan_dit.schedules.action import Action, Kind
 from titan_dit.schedules.moments import Moment
 
@@ -25,7 +33,7 @@ def timeline():
 @pytest.fixture(scope="module")
 def events(timeline, tmp_path_factory):
     file = tmp_path_factory.mktemp("trace") / "timeline.json.gz"
-    timeline_trace.write(file, timeline)
+    write_trace(file, timeline)
     with gzip.open(file, "rt") as opened:
         return json.load(opened)["traceEvents"]
 
@@ -109,7 +117,7 @@ def test_decisions_and_clocks_that_are_off_by_a_little():
         noted = [Noted(moment, what, at) for moment, what, at in whole]
         ranks.append(Reader(rank, lambda at: at / 1e6).read(noted))
     order = ((message,), (message._replace(stage=1),))
-    found = list(timeline_trace.events(Timeline(tuple(ranks), (0, 1), (1.0, 1.0), order, 1)))
+    found = list(trace_events(Timeline(tuple(ranks), (0, 1), (1.0, 1.0), order, 1)))
     assert min(event.get("ts", 0) for event in found) == 0
     [start], [end] = of(found, "s"), of(found, "f")
     assert start["ts"] <= end["ts"]

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from titan_dit.config.training import EMAConfig, power_name
-from titan_dit.optim.ema import EMA
-from titan_dit.optim.power_average import Profile, clock, exponent, expressible, fit, products
+from titan_dit.optim.ema import EMA, Profile, clock, exponent, expressible, fit, products
 
 STEPS, KEPT = 256, (0.05, 0.1)
 WIDTHS = (0.05, 0.06, 0.075, 0.09, 0.1)

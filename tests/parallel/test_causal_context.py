@@ -8,10 +8,8 @@ from simulated_peers import SimulatedPeers, from_ranks, on_threads, rounding, to
 
 from titan_dit.kernels.attention_kernels import CPU, MATH, Kernel
 from titan_dit.models.layers import attend
-from titan_dit.parallel import ring_blocks
 from titan_dit.parallel.context import chunks_of, join_tokens, slice_tokens, slicing_of
-from titan_dit.parallel.ring_attention import ring_attention
-from titan_dit.parallel.ring_blocks import ALL
+from titan_dit.parallel.ring_attention import ALL, Block, block_of, ring_attention
 from titan_dit.parallel.ulysses_attention import ulysses_attention
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
@@ -165,14 +163,14 @@ BUGS = [keys_of_the_wrong_half, queries_of_the_wrong_half, masked_once_more, unm
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_misaligned_block_is_seen(bug, monkeypatch):
     tensors = inputs()
-    right = ring_blocks.block_of
+    right = block_of
 
-    def block_of(rank, source, tokens, causal):
+    def wrong(rank, source, tokens, causal):
         if source == rank:
             return right(rank, source, tokens, causal)
-        return ring_blocks.Block(*bug(source < rank, tokens // 2))
+        return Block(*bug(source < rank, tokens // 2))
 
-    monkeypatch.setattr("titan_dit.parallel.ring_attention.block_of", block_of)
+    monkeypatch.setattr("titan_dit.parallel.ring_attention.block_of", wrong)
     assert error(in_a_ring(3, tensors), whole(*tensors)) > 1e-3
 
 

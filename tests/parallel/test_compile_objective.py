@@ -20,12 +20,7 @@ from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.execution.base import by_name, scored
 from titan_dit.models.dit import DiTConfig
 from titan_dit.objectives.base import Prepared
-from titan_dit.parallel.compile import num_graphs
-from titan_dit.parallel.compile_objective import (
-    compile_function,
-    compile_prepare,
-    compile_score,
-)
+from titan_dit.parallel.compile import compile_function, compile_prepare, compile_score, num_graphs
 from titan_dit.rng import SampleRNG
 
 ENABLED = CompileConfig(enabled=True)

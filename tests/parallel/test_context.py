@@ -15,10 +15,10 @@ from titan_dit.kernels import attention, attention_kernels
 from titan_dit.kernels.attention import attend_by
 from titan_dit.kernels.attention_kernels import CPU, MATH, Kernel
 from titan_dit.models.layers import Attention, attend
-from titan_dit.parallel import context, ring_blocks
+from titan_dit.parallel import context
 from titan_dit.parallel import ring_attention as ring
 from titan_dit.parallel.exchange import Exchange
-from titan_dit.parallel.ring_attention import ring_attention
+from titan_dit.parallel.ring_attention import EAGER, ring_attention
 from titan_dit.parallel.ulysses_attention import ulysses_attention
 
 SIZES = [1, 2, 3, 4]
@@ -265,7 +265,7 @@ def average_of_blocks(monkeypatch):
     def merge(out, lse, new_out, new_lse):
         return (out + new_out) / 2, lse
 
-    monkeypatch.setattr(ring, "joining", lambda compiled: replace(ring_blocks.EAGER, merge=merge))
+    monkeypatch.setattr(ring, "joining", lambda compiled: replace(EAGER, merge=merge))
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_dit.parallel import ring_blocks
-from titan_dit.parallel.ring_blocks import EAGER, joining
+from titan_dit.parallel import ring_attention
+from titan_dit.parallel.ring_attention import EAGER, joining
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
@@ -71,12 +71,12 @@ def test_bf16_gradients_are_summed_in_fp32_in_three_launches():
     forward, backward = blocks(torch.bfloat16)
     dq, more, dk, dv, arrived = backward
     with Launches() as counted:
-        found = ring_blocks.add(*backward)
+        found = ring_attention.add(*backward)
     assert counted.count == 3
     assert torch.equal(found[0], dq + more.float())
     assert torch.equal(found[1], torch.stack((dk, dv)).float() + arrived)
     with Launches() as counted:
-        ring_blocks.merge(*forward)
+        ring_attention.merge(*forward)
     assert counted.count == 8
 
 

@@ -9,9 +9,9 @@ from PIL import Image
 
 from titan_dit.commands import data_encode
 from titan_dit.pictures import autoencoder, encode
-from titan_dit.pictures.encode_plan import make_plan
-from titan_dit.pictures.open_input import open_input
+from titan_dit.pictures.encode import make_plan
 from titan_dit.pictures.picture_set import Asked
+from titan_dit.pictures.readers import open_input
 
 CPU = torch.device("cpu")
 LABELS = ("cat", "dog", "owl")

@@ -18,8 +18,8 @@ from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.latents import Latents, LatentShards
 from titan_dit.data.packing import pack
 from titan_dit.pictures import autoencoder, encode, library
-from titan_dit.pictures.open_input import open_input
 from titan_dit.pictures.picture_set import Asked
+from titan_dit.pictures.readers import open_input
 
 NUM = 12
 

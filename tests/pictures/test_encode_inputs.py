@@ -13,8 +13,8 @@ from refusals import refused
 
 from titan_dit.data.files import BadFileError
 from titan_dit.pictures import library
-from titan_dit.pictures.open_input import open_input
 from titan_dit.pictures.picture_set import Asked
+from titan_dit.pictures.readers import open_input
 
 
 @pytest.fixture(scope="module")

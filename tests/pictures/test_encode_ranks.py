@@ -20,7 +20,7 @@ from tiny import tiny_config
 from tiny_vae import save_vae
 
 from titan_dit.commands import sample
-from titan_dit.commands.flags.sample import Options
+from titan_dit.commands.flags import SampleFlags
 from titan_dit.pictures import autoencoder
 from titan_dit.trainer import Trainer
 
@@ -88,9 +88,9 @@ def trained(world, root):
     cpu = torch.device("cpu")
     flags = {"run": str(root / "run"), "num": 5, "batch_size": 2, "steps": 2, "device": "cpu"}
     for out in ("a.npz", "folder", "grid.png"):
-        sample.draw(Options(out=str(root / out), **flags), cpu)
+        sample.draw(SampleFlags(out=str(root / out), **flags), cpu)
     kept = {"vae": str(root / "vae")}
-    sample.draw(Options(out=str(root / "a.safetensors"), **kept, **flags), cpu)
+    sample.draw(SampleFlags(out=str(root / "a.safetensors"), **kept, **flags), cpu)
     latents = load_file(root / "a.safetensors")
     assert latents["samples"].shape == (5, 2, 4, 4)
     vae = autoencoder.load(str(root / "vae"), cpu)
@@ -100,7 +100,7 @@ def trained(world, root):
     assert np.abs(drawn.astype(int) - found).max() <= 1
     assert np.array_equal(latents["pictures"].numpy(), found)
     other = save_vae(root / "other", seed=1)
-    more = Options(out=str(root / "b.npz"), vae=other, **flags)
+    more = SampleFlags(out=str(root / "b.npz"), vae=other, **flags)
     message = refused(lambda: sample.draw(more, cpu))
     assert "is AutoencoderKL" in message
     assert "but the latents were made by" in message

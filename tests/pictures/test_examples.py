@@ -11,7 +11,7 @@ from make_vae import psnr, split
 from PIL import Image
 
 from titan_dit.commands import data_example
-from titan_dit.commands.flags.data_example import Options
+from titan_dit.commands.flags import DataExampleFlags
 from titan_dit.config.section import UserError
 from titan_dit.pictures import autoencoder
 
@@ -21,7 +21,7 @@ VAE = data_example.SOURCE / "vae"
 @pytest.mark.long
 def test_pictures_are_laid_out_by_class(tmp_path):
     out = tmp_path / "emoji"
-    data_example.main(Options(name="pictures", out=str(out)))
+    data_example.main(DataExampleFlags(name="pictures", out=str(out)))
     lines = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
     assert len(lines) == 3786
     assert len({line["label"] for line in lines}) == 10
@@ -35,13 +35,13 @@ def test_pictures_are_laid_out_by_class(tmp_path):
     red, green, blue = pixels[20, 32].tolist()
     assert red > green > blue + 50  # A yellow face, not a blue one.
     with pytest.raises(UserError, match=r"emoji exists\. Choose another folder"):
-        data_example.main(Options(name="pictures", out=str(out)))
+        data_example.main(DataExampleFlags(name="pictures", out=str(out)))
 
 
 def test_an_installed_package_says_where_they_are(tmp_path, monkeypatch):
     monkeypatch.setattr(data_example, "SOURCE", tmp_path)
     with pytest.raises(UserError, match="without these pictures. Clone".replace(".", r"\.")):
-        data_example.main(Options(name="pictures", out=str(tmp_path / "x")))
+        data_example.main(DataExampleFlags(name="pictures", out=str(tmp_path / "x")))
 
 
 def test_a_full_disk_leaves_no_part_of_the_pictures(tmp_path, monkeypatch):
@@ -51,7 +51,7 @@ def test_a_full_disk_leaves_no_part_of_the_pictures(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Image.Image, "save", fills)
     with pytest.raises(UserError, match=r"x cannot be written: No space left on device\.$"):
-        data_example.main(Options(name="pictures", out=str(tmp_path / "x")))
+        data_example.main(DataExampleFlags(name="pictures", out=str(tmp_path / "x")))
     assert not list(tmp_path.iterdir())
 
 

@@ -6,10 +6,10 @@ import torch
 from PIL import Image
 
 from titan_dit.commands import data_show
-from titan_dit.commands.flags.data_show import Options
+from titan_dit.commands.flags import DataShowFlags
 from titan_dit.config.section import UserError
 from titan_dit.data.latents import write_shards
-from titan_dit.pictures.grid import WIDEST, draw_grid, to_pixels
+from titan_dit.pictures.output import WIDEST, draw_grid, to_pixels
 
 CELL, MARGIN = 50, 44  # 48 pixels and a border of one; room for the label
 
@@ -108,5 +108,5 @@ def test_data_show_on_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monke
     out = tmp_path / "out" / "x.png"
     message = f"^--out {out} cannot be written: No space left on device. "
     with pytest.raises(UserError, match=message):
-        data_show.main(Options(path=str(source), out=str(out)))
+        data_show.main(DataShowFlags(path=str(source), out=str(out)))
     assert not list(out.parent.iterdir())

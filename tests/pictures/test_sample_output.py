@@ -17,8 +17,8 @@ from PIL import Image
 from safetensors.torch import load_file
 from tiny import tiny_config
 
-from titan_dit.commands import sample, sample_pictures, weak_network
-from titan_dit.commands.flags.sample import Options
+from titan_dit.commands import sample, sample_inputs, sample_pictures
+from titan_dit.commands.flags import SampleFlags
 from titan_dit.config.section import UserError
 from titan_dit.pictures import output, parts
 from titan_dit.system import files
@@ -37,7 +37,9 @@ def on_one(world, folder):
 
 
 def drawn(out, **flags):
-    options = Options(run=".", out=out, num=NUM, batch_size=BATCH, steps=2, device="cpu", **flags)
+    options = SampleFlags(
+        run=".", out=out, num=NUM, batch_size=BATCH, steps=2, device="cpu", **flags
+    )
     sample.draw(options, torch.device("cpu"))
 
 
@@ -46,7 +48,7 @@ def on_two(world, folder):
     os.chdir(folder)
     with pytest.MonkeyPatch.context() as patch:
         if not world.is_main:
-            for module in (sample, weak_network):
+            for module in (sample, sample_inputs):
                 patch.delattr(module, "find_checkpoint")
         drawn("b.npz")
         drawn("b")

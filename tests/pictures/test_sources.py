@@ -12,10 +12,10 @@ from refusals import refused
 from tiny_vae import save_vae
 
 from titan_dit.commands import data_encode
-from titan_dit.data.packing import pack, shard_job
+from titan_dit.data.packing import pack
 from titan_dit.pictures import encode
-from titan_dit.pictures.open_input import open_input
 from titan_dit.pictures.picture_set import Asked
+from titan_dit.pictures.readers import open_input
 
 
 class Encoding:
@@ -59,8 +59,8 @@ class Packing:
         self.output.mkdir()
         assert pack.resumed(plan, self.output, plan.digest(), verify) == {}
         for chunk in chunks:
-            shard_job.pack_chunk(
-                plan, plan.digest(), self.output, chunk, shard_job.DecodingBudget(), lambda *_: None
+            pack.pack_chunk(
+                plan, plan.digest(), self.output, chunk, pack.DecodingBudget(), lambda *_: None
             )
         (self.output / "pack.json").write_text(json.dumps({"plan": plan.digest()}))
         return []

@@ -13,11 +13,9 @@ from titan_dit.dry_run.memory import Peak, StorageKind
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.planner.candidates import Candidate, Space
 from titan_dit.planner.choice import SEARCHES, search
-from titan_dit.planner.layout import Layout, Outcome, Tally, kind_of, mesh_of
 from titan_dit.planner.memory import needed
-from titan_dit.planner.search import Search
+from titan_dit.planner.search import Layout, Model, Outcome, Search, Tally, kind_of, mesh_of
 from titan_dit.planner.step import Estimate
-from titan_dit.planner.weighing import Model
 
 GIB = 2**30
 DEVICE = easy(memory_gib=10.0, error=0.1)

@@ -11,7 +11,7 @@ from test_counts import BF16, counts, dry_run, gpt_config, tiny_config, whole
 
 from titan_dit.config import catalog, config_file
 from titan_dit.dry_run.memory import StorageKind
-from titan_dit.optim.newton_schulz import cost
+from titan_dit.optim.muon import cost
 from titan_dit.plan import resolve
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -13,10 +13,9 @@ from tiny_gpt import gpt_config
 from titan_dit.dry_run.fake_step import take_fake_step
 from titan_dit.parallel import fsdp
 from titan_dit.plan import resolve
-from titan_dit.planner.data_parallel import DataParallel
+from titan_dit.planner.data_parallel import Compute, DataParallel, Reduction
 from titan_dit.planner.links import Links
-from titan_dit.planner.overlap import Compute, Reduction
-from titan_dit.planner.runtime import OURS, Runtime
+from titan_dit.planner.rates import OURS, Runtime
 from titan_dit.planner.step import NORM_BYTES
 
 EVEN = {"num_classes": 11}  # 12 rows: FSDP pads no tensor on 2 or 4 ranks.

@@ -6,8 +6,7 @@ from tiny import tiny_config
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.planner import hardware, rates
 from titan_dit.planner.candidates import Candidate, Space
-from titan_dit.planner.counts import Rehearsals
-from titan_dit.planner.derived import Derived
+from titan_dit.planner.counts import Derived, Rehearsals
 from titan_dit.planner.links import Links
 
 MODEL = {"hidden": 256, "heads": 8, "latent_size": 64, "channels": 4}

@@ -7,8 +7,7 @@ from tiny import tiny_config
 
 from titan_dit.config import catalog, config_file
 from titan_dit.planner.candidates import Candidate, Space
-from titan_dit.planner.counts import Rehearsals
-from titan_dit.planner.derived import Derived
+from titan_dit.planner.counts import Derived, Rehearsals
 from titan_dit.planner.hardware import device_of
 from titan_dit.planner.work import Work
 

@@ -7,7 +7,7 @@ from made_up_counts import counts_of
 from tiny import tiny_config
 
 from titan_dit.plan import resolve
-from titan_dit.planner.derived import between
+from titan_dit.planner.counts import between
 from titan_dit.planner.work import Moments
 
 # Weights' gradients, 100 bytes, come first; later the activations, 20 a sample, are freed late.

@@ -5,8 +5,7 @@ from tiny import tiny_config
 
 from titan_dit.planner import hardware
 from titan_dit.planner.candidates import Candidate, Space
-from titan_dit.planner.counts import Rehearsals
-from titan_dit.planner.derived import Derived
+from titan_dit.planner.counts import Derived, Rehearsals
 
 START = Candidate(1, 1, 2, 4, 1, "ring", True, "auto", "1f1b", 1, 4, "none", "off")
 MODES = "attention", "selective", "full"

@@ -6,8 +6,8 @@ from made_up_counts import counts_of
 from tiny import tiny_config
 
 from titan_dit.planner import memory
-from titan_dit.planner.fewest import fewest, gpu_counts, smallest
-from titan_dit.planner.weighing import Model
+from titan_dit.planner.choice import fewest, gpu_counts, smallest
+from titan_dit.planner.search import Model
 
 MODEL = Model(counts=counts_of)
 LONG = {"hidden": 256, "layers": 4, "heads": 4, "latent_size": 1024}

@@ -2,8 +2,7 @@
 
 import pytest
 
-from titan_dit.planner.fusion import fused, moved
-from titan_dit.planner.oplog import Access, Operator
+from titan_dit.planner.rehearsal import Access, Operator, fused, moved
 from titan_dit.planner.work import Product
 
 WIDE = Product(1, 8, 8, 8, "bf16")

@@ -15,8 +15,7 @@ from titan_dit.planner import report
 from titan_dit.planner.candidates import Space
 from titan_dit.planner.choice import search
 from titan_dit.planner.hardware import device_of
-from titan_dit.planner.layout import equals
-from titan_dit.planner.weighing import Model, tp_crosses_nodes
+from titan_dit.planner.search import Model, equals, tp_crosses_nodes
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import matrix_plan

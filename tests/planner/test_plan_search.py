@@ -12,11 +12,20 @@ from titan_dit.planner import step
 from titan_dit.planner.candidates import Space
 from titan_dit.planner.choice import preferred
 from titan_dit.planner.counts import Rehearsals
-from titan_dit.planner.floors import bucket_of, busy_of, coarser_than, floor_of, least_bytes, scaled
-from titan_dit.planner.layout import equals, mesh_of
 from titan_dit.planner.memory import Needed
-from titan_dit.planner.search import Search
-from titan_dit.planner.weighing import Model, fullest
+from titan_dit.planner.search import (
+    Model,
+    Search,
+    bucket_of,
+    busy_of,
+    coarser_than,
+    equals,
+    floor_of,
+    fullest,
+    least_bytes,
+    mesh_of,
+    scaled,
+)
 
 MODEL = Model(counts=counts_of)
 SMALL = {"hidden": 512, "layers": 4, "heads": 4, "latent_size": 64}

@@ -10,10 +10,16 @@ from titan_dit.config import catalog, config_file
 from titan_dit.dry_run.memory import StorageKind
 from titan_dit.plan import resolve
 from titan_dit.planner.hardware import Device, Efficiency, Overhead
-from titan_dit.planner.held_pipeline import profile
-from titan_dit.planner.memory import communicators, fits, memory, needed
-from titan_dit.planner.optimizer_state import OptimizerState, state_of
-from titan_dit.planner.runtime import Runtime
+from titan_dit.planner.memory import (
+    OptimizerState,
+    communicators,
+    fits,
+    memory,
+    needed,
+    profile,
+    state_of,
+)
+from titan_dit.planner.rates import Runtime
 from titan_dit.planner.work import Counts, Part, Product, Work
 from titan_dit.schedules.action import Kind, peak_activations
 from titan_dit.schedules.placement import pipeline_order

@@ -7,7 +7,7 @@ from hand_made_counts import DEVICE, counts, moving, multiplying, part
 from tiny import tiny_config
 
 from titan_dit.plan import resolve
-from titan_dit.planner.runtime import OURS, Runtime
+from titan_dit.planner.rates import OURS, Runtime
 from titan_dit.planner.step import bound, estimate, mfu, samples_per_s
 from titan_dit.planner.work import Message, Work
 from titan_dit.schedules.simulator import simulate, stage_costs

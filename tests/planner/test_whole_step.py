@@ -9,7 +9,7 @@ from torch import nn
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.models import initializers
 from titan_dit.plan import resolve
-from titan_dit.planner.whole import parts_of, peak_of
+from titan_dit.planner.choice import parts_of, peak_of
 
 
 def table():

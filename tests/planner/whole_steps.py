@@ -13,8 +13,7 @@ from titan_dit.config import catalog, config_file
 from titan_dit.dry_run.fake_step import take_fake_step
 from titan_dit.plan import resolve
 from titan_dit.planner.counts import Rehearsals
-from titan_dit.planner.memory import memory
-from titan_dit.planner.optimizer_state import state_of
+from titan_dit.planner.memory import memory, state_of
 
 
 @dataclass(frozen=True)

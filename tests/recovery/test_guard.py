@@ -11,8 +11,8 @@ from titan_dit.data.base import Batch
 from titan_dit.diffusion.ddpm import DDPM
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.observe.run_log import RunLog
-from titan_dit.recovery import fault_log
-from titan_dit.recovery.guard import Guard
+from titan_dit.recovery import bad_steps
+from titan_dit.recovery.bad_steps import Guard
 from titan_dit.rng import SampleRNG
 
 CPU = torch.device("cpu")
@@ -158,22 +158,24 @@ def test_the_timesteps_on_record_are_those_of_training(section):
     fields = {"latent": torch.randn(4, 1, 8, 8), "label": torch.zeros(4, dtype=torch.int64)}
     batch = Batch(fields, numbers, torch.ones(4), 4.0)
     expected = objective.prepare(batch, SampleRNG(7, numbers)).inputs["timestep"].tolist()
-    assert fault_log.drawn_for(objective, 7, numbers.tolist(), CPU) == {"timestep": expected}
+    assert bad_steps.drawn_for(objective, 7, numbers.tolist(), CPU) == {"timestep": expected}
 
 
 def test_a_fault_log_is_read_without_a_line_that_was_cut_short(tmp_path):
-    assert fault_log.read(tmp_path) == []
+    assert bad_steps.read_faults(tmp_path) == []
     bad, _ = verdicts([1.0, math.nan])
-    line = fault_log.bad_step(bad[0], [3, 4, 7], [0, 1, 2], {"timestep": [0.5, 1.5, 2.5]})
+    line = bad_steps.log_bad_step(bad[0], [3, 4, 7], [0, 1, 2], {"timestep": [0.5, 1.5, 2.5]})
     log = RunLog(tmp_path, "run", is_written=True)
-    log.add(fault_log.FILE, line)
-    assert fault_log.read(tmp_path) == []  # A run whose directory is not open writes nothing.
+    log.add(bad_steps.FAULTS, line)
+    assert (
+        bad_steps.read_faults(tmp_path) == []
+    )  # A run whose directory is not open writes nothing.
     config = tiny_config()
     log.open(config_file.to_tables(config), config.metrics, 0)
-    log.add(fault_log.FILE, line)
-    with (tmp_path / fault_log.FILE).open("a") as file:
+    log.add(bad_steps.FAULTS, line)
+    with (tmp_path / bad_steps.FAULTS).open("a") as file:
         file.write('{"step": 3, "ki')
-    (found,) = fault_log.read(tmp_path)
+    (found,) = bad_steps.read_faults(tmp_path)
     assert found == {
         "step": 2,
         "kind": "nonfinite",

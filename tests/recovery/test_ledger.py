@@ -10,9 +10,17 @@ from titan_dit.checkpoint.store import MANIFEST
 from titan_dit.config.operation import FaultsConfig
 from titan_dit.config.section import UserError
 from titan_dit.recovery import rollback
-from titan_dit.recovery.ledger import Ledger, Skipped, Untrained
+from titan_dit.recovery.ledger import (
+    SAMPLE_LOG,
+    Ledger,
+    SampleLog,
+    Skipped,
+    Untrained,
+    logged_samples,
+    next_attempt,
+    trained,
+)
 from titan_dit.recovery.resume import Start
-from titan_dit.recovery.sample_log import FOLDER, SampleLog, next_attempt, seen, trained
 
 
 def through_json(ledger, cursor=100):
@@ -139,10 +147,10 @@ def test_the_sample_log_gives_the_history_that_the_run_has_had(tmp_path):
     assert next_attempt(tmp_path) == 1
     log(tmp_path, 1, 3, range(1, 8))
     log(tmp_path, 2, 2, range(4, 7), cut=(6,))
-    with (tmp_path / FOLDER / "attempt-00002" / "rank-00000.jsonl").open("a") as file:
+    with (tmp_path / SAMPLE_LOG / "attempt-00002" / "rank-00000.jsonl").open("a") as file:
         file.write('{"step": 7, "ra')
     assert next_attempt(tmp_path) == 3
-    history = seen(tmp_path)
+    history = logged_samples(tmp_path)
     # Step 6 was cut short, step 7 was of the attempt that is no more.
     assert list(history) == [1, 2, 3, 4, 5]
     assert trained(tmp_path, Ledger()) == Counter(range(30))

@@ -12,8 +12,8 @@ from test_guard import alone
 from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.operation import FaultsConfig
 from titan_dit.config.section import UserError
-from titan_dit.recovery import fault_log
-from titan_dit.recovery.guard import Guard
+from titan_dit.recovery import bad_steps
+from titan_dit.recovery.bad_steps import Guard
 from titan_dit.recovery.loss_scale import LossScale
 
 CPU = torch.device("cpu")
@@ -174,7 +174,7 @@ def test_the_fault_log_and_the_console_name_the_scale():
     guard = guard_of(fp16(_init=65536.0))
     guard.check(1, 0, torch.tensor(1.5), torch.tensor(math.inf))
     (bad,) = guard.read(alone).bad
-    line = fault_log.bad_step(bad, [0, 1], [5, 3], {})
+    line = bad_steps.log_bad_step(bad, [0, 1], [5, 3], {})
     assert (line["kind"], line["loss_scale"], line["loss"]) == ("overflow", 65536.0, 1.5)
     assert bad.message("LOG") == (
         "step 1 skipped: the gradients overflow in fp16 at the loss scale 65536 (see LOG)"

@@ -1,7 +1,7 @@
 import json
 
 from titan_dit.recovery.ledger import Ledger, Skipped
-from titan_dit.recovery.progress import Progress
+from titan_dit.recovery.restore import Progress
 from titan_dit.recovery.rollback import Rollbacks
 
 GUARD = {"nan_steps": 2, "spike_steps": 1, "in_a_row": 0, "streak": None}

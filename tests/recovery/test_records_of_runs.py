@@ -5,7 +5,7 @@ import json
 import pytest
 
 from titan_dit.config.section import UserError
-from titan_dit.recovery import fault_log, rollback, sample_log
+from titan_dit.recovery import bad_steps, ledger, rollback
 
 HUGE = [[0, 2**61]]
 FAULTS = {
@@ -22,18 +22,18 @@ FAULTS = {
 @pytest.mark.parametrize("words", FAULTS)
 def test_a_wrong_line_of_the_fault_log_is_named(tmp_path, words):
     lines = [json.dumps({"step": 1, "kind": "spike"}), json.dumps(FAULTS[words]), '{"step": 4, "ki']
-    (tmp_path / fault_log.FILE).write_text("\n".join(lines))
+    (tmp_path / bad_steps.FAULTS).write_text("\n".join(lines))
     with pytest.raises(UserError, match=f"faults.jsonl line 2: .*{words}"):
-        fault_log.read(tmp_path)
+        bad_steps.read_faults(tmp_path)
 
 
 def test_numbers_without_end_are_no_samples_of_a_step(tmp_path):
-    folder = tmp_path / sample_log.FOLDER / "attempt-00001"
+    folder = tmp_path / ledger.SAMPLE_LOG / "attempt-00001"
     folder.mkdir(parents=True)
     line = {"step": 3, "ranks": 1, "numbers": HUGE}
     (folder / "rank-00000.jsonl").write_text(json.dumps(line) + "\n")
     with pytest.raises(UserError, match=r"rank-00000\.jsonl line 1: numbers = .* too many"):
-        sample_log.seen(tmp_path)
+        ledger.logged_samples(tmp_path)
 
 
 @pytest.mark.parametrize(

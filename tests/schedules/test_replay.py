@@ -4,8 +4,7 @@ import pytest
 
 from titan_dit.schedules.action import Action, Kind
 from titan_dit.schedules.placement import pipeline_order
-from titan_dit.schedules.replay import Taken, replay
-from titan_dit.schedules.simulator import simulate
+from titan_dit.schedules.simulator import Taken, replay, simulate
 
 F0, F1, B0, B1 = (Action(k, s, 0) for k in (Kind.FORWARD, Kind.BACKWARD) for s in (0, 1))
 ORDER = ((F0, B0), (F1, B1))

@@ -15,13 +15,13 @@ from PIL import Image
 from tiny import tiny_config
 
 from titan_dit import trained_model
-from titan_dit.commands import evaluate, evaluate_pictures
-from titan_dit.commands.flags.evaluate import Options
+from titan_dit.commands import evaluate
+from titan_dit.commands.flags import EvaluateFlags
 from titan_dit.config.dotted_names import imported
 from titan_dit.config.section import UserError
 from titan_dit.config.training import EvaluationConfig, SamplingConfig
 from titan_dit.data.latent_facts import VAEFacts
-from titan_dit.scores import metrics, pictures
+from titan_dit.scores import pictures, score
 from titan_dit.scores.moments import Moments
 from titan_dit.system import files
 from titan_dit.trainer import Trainer
@@ -52,13 +52,13 @@ def project(x):
 def options(**flags):
     given = {"run": ".", "reference": "real.npz", "num": NUM, "features": FEATURES, "steps": 2}
     given |= {"metrics": EVERY, "device": "cpu", "batch_size": 32, "sampler": "dpmpp_2m"}
-    return Options(**(given | flags))
+    return EvaluateFlags(**(given | flags))
 
 
 def scored(**flags):
     chosen = options(**flags)
-    assert evaluate_pictures.check(chosen, ())
-    evaluate_pictures.main(chosen, torch.device("cpu"))
+    assert evaluate.check_pictures(chosen, ())
+    evaluate.score_pictures(chosen, torch.device("cpu"))
 
 
 def config(folder, reference="real.npz", **parallel):
@@ -98,7 +98,7 @@ def on_four(world, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pictures, "of_npz", by_the_first_alone(world, pictures.of_npz))
         if not world.is_main:
-            patch.delattr(evaluate_pictures, "find_checkpoint")
+            patch.delattr(evaluate, "find_checkpoint")
         scored(out="four.json", save_samples="four.npz")
     Trainer(config("four", dp_shard=2, tp=2), world).fit()
 
@@ -141,7 +141,7 @@ def test_the_scores_are_those_of_the_pictures(folder, monkeypatch):
     assert drawn.shape == (NUM, 3, 8, 8)
     # `Features` hands on fp32.
     rows = [project(x)[0].float() for x in (drawn, real)]
-    expected = metrics.frechet(*map(Moments.of, rows))
+    expected = score.frechet(*map(Moments.of, rows))
     found = results(folder, "one.json")
     assert found["frechet_distance"] == pytest.approx(expected, rel=1e-10)
     assert found["samples"] == NUM
@@ -235,7 +235,7 @@ def test_latents_without_their_autoencoder_are_one_line(folder, monkeypatch):
     def with_data(**facts):
         data = dataclasses.replace(run.objective.data, value_range=None, **facts)
         changed = dataclasses.replace(run, objective=dataclasses.replace(run.objective, data=data))
-        monkeypatch.setattr(evaluate_pictures, "load_trained", lambda *_: changed)
+        monkeypatch.setattr(evaluate, "load_trained", lambda *_: changed)
 
     with_data()
     with pytest.raises(UserError, match=r"the run draws latents: give --vae DIR"):
@@ -271,11 +271,11 @@ def test_flags_that_cannot_work_are_one_line(folder, monkeypatch):
     }
     for message, flags in wrong.items():
         with pytest.raises(UserError, match=message.replace(".", r"\.")):
-            evaluate_pictures.check(options(**flags), ())
+            evaluate.check_pictures(options(**flags), ())
     with pytest.raises(UserError, match=r"--parallel\.tp is a key of the config"):
-        evaluate_pictures.check(options(), ("--parallel.tp", "2"))
+        evaluate.check_pictures(options(), ("--parallel.tp", "2"))
     with pytest.raises(UserError, match="--run is missing"):
-        evaluate.main(Options(), ())
+        evaluate.main(EvaluateFlags(), ())
     with pytest.raises(UserError, match=r"--metrics fidd? has fidd\. Valid"):
         scored(metrics="fidd")
     np.savez("wide.npz", arr_0=np.zeros((2, 8, 12, 3), np.uint8))
@@ -307,8 +307,8 @@ def test_pictures_of_two_formats_are_mentioned(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         pixels.save(tmp_path / name)
     png, jpeg = (pictures.of_folder(tmp_path / name, 8, "") for name in ("png", "jpeg"))
-    hint = evaluate_pictures.hint_of_formats(png, jpeg)
+    hint = evaluate.hint_of_formats(png, jpeg)
     assert "the reference is JPEG, the samples are PNG" in hint
-    assert evaluate_pictures.hint_of_formats(png, png) is None
+    assert evaluate.hint_of_formats(png, png) is None
     drawn = pictures.of_batches([torch.zeros(1, 8, 8, 3, dtype=torch.uint8)], "drawn")
-    assert evaluate_pictures.hint_of_formats(drawn, jpeg) is None
+    assert evaluate.hint_of_formats(drawn, jpeg) is None

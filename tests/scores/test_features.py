@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from titan_dit.config.section import UserError
-from titan_dit.scores import features, metrics, pictures, score
+from titan_dit.scores import features, pictures, score
 
 CPU = torch.device("cpu")
 OWN = """
@@ -118,18 +118,16 @@ def test_efficientnet_is_trained(tmp_path):
         "blurred": blurred.clamp(0, 255).byte().permute(0, 2, 3, 1),
     }
     first = network(whole[:half])[0]
-    away = {
-        name: metrics.kernel_distance(first, network(rows)[0])[0] for name, rows in kinds.items()
-    }
+    away = {name: score.kernel_distance(first, network(rows)[0])[0] for name, rows in kinds.items()}
     assert abs(away["real"]) * 5 < away["blurred"], away
 
 
 def examples():
     """Some of the example pictures, without those of equal looks."""
     from titan_dit.commands.data_example import SOURCE
-    from titan_dit.pictures import sheets
+    from titan_dit.pictures import output
 
-    found = [np.asarray(picture) for _, picture in sheets.read(SOURCE / "pictures")]
+    found = [np.asarray(picture) for _, picture in output.read_sheet(SOURCE / "pictures")]
     return torch.from_numpy(np.stack(found[:: len(found) // 120][:120]))
 
 

@@ -10,7 +10,7 @@ import torch
 from refusals import refused
 
 from titan_dit.config.section import UserError
-from titan_dit.scores import metrics, reference, score
+from titan_dit.scores import reference, score
 from titan_dit.scores.features import Features
 from titan_dit.scores.moments import Moments
 
@@ -75,14 +75,14 @@ def test_moments_are_kept_as_files(tmp_path):
 def test_moments_beside_a_references_pictures_are_those_of_fid(tmp_path):
     drawn, whole = described(300, 1), described(WHOLE, 2)
     file = save_as_adm(tmp_path / "adm.npz", whole)
-    expected = metrics.frechet(drawn.moments, whole.moments)
+    expected = score.frechet(drawn.moments, whole.moments)
     rows = torch.from_numpy(some_pictures())
     of_pictures = Moments.of(INCEPTION(rows)[0])
-    assert metrics.frechet(drawn.moments, of_pictures) > expected * 2
+    assert score.frechet(drawn.moments, of_pictures) > expected * 2
     for names in (["fid"], ["fid", "prdc"]):
         real = reference.describe_reference(INCEPTION, opened(file, names=names), names)
         found = score.score(score.described(INCEPTION(rows)[0], None), real, names, "inception")
-        own = metrics.frechet(of_pictures, whole.moments)
+        own = score.frechet(of_pictures, whole.moments)
         assert found["fid"] == pytest.approx(own, rel=1e-5), names
         assert found.get("recall", 1) == 1, "prdc: of the file's pictures against themselves"
     # Without Inception the moments are of other features: all comes from the pictures.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from titan_dit.config.section import UserError
-from titan_dit.scores import metrics, pictures, score
+from titan_dit.scores import pictures, score
 from titan_dit.scores.moments import Moments, merge
 
 COUNT, WIDTH = 1200, 48
@@ -63,7 +63,7 @@ def test_kid_is_and_prdc_are_those_of_torch_fidelity(oracle, sets):
     assert found["inception_score"] == pytest.approx(isc["inception_score_mean"], rel=1e-12)
     assert found["inception_score_std"] == pytest.approx(isc["inception_score_std"], rel=1e-10)
     prc = oracle["prc"].prc_features_to_metric(drawn, real, verbose=False)
-    own = metrics.prdc(drawn, real, neighbours=3)
+    own = score.prdc(drawn, real, neighbours=3)
     assert own["precision"] == pytest.approx(prc["precision"], abs=1e-6)
     assert own["recall"] == pytest.approx(prc["recall"], abs=1e-6)
     assert 0.01 < own["recall"] < own["precision"] < 1
@@ -73,7 +73,7 @@ def test_density_and_coverage_count_balls():
     real = torch.tensor([[0.0], [1.0], [2.0], [10.0]])
     drawn = torch.tensor([[0.5], [0.6], [2.5], [40.0]])
     # Balls of one neighbour: [-1, 1], [0, 2], [1, 3], [2, 18].
-    found = metrics.prdc(drawn, real, neighbours=1)
+    found = score.prdc(drawn, real, neighbours=1)
     assert found["precision"] == 3 / 4
     assert found["density"] == (2 + 2 + 2) / 4
     assert found["coverage"] == 4 / 4
@@ -88,7 +88,7 @@ def test_fewer_pictures_than_features_are_exact():
     overlap = torch.linalg.matrix_norm(a @ b.T, "nuc")
     apart = (drawn.mean(0) - real.mean(0)).square().sum()
     expected = apart + a.square().sum() + b.square().sum() - 2 * overlap
-    found = metrics.frechet(Moments.of(drawn), Moments.of(real))
+    found = score.frechet(Moments.of(drawn), Moments.of(real))
     assert found == pytest.approx(expected.item(), rel=1e-12)
 
 

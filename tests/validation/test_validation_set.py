@@ -26,7 +26,7 @@ from titan_dit.observe.metrics import read_rows
 from titan_dit.rng import SampleRNG
 from titan_dit.trainer import Trainer
 from titan_dit.validation import validation_set
-from titan_dit.validation.overlap import digests
+from titan_dit.validation.validation_set import digests
 
 BINS = ["t63", "t188", "t313", "t438", "t563", "t688", "t813", "t938"]
 
@@ -107,7 +107,7 @@ def test_validating_changes_nothing_of_the_run(tmp_path):
 def replayed_rows(folder, capsys):
     """The dataset rows of the first step."""
     capsys.readouterr()
-    replay.main(replay.Options(run=str(folder), step=1))
+    replay.main(replay.ReplayFlags(run=str(folder), step=1))
     return sorted(int(row) for row in re.findall(r"row (\d+) ", capsys.readouterr().out))
 
 

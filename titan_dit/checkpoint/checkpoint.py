@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titan_dit.checkpoint.plans import Digests, Plans
+from titan_dit.checkpoint.planning import Digests, Plans
 from titan_dit.checkpoint.record import FORMAT, digest_of, read_manifest
 from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.checkpoint.store import MANIFEST, Location, Store, store_of

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from titan_dit.checkpoint.checkpoint import write
-from titan_dit.checkpoint.plans import Plans
+from titan_dit.checkpoint.planning import Plans
 from titan_dit.checkpoint.staging import Staging, TensorTree
 from titan_dit.checkpoint.store import MANIFEST, Location, store_of
 from titan_dit.config.operation import CheckpointConfig
@@ -26,7 +26,7 @@ from titan_dit.launcher.ranks import Failed, Ranks
 from titan_dit.system.files import PARTIAL
 
 if TYPE_CHECKING:
-    from titan_dit.checkpoint.snapshots import Snapshots
+    from titan_dit.checkpoint.averages import Snapshots
 
 NAME = re.compile(r"step-(\d{8,})")
 LONG_WAIT_S = 1.0

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titan_dit.checkpoint import checkpoint
-from titan_dit.checkpoint.snapshots import averages_in
+from titan_dit.checkpoint.averages import averages_in
 from titan_dit.checkpoint.store import Location
 from titan_dit.config.section import UserError
 from titan_dit.config.training import LoRAConfig

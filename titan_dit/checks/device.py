@@ -1,4 +1,4 @@
-"""Checks against this machine: packages, ranks, matrix products, kernels, memory."""
+"""Checks against this machine: packages, ranks, kernels, memory, parts of torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.tensor import DTensor
 
 from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.operation import MetricsConfig, ProfileConfig
@@ -15,7 +17,7 @@ from titan_dit.config.section import UserError, show
 from titan_dit.config.training import EMAConfig
 from titan_dit.kernels import attention, short_attention
 from titan_dit.kernels.attention_choice import AttentionShape
-from titan_dit.launcher.torch_range import pip_install
+from titan_dit.launcher.torch_range import pip_install, require
 from titan_dit.models import lora
 from titan_dit.optim.optimizer import OptimizerConfig
 from titan_dit.parallel import compile
@@ -223,3 +225,29 @@ def replayable_precision(precision: PrecisionConfig, device: torch.device) -> Pr
         lost = is_transformer_engine(precision.float8)
         return replace(every, float8="off") if lost else replace(every, float8_emulate=True)
     return every
+
+
+RING_KERNELS = [
+    f"_scaled_dot_product_{kernel}{way}"
+    for kernel in ("flash_attention", "flash_attention_for_cpu", "efficient_attention")
+    for way in ("", "_backward")
+]
+
+
+def check_torch_parts(*, profiles_memory: bool, rings: bool) -> None:
+    """Raise UserError if a checkpoint, a memory snapshot or ring attention would fail."""
+    require("checkpoint/staging.py", DTensor, "_spec")
+    require("checkpoint/staging.py", torch, "_foreach_copy_")
+    require("checkpoint/torch_files.py", filesystem.FileSystem, "create_stream", "init_path")
+    require(
+        "checkpoint/torch_files.py",
+        filesystem.FileSystemWriter,
+        "set_up_storage_writer",
+        "prepare_local_plan",
+    )
+    require("checkpoint/torch_files.py", filesystem, "_StorageInfo")
+    if profiles_memory:
+        memory = torch.cuda.memory
+        require("observe/profile.py", memory, "_record_memory_history", "_dump_snapshot")
+    if rings:
+        require("kernels/attention_kernels.py", torch.ops.aten, *RING_KERNELS)

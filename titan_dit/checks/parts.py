@@ -1,20 +1,36 @@
-"""Checks that objective, model spec and data fit together, by a run on two samples of zeros."""
+"""Checks that objective, model, data, optimizer and adapters fit together.
+
+Objective, model spec and data by a run on two samples of zeros.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from titan_dit.config import dotted_names
+from titan_dit.config.job import JobConfig
+from titan_dit.config.parameter_groups import (
+    check_groups,
+    check_matched,
+    group_lines,
+    groups_of,
+    listed,
+    matches,
+    place_of,
+)
 from titan_dit.config.section import UserError, show
+from titan_dit.config.training import LoRAConfig
 from titan_dit.data.base import Batch, Field, Source
 from titan_dit.data.loader import load_samples
 from titan_dit.execution.base import check_names
+from titan_dit.models import lora
 from titan_dit.models.base import ModelSpec, TensorSpec
 from titan_dit.objectives.base import Objective, Prepared
+from titan_dit.optim.optimizer import OptimizerConfig
 from titan_dit.plan import RunPlan
 from titan_dit.rng import SampleRNG
 
@@ -198,3 +214,119 @@ def attempt(what: str, action: Callable[[], T]) -> T:
 def rows_of(field: Field) -> Tensor:
     """Zeros [ROWS, ...] of a field; a size that varies by sample is 1."""
     return torch.zeros(ROWS, *(size or 1 for size in field.shape), dtype=field.dtype)
+
+
+def check_lora(config: JobConfig, plan: RunPlan) -> None:
+    """Raise UserError if adapters cannot be trained, or if rank is 0 but another key is set."""
+    own, checkpoint = config.lora, config.checkpoint
+    if not own.rank:
+        if own != LoRAConfig():
+            raise UserError("[lora] rank=0 trains without adapters. Set rank, such as rank = 16.")
+        return
+    if plan.precision.float8 != "off":
+        raise UserError(
+            f"[lora] rank={own.rank} with [precision] float8={show(plan.precision.float8)}: "
+            'adapters have no float8 form. Set float8 = "off".'
+        )
+    if not plan.resuming and not checkpoint.init and checkpoint.resume in ("auto", "never"):
+        raise UserError(
+            f"[lora] rank={own.rank} adapts trained weights, but the run has none. Set "
+            "[checkpoint] init = a run or its checkpoint."
+        )
+    if not own.targets:
+        raise UserError("[lora] targets=[] adapts nothing. Name layers, or set rank = 0.")
+    with torch.device("meta"):
+        model = plan.spec.build()
+    for name in lora.adapted_layers(model, own.targets):
+        if original := model.tied.get(f"{name}.weight"):
+            raise UserError(
+                f"[lora] targets: {name} shares its weight with {original}, and cannot be adapted. "
+                "Name other layers."
+            )
+    linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    check_matched("[lora] targets", own.targets, linear, f"{len(linear)} linear layers")
+    names = [name for name, _ in model.named_parameters() if name not in model.tied]
+    check_matched("[lora] trained", own.trained, names, f"{len(names)} parameters")
+    groups = groups_of(names, config.optimizer.groups)
+    frozen = [n for n in groups if groups[n].frozen and matches(n, own.trained)]
+    if frozen:
+        raise UserError(
+            f"[lora] trained: {listed(frozen)} would be frozen by [training] frozen or [optimizer] "
+            "groups. Name it in one of them only."
+        )
+
+
+def check_optimizer(plan: RunPlan, objective: Objective, config: OptimizerConfig) -> None:
+    """Raise UserError if groups match nothing or twice, or nothing is left to train on a rank."""
+    shapes = shapes_of(plan, objective)
+    check_groups(list(shapes), config.groups)
+    trained = trained_of(shapes, plan, config)
+    if not trained:
+        where = place_of(*config.groups)
+        raise UserError(f"{where}: every parameter is frozen. Leave some to train.")
+    stages = {stage_of(plan, name) for name in trained}
+    for rank in range(plan.sizes.pp):
+        if stages.isdisjoint(plan.stages_of(rank)):
+            where = "[lora] targets" if plan.lora.rank else place_of(*config.groups)
+            raise UserError(
+                f"{where}: pipeline rank {rank} would have frozen parameters only. "
+                "Choose another [pipeline] split, or a smaller [parallel] pp."
+            )
+    shards = plan.sizes.shards // plan.sizes.pp
+    if config.whole_tensors and shards > 1:
+        raise UserError(
+            f"[optimizer] name={show(config.name)} updates whole tensors, but {plan.sizes} splits "
+            f"each over {shards} ranks. Set [parallel] dp_shard = 1, cp = 1 and tp = 1 (and "
+            "dp_replicate), or choose another optimizer."
+        )
+    config.check(trained, plan.spec)
+
+
+def stage_of(plan: RunPlan, name: str) -> int:
+    """The pipeline stage that holds a parameter."""
+    part, _, rest = name.partition(".")
+    if part != "blocks":
+        return 0 if part == "embed" else plan.num_stages - 1
+    layer = int(rest.partition(".")[0])
+    return next(i for i, layers in enumerate(plan.stage_layers) if layer in layers)
+
+
+def shapes_of(plan: RunPlan, objective: Objective) -> dict[str, torch.Size]:
+    """The shapes of all parameters, by the names of a checkpoint."""
+    with torch.device("meta"):
+        model = plan.spec.build()
+    found = {name: p.shape for name, p in model.named_parameters()}
+    found |= lora.shapes(model, plan.lora)
+    modules = objective.modules()
+    if modules is not None:
+        found |= {f"objective.{name}": p.shape for name, p in modules.named_parameters()}
+    return found
+
+
+def trained_of(
+    shapes: dict[str, torch.Size], plan: RunPlan, config: OptimizerConfig
+) -> dict[str, torch.Size]:
+    """The entries of `shapes` whose parameters are trained."""
+    names = plan.trained(shapes, config.groups)
+    return {name: shape for name, shape in shapes.items() if name in names}
+
+
+def num_trained(plan: RunPlan, objective: Objective, config: OptimizerConfig) -> int:
+    """Elements of the whole model's trained parameters."""
+    trained = trained_of(shapes_of(plan, objective), plan, config)
+    return sum(shape.numel() for shape in trained.values())
+
+
+def optimizer_lines(plan: RunPlan, objective: Objective, config: OptimizerConfig) -> Iterator[str]:
+    """Console lines about the optimizer, the adapters and the parameter groups."""
+    shapes = shapes_of(plan, objective)
+    trained = trained_of(shapes, plan, config)
+    yield from config.lines(trained)
+    if plan.lora.rank:
+        adapters = [name for name in shapes if lora.is_adapter(name)]
+        some = sum(shape.numel() for shape in trained.values())
+        yield (
+            f"lora    rank {plan.lora.rank}, scale {plan.lora.scale:g}: {len(adapters) // 2} "
+            f"layers, {some:,} trained parameters"
+        )
+    yield from group_lines({name: s.numel() for name, s in shapes.items()}, config.groups)

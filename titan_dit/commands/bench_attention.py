@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_dit.commands.flags.bench_attention import Options
+from titan_dit.commands.flags import BenchAttentionFlags
 from titan_dit.kernels import attention
 from titan_dit.kernels.attention_choice import AttentionShape
 from titan_dit.models.base import Mask
@@ -28,7 +28,7 @@ CHECKED = 1024
 """Queries compared with exact attention; all n x n fp32 scores would not fit in memory."""
 
 
-def main(options: Options) -> None:
+def main(options: BenchAttentionFlags) -> None:
     """Measure, print and write the table."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     heads, head_dim = options.shape

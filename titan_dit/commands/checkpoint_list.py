@@ -8,13 +8,13 @@ from typing import Any
 from titan_dit.checkpoint import run_path
 from titan_dit.checkpoint.run_checkpoints import NAME, step_of
 from titan_dit.checkpoint.store import MANIFEST, Location, Store, location, store_of
-from titan_dit.commands.flags.checkpoint_list import Options
+from titan_dit.commands.flags import CheckpointListFlags
 from titan_dit.observe import console
 from titan_dit.recovery.resume import readable
 from titan_dit.system.progress import duration
 
 
-def main(options: Options) -> None:
+def main(options: CheckpointListFlags) -> None:
     """Print one line per checkpoint."""
     found = run_path.resolve(location(options.run))
     folder = found.checkpoints.folder

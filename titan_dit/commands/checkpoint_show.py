@@ -12,12 +12,12 @@ from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
-from titan_dit.commands.flags.checkpoint_show import Options
+from titan_dit.commands.flags import CheckpointShowFlags
 from titan_dit.config.section import UserError, show
 from titan_dit.observe import console
 
 
-def main(options: Options) -> None:
+def main(options: CheckpointShowFlags) -> None:
     """Print the checkpoint."""
     path = find_checkpoint(location(options.path), options.step, "checkpoint show")
     record = read_record(path)

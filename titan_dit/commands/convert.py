@@ -1,23 +1,606 @@
-"""`python -m titan_dit convert`: convert weights of other projects to a checkpoint, or back."""
+"""`python -m titan_dit convert`: convert weights of other projects to a checkpoint, or back.
+
+Folders of diffusers, of transformers and of peft; files of the original DiT and of SiT.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import URL, Location, location
-from titan_dit.commands import (
-    convert_adapter,
-    convert_diffusers,
-    convert_language_model,
-    convert_original,
+from titan_dit.commands.flags import ConvertFlags
+from titan_dit.config import catalog, config_file, dotted_names, schema, user_text
+from titan_dit.config.section import UserError, conform, hints_of, show
+from titan_dit.config.training import LoRAConfig
+from titan_dit.data.latent_facts import LatentFacts, shown
+from titan_dit.data.sentence_pairs import PairFacts
+from titan_dit.data.tokenizer_file import TokenizerFile, read_tokenizer
+from titan_dit.diffusion.objective import DiffusionConfig
+from titan_dit.interop import (
+    diffusers_dit,
+    hugging_face,
+    imported,
+    original_dit,
+    peft,
+    tensor_file,
+    tensor_layouts,
 )
-from titan_dit.commands.flags.convert import Options
-from titan_dit.config.section import UserError
-from titan_dit.interop import hf_directory, peft, weight_file
+from titan_dit.interop.diffusers_dit import DiffusersDiT
+from titan_dit.interop.imported import new_output
+from titan_dit.interop.original_dit import SCALE, Original
+from titan_dit.interop.tensor_file import OnDemand, dtypes, numel, writing
+from titan_dit.models import lora
+from titan_dit.models.base import ModelConfig
 from titan_dit.models.dit import DiTConfig
-from titan_dit.trained_model import open_weights
+from titan_dit.observe import console
+from titan_dit.pictures import autoencoder
+from titan_dit.recovery.initial_weights import names_in
+from titan_dit.trained_model import SavedWeights, open_weights
+
+
+def counterpart(run: SavedWeights, where: str) -> DiffusersDiT:
+    """The network in diffusers; UserError unless it is a DiT."""
+    config = run.model_config
+    if type(config) is not DiTConfig:
+        raise UserError(f"{where} is a {config.name} model: peft's names are known for a DiT only.")
+    path = run.diffusion("convert").path
+    return DiffusersDiT(config, path.output_channels(config.channels))
+
+
+def write_adapter(source: str, target: Path, run: SavedWeights, as_is: bool) -> None:
+    """Export the adapters of a run alone."""
+    if target.suffix in tensor_file.WEIGHT_SUFFIXES:
+        raise UserError(f"--to {target}: peft's format is a folder. Name one, such as adapter.")
+    found = counterpart(run, f"--from {source}")
+    assert isinstance(run.model_config, DiTConfig)
+    diffusers_dit.check_expressible(run.model_config, as_is)
+    saved, given = run.saved, run.record["config"].get("lora", {})
+    if not saved.adapters:
+        raise UserError(f"--from {source} was not trained with [lora]: it has no adapters.")
+    if trained := given["trained"]:
+        raise UserError(
+            f"[lora] trained={show(tuple(trained))}: these parameters belong to no adapter. Export "
+            "the whole network, without --format peft."
+        )
+    base = run.record["config"]["checkpoint"]
+    check_base(source, run, base)
+    pairs = {
+        name: (saved.whole(saved.adapters[name][0]), saved.whole(saved.adapters[name][1]))
+        for name in found.layouts()
+        if name in saved.adapters
+    }
+    theirs = dict(peft.to_theirs(found, pairs))
+    rank = given["rank"]
+    config = peft.config_json(theirs, rank, saved.scale * rank, base.get("init", ""))
+    with writing(target, theirs.values()), new_output(target) as place:
+        place.mkdir()
+        (place / peft.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        tensor_file.write_safetensors(place, peft.WEIGHTS, theirs, theirs.items())
+    console.say(f"wrote   {target}: adapters of {len(config['target_modules'])} layers for peft")
+    console.say(f"        from {run.path}, step {run.step} ({run.weights})")
+    if base.get("init"):
+        kind = base.get("init_weights", "ema")
+        console.say(f"        They belong to the weights of {base['init']} ({kind}).")
+
+
+def check_base(source: str, run: SavedWeights, given: Mapping[str, Any]) -> None:
+    """Refuse adapters of a run whose other weights are not those of `given`, its [checkpoint]."""
+    whole = "Export the whole network, without --format peft."
+    if changed := given.get("reinitialize"):
+        raise UserError(
+            f"--from {source} began with [checkpoint] reinitialize={show(tuple(changed))}: its "
+            f"adapters fit no other weights. {whole}"
+        )
+    if not given.get("init"):
+        return
+    try:
+        base = read_record(find_checkpoint(location(given["init"]), None, "--from"))
+    except UserError:
+        console.say(f"not checked: the classes of {given['init']}, where the run began; not found")
+        return
+    before, now = (names_in(record["data"]) for record in (base, run.record))
+    if before and now and before != now:
+        raise UserError(
+            f"--from {source} has other classes than {given['init']}, where it began: its adapters "
+            f"do not fit that table of classes. {whole}"
+        )
+
+
+def read_adapter(source: Path, target: Path, options: ConvertFlags) -> None:
+    """Write a checkpoint of a base's weights with the adapters of a folder."""
+    base = options.base
+    if not base:
+        raise UserError(f"--from {source} is an adapter. Name the run of its weights with --base.")
+    path = find_checkpoint(location(base), options.step, "--base")
+    run = open_weights(path, options.weights or "ema", options.decay, options.trust)
+    network = counterpart(run, f"--base {base}")
+    ends = f".{lora.A}"
+    try:
+        adapters = peft.read(source, network)
+        layers = tuple(n.removesuffix(ends) for n in adapters.tensors if n.endswith(ends))
+        given = LoRAConfig(rank=adapters.rank, alpha=adapters.alpha, targets=layers)
+    except UserError as error:
+        raise UserError(f"--from {source}: {error}") from None
+    table = asdict(given) | {"targets": list(given.targets), "trained": []}
+    origin = {"init": base, "init_weights": options.weights or "ema", "reinitialize": []}
+    start = run.record["config"]["checkpoint"] | origin | {"resume": "auto"}
+    record = imported.record_made_of(run.record, lora=table, checkpoint=start)
+    imported.save(target, {"model": with_adapters(run, adapters.tensors)}, record)
+    console.say(
+        f"wrote   {target}: {run.path} ({run.weights}) with adapters of rank {adapters.rank}, "
+        f"alpha {adapters.alpha}, of {len(layers)} layers. Draw from it: sample --run {target}"
+    )
+    for line in warnings(base, run):
+        console.say(f"warning: --base {base} {line}")
+
+
+def warnings(base: str, run: SavedWeights) -> Iterator[str]:
+    """Why adapters of diffusers' DiT may not belong to a base."""
+    if run.saved.adapters:
+        began = run.record["config"]["checkpoint"].get("init")
+        hint = f" For those of the run itself, name where it began: --base {began}" if began else ""
+        yield f"has adapters, to which these were added.{hint}"
+    assert isinstance(run.model_config, DiTConfig)
+    if run.model_config.timestep_frequencies == "dit":
+        yield (
+            'has [model] timestep_frequencies="dit". diffusers has others: adapters that were '
+            "trained there are less exact here"
+        )
+
+
+def with_adapters(run: SavedWeights, adapters: Mapping[str, Tensor]) -> OnDemand:
+    """The weights of a run and adapters."""
+    weights = run.tensors
+
+    def get(name: str) -> Tensor:
+        return adapters[name] if name in adapters else weights[name]
+
+    return OnDemand({**weights.outline, **adapters}, get)
+
+
+FILES = (diffusers_dit.WEIGHTS, "diffusion_pytorch_model.bin")
+NO_VAE = "none"
+"""--vae of an export of the transformer alone."""
+
+
+def is_of_diffusers(path: Path) -> bool:
+    """True if a path is a DiTPipeline's folder, or that of its transformer."""
+    if (path / diffusers_dit.INDEX).is_file():
+        return True
+    try:
+        config = hugging_face.read_json(path / diffusers_dit.CONFIG)
+    except UserError:
+        return False
+    return diffusers_dit.is_dit(config)
+
+
+def read_diffusers(source: Path, target: Path, scale: float | None) -> None:
+    """Import a folder as a checkpoint."""
+    try:
+        pipeline = source / diffusers_dit.INDEX
+        whole = hugging_face.read_json(pipeline) if pipeline.is_file() else {}
+        folder = source / diffusers_dit.TRANSFORMER if whole else source
+        if whole and diffusers_dit.TRANSFORMER not in whole:
+            kind = whole.get("_class_name")
+            raise UserError(f"{pipeline.name} is of {kind}, not of {diffusers_dit.PIPELINE}.")
+        names = class_names(whole.get("id2label") or {})
+        found = diffusers_dit.config_of(
+            hugging_face.read_json(folder / diffusers_dit.CONFIG), len(names) or None
+        )
+        ours = found.to_ours(hugging_face.read_weights(folder, FILES))
+        objective = objective_of_pipeline(bool(whole), source, found)
+        facts = facts_of(source if whole else None, found.config, names, scale)
+        record = imported.record_of_dit(found.config, objective, facts)
+    except UserError as error:
+        raise UserError(f"--from {source}: {error}") from None
+    config = found.config
+    console.say(f"read    {source}: {numel(ours):,} parameters, {config.num_classes} classes")
+    console.say(f"        objective: {', '.join(f'{k} {v}' for k, v in objective.items())}")
+    tensors = {"model": ours, "ema": {imported.EMA_DECAY: ours}}
+    imported.save(target, tensors, record)
+    console.say(f"wrote   {target}. Train from it with --checkpoint.resume {target}")
+
+
+def class_names(labels: Any) -> tuple[str, ...]:
+    """The names in label order; () if there is none."""
+    if not isinstance(labels, dict) or labels.keys() != {str(i) for i in range(len(labels))}:
+        raise UserError(
+            f"{diffusers_dit.INDEX}: id2label must name the classes from 0 on, without a gap."
+        )
+    return tuple(str(labels[str(number)]) for number in range(len(labels)))
+
+
+def objective_of_pipeline(whole: bool, source: Path, found: DiffusersDiT) -> dict[str, Any]:
+    """The [objective] table: a pipeline's by its scheduler; else DDPM, as released weights."""
+    learn_sigma = found.output_channels == 2 * found.config.channels
+    if not whole:
+        return {"name": "ddpm", "learn_sigma": learn_sigma}
+    scheduler = hugging_face.read_json(source / "scheduler" / diffusers_dit.SCHEDULER)
+    return diffusers_dit.objective_of(scheduler, learn_sigma)
+
+
+def facts_of(
+    pipeline: Path | None, config: DiTConfig, names: tuple[str, ...], scale: float | None
+) -> LatentFacts:
+    """Facts of the latents that the weights were trained on, as far as they are known."""
+    facts = LatentFacts(
+        shape=config.sample_shape,
+        count=0,
+        num_classes=config.num_classes,
+        class_names=names,
+        scale=scale or SCALE,
+    )
+    if pipeline is None or not (pipeline / diffusers_dit.VAE).is_dir():
+        return facts
+    vae = autoencoder.load(str(pipeline), torch.device("cpu"), "vae")
+    if isinstance(vae.scale, tuple) or vae.shift != 0.0:
+        raise UserError(
+            f"the latents of its vae have scale {shown(vae.scale)} and shift {shown(vae.shift)}, "
+            "but DiTPipeline has one scale for all channels and no shift. Import "
+            f"{diffusers_dit.TRANSFORMER}/ alone, with --scale."
+        )
+    return replace(
+        facts,
+        scale=scale or vae.scale,
+        vae=vae.facts,
+        vae_source=str(pipeline),
+    )
+
+
+def write_diffusers(
+    target: Path, run: SavedWeights, config: DiTConfig, given: str, as_is: bool
+) -> None:
+    """Export a DiT as a folder; with --vae or the run's autoencoder as a whole pipeline."""
+    diffusers_dit.check_expressible(config, as_is)
+    diffusion = run.diffusion("convert")
+    found = DiffusersDiT(config, diffusion.path.output_channels(config.channels))
+    recorded = diffusion.data.vae_source
+    vae = given or (recorded if Path(recorded or "-").expanduser().is_dir() else NO_VAE)
+    outline = found.outline()
+    theirs = found.to_theirs(run.tensors)
+    parts = found.config_json(), outline, theirs, diffusers_dit.WEIGHTS
+    if vae == NO_VAE:
+        with writing(target, outline.values()), new_output(target) as place:
+            hugging_face.write_folder(place, *parts)
+        console.say(
+            f"wrote   {target}, a transformer for diffusers. With --vae: a whole DiTPipeline"
+        )
+    else:
+        place_of_vae = Path(vae).expanduser()
+        if not place_of_vae.is_dir():
+            raise UserError(f"--vae {vae}: no such folder. Its files are copied.")
+        check_autoencoder(place_of_vae, diffusion.data)
+        scheduler = diffusers_dit.scheduler_json(diffusion.path)
+        inside = (place_of_vae / autoencoder.CONFIG).is_file()
+        folder = place_of_vae if inside else place_of_vae / autoencoder.INSIDE
+        names = diffusion.data.class_names or map(str, range(config.num_classes))
+        with writing(target, outline.values()), new_output(target) as place:
+            hugging_face.write_folder(place / diffusers_dit.TRANSFORMER, *parts)
+            diffusers_dit.write_pipeline_parts(place, scheduler, folder, dict(enumerate(names)))
+        console.say(f"wrote   {target}, a DiTPipeline with {scheduler['_class_name']}")
+    console.say(f"        from {run.path}, step {run.step} ({run.weights})")
+
+
+def check_autoencoder(vae: Path, facts: LatentFacts) -> None:
+    """Refuse an autoencoder that did not make the latents, and units that DiTPipeline lacks."""
+    loaded = autoencoder.load(str(vae), torch.device("cpu"))
+    loaded.check_fits(facts, "--vae")
+    if isinstance(facts.scale, tuple) or facts.shift != 0.0 or loaded.shift != 0.0:
+        raise UserError(
+            f"--vae {vae}: the latents have scale {shown(facts.scale)} and shift "
+            f"{shown(facts.shift)}, but DiTPipeline has one scale for all channels and no shift. "
+            f"Give --vae {NO_VAE} for the transformer alone."
+        )
+    if loaded.scale != facts.scale:
+        raise UserError(
+            f"--vae {vae}: its scaling_factor is {loaded.scale}, but the run's latents have scale "
+            f"{shown(facts.scale)}, and DiTPipeline takes the autoencoder's."
+        )
+
+
+LANGUAGE_MODEL_FILE = "tokenizer.json"
+TOKENIZER = "tokenizer"
+"""Folder of the tokenizer's files in an imported checkpoint."""
+
+
+def read_language_model(source: Path, target: Path) -> None:
+    """Import a folder of transformers as a checkpoint."""
+    try:
+        config = hugging_face.read_config(source)
+        family = hugging_face.family_of(config["architectures"][0])
+        tables = family.tables(config)
+        built = config_file.build_sections(tables, catalog.variant)
+        model, objective = built["model"], built["objective"]
+        tensors = hugging_face.read_weights(source)
+        ours = hugging_face.to_ours(family, model, objective, tensors)
+    except UserError as error:
+        raise UserError(f"--from {source}: {error}") from None
+    files = hugging_face.tokenizer_files(source)
+    named = (
+        str(target.resolve() / TOKENIZER / LANGUAGE_MODEL_FILE)
+        if LANGUAGE_MODEL_FILE in files
+        else ""
+    )
+    facts, _ = objective.example(model)
+    given = {ours: config.get(theirs) for theirs, ours in family.special.items()}
+    own = {f.name for f in fields(facts)}
+    ids = {k: v for k, v in given.items() if k in own and type(v) is int and v < model.vocabulary}
+    facts = replace(facts, tokenizer=named, **ids)
+    # A checkpoint needs the section; the dataset of imported weights is unknown.
+    sizes = {key: getattr(model, key) for key in ("sequence_length", "vocabulary")}
+    name = "sentence_pairs" if isinstance(facts, PairFacts) else "tokens"
+    data = {"name": name, "paths": (), "tokenizer": named, **sizes}
+    tokenizer = tokenizer_in(files)
+    if tokenizer and "[MASK]" in tokenizer.ids and "mask_id" in hints_of(type(objective)):
+        tables["objective"]["mask_id"] = tokenizer.ids["[MASK]"]
+    record = imported.record_of({**tables, "data": data}, facts)
+    console.say(f"read    {source}: {config['architectures'][0]}, {described(model, ours)}")
+    if wide := dtypes(tensors) - {"float32"}:
+        console.say(f"        {', '.join(sorted(wide))} converted to float32")
+    whole = {"model": ours, "ema": {imported.EMA_DECAY: ours}}
+    beside = {f"{TOKENIZER}/{name}": file for name, file in files.items()}
+    imported.save(target, whole, record, beside)
+    say_tokenizer(files)
+    console.say(f"wrote   {target}. Train from it with --checkpoint.resume {target}")
+
+
+def write_language_model(source: Location, target: Path, run: SavedWeights) -> None:
+    """Export a checkpoint of a language model as a folder of transformers."""
+    record = run.record
+    objective = config_file.build_sections(
+        config_file.of_record(record), catalog.variant, ("objective",)
+    )["objective"]
+    try:
+        family = hugging_face.family_for(run.model_config)
+        config = family.config(run.model_config, objective)
+    except UserError as error:
+        raise UserError(f"--from {source}: {error}") from None
+    if target.suffix in (".pt", ".pth", ".safetensors", ".bin"):
+        raise UserError(f"--to {target}: model {run.model_config.name} is written as a folder.")
+    ours = run.tensors
+    layouts = hugging_face.layouts_of(family, run.model_config, ours.outline)
+    outline = dict(tensor_layouts.to_theirs(layouts, ours.outline))
+    files = tokenizer_of(run.path, record["data"])
+    known = special_ids(files, record["data"], config["vocab_size"])
+    config |= {theirs: known[ours] for theirs, ours in family.special.items()}
+    config["dtype"] = "float32"
+    with writing(target, outline.values()), new_output(target) as place:
+        hugging_face.write_folder(place, config, outline, tensor_layouts.to_theirs(layouts, ours))
+        for name, file in files.items():
+            shutil.copyfile(file, place / name)
+    console.say(f"read    {run.path}, step {run.step} ({run.weights})")
+    what = described(run.model_config, ours)
+    console.say(f"wrote   {target}: {config['architectures'][0]}, {what}")
+    say_tokenizer(files)
+
+
+def special_ids(
+    files: Mapping[str, Path], facts: Mapping[str, Any], vocabulary: int
+) -> dict[str, int | None]:
+    """Ids of the token that ends a document and of padding; None if unknown.
+
+    The data's own, else the tokenizer's; no id beyond the vocabulary.
+    """
+    known = {name: facts.get(name) for name in ("end_of_document", "pad")}
+    if tokenizer := tokenizer_in(files):
+        if known["end_of_document"] is None:
+            known["end_of_document"] = tokenizer.end_of_document
+        known["pad"] = tokenizer.ids.get("[PAD]", known["pad"])
+    return {
+        name: number if number is not None and number < vocabulary else None
+        for name, number in known.items()
+    }
+
+
+def tokenizer_in(files: Mapping[str, Path]) -> TokenizerFile | None:
+    """The tokenizer.json among the files, if it is there and can be read."""
+    try:
+        return read_tokenizer(files[LANGUAGE_MODEL_FILE])
+    except (KeyError, UserError):
+        return None
+
+
+def tokenizer_of(path: Location, facts: Mapping[str, Any]) -> dict[str, Path]:
+    """The tokenizer's files: of imported weights beside them, of a run where its data name them."""
+    if isinstance(path, Path) and (files := hugging_face.tokenizer_files(path / TOKENIZER)):
+        return files
+    named = Path(facts.get("tokenizer") or "")
+    if named.name == LANGUAGE_MODEL_FILE and named.is_file():
+        return hugging_face.tokenizer_files(named.parent)
+    # The files beside one of another name may be another tokenizer's. A record may name any file.
+    return {LANGUAGE_MODEL_FILE: named} if tokenizer_in({LANGUAGE_MODEL_FILE: named}) else {}
+
+
+def say_tokenizer(files: Mapping[str, Path]) -> None:
+    """Tell which files were copied."""
+    if files:
+        console.say(f"        with its tokenizer: {', '.join(files)}")
+
+
+def described(model: ModelConfig, ours: Mapping[str, Tensor]) -> str:
+    """Describe a network in one line."""
+    keys = ("hidden", "layers", "heads", "vocabulary", "sequence_length")
+    sizes = ", ".join(f"{key} {getattr(model, key)}" for key in keys)
+    return f"{sizes}; {numel(ours):,} parameters"
+
+
+OBJECTIVE = "titan_dit.objective"
+"""Metadata key of a .safetensors file for the training objective."""
+ORIGINAL = {"noise_schedule": "linear", "prediction": "eps"}
+"""The keys of [objective] that the original DiT's weights were trained with."""
+EXPECTED = "ddpm linear eps in 1000 steps"
+"""`meaning` of the original's [objective]."""
+
+
+def read_original(source: Path, target: Path, options: ConvertFlags) -> None:
+    """Import a file as a checkpoint."""
+    try:
+        weights = tensor_file.read_weight_file(source)
+    except UserError as error:
+        raise UserError(f"--from {error}") from None
+    try:
+        original = original_dit.infer(weights.ema, options.heads or known_heads(weights))
+        objective = objective_of_original(weights, original, options)
+        ema = original.to_ours(weights.ema)
+        # Most files hold one state dict: check it once.
+        model = ema if weights.model is weights.ema else original.to_ours(weights.model)
+        facts = LatentFacts(
+            shape=original.config.sample_shape,
+            count=0,
+            num_classes=original.config.num_classes,
+            scale=options.scale or original_dit.SCALE,
+        )
+        record = imported.record_of_dit(original.config, objective, facts)
+    except UserError as error:
+        raise UserError(f"--from {source}: {error}") from None
+    tensors: dict[str, Any] = {"model": model, "ema": {imported.EMA_DECAY: ema}}
+    console.say(f"read    {source}: {describe(original, ema)}")
+    console.say(f"        objective: {', '.join(f'{k} {v}' for k, v in objective.items())}")
+    if wide := dtypes(weights.ema) - {"float32"}:
+        console.say(f"        {', '.join(sorted(wide))} converted to float32")
+    add_moments(tensors, weights, original)
+    imported.save(target, tensors, record)
+    console.say(f"wrote   {target}. Train from it with --checkpoint.resume {target}")
+
+
+def add_moments(tensors: dict[str, Any], weights: tensor_file.Weights, original: Original) -> None:
+    """Add AdamW's moments if the file has matching ones."""
+    if weights.adam is None:
+        return
+    try:
+        tensors["optimizer"] = original.adam_to_ours(weights.adam)
+    except UserError as error:
+        reason = " ".join(str(error).split())
+        console.say(f"        AdamW state dropped, training starts with a new one: {reason}")
+        return
+    steps = next(iter(tensors["optimizer"].values()))["step"].item()
+    console.say(f"        with AdamW's moments after {steps:,.0f} steps")
+
+
+def known_heads(weights: tensor_file.Weights) -> int | None:
+    """Return the number of heads in a file's metadata, written by `write_file`."""
+    heads = weights.metadata.get("num_heads", "")
+    return int(heads) if heads.isdecimal() and int(heads) > 0 else None
+
+
+def objective_of_original(
+    weights: tensor_file.Weights, original: Original, options: ConvertFlags
+) -> dict[str, Any]:
+    """Return the [objective] table: from the flags, else from the file, else the original's."""
+    stored = stored_objective(weights, options.trust)
+    if options.format == "dit" and (
+        original_dit.wrote_sit(weights.arguments) or (stored and original_dit.fits_sit(stored))
+    ):
+        raise UserError("--format dit, but it is a file of SiT: give --format sit, or none.")
+    if options.format == "sit" or (not stored and original_dit.wrote_sit(weights.arguments)):
+        original_dit.check_arguments_of_sit(weights.arguments)
+        stored = stored or dict(original_dit.SIT_OBJECTIVE)
+        original_dit.check_expressible_as_sit(stored)
+    if not stored and options.format is None and original_dit.is_named_sit(options.source):
+        console.say(
+            "warning: by its name the file is SiT's, but it does not say so itself and is read as "
+            "the original DiT's. If it is SiT's, repeat with --format sit"
+        )
+    table: dict[str, Any] = {"name": "ddpm", **ORIGINAL, **stored}
+    is_ddpm = table["name"] == "ddpm"
+    for name in ORIGINAL:
+        if (value := getattr(options, name)) is None:
+            continue
+        if not is_ddpm:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} {value}: weights of {table['name']} have no {flag}.")
+        table[name] = value
+    table["learn_sigma"] = original.learn_sigma
+    return table if is_ddpm else {k: v for k, v in table.items() if k not in ORIGINAL}
+
+
+def stored_objective(weights: tensor_file.Weights, trust: bool) -> dict[str, Any]:
+    """The [objective] table in a file's metadata; empty if there is none."""
+    try:
+        stored: dict[str, Any] = user_text.parse_json(weights.metadata.get(OBJECTIVE, "{}"))
+        if stored:
+            schema.check(stored, schema.Each(schema.ANY), "[objective]")
+            dotted_names.check_trusted({"objective": stored}, "it", trust, ("objective",))
+            kind = catalog.variant("objective", conform(stored.get("name"), str, "name"))
+            stored = config_file.renamed_keys("objective", stored, hints_of(kind))
+    except (user_text.BadTextError, UserError) as error:
+        raise UserError(f"its metadata {OBJECTIVE} is damaged: {error}") from None
+    return stored
+
+
+def write_original(target: Path, run: SavedWeights, config: DiTConfig, form: str | None) -> None:
+    """Export a DiT as a file of the original or of SiT, whose names are the same."""
+    objective = run.diffusion("convert").path
+    assert isinstance(objective, DiffusionConfig)
+    table = {"name": objective.name, **asdict(objective)}
+    if form == "sit":
+        original_dit.check_expressible_as_sit(table)
+    original = Original(config, objective.path.output_channels(config.channels))
+    theirs, outline = original.to_original(run.tensors), original.outline()
+    # A .pt file is made from a .safetensors file beside it, which is memory-mapped.
+    passes = 1 if target.suffix == ".safetensors" else 2
+    with writing(target, list(outline.values()) * passes), new_output(target) as place:
+        file = place.with_name("tensors.safetensors")
+        metadata = metadata_of(original, table)
+        tensor_file.write_safetensors(place.parent, file.name, outline, theirs, metadata=metadata)
+        if target.suffix == ".safetensors":
+            file.rename(place)
+        else:
+            original_dit.write_pickled(place, file, outline)
+    console.say(f"read    {run.path}, step {run.step} ({run.weights})")
+    is_sit = original_dit.fits_sit(table) and form != "dit"
+    name = "SiT" if is_sit else "the original DiT"
+    console.say(f"wrote   {target}, a file of {name}: {describe(original, run.tensors)}")
+    if not is_sit and (words := meaning(table)) != EXPECTED:
+        console.say(f"note    trained for {words}: the original's sample.py expects {EXPECTED}")
+
+
+def meaning(objective: Mapping[str, Any]) -> str:
+    """What an [objective] trains a network for, in a few words."""
+    words = [objective[key] for key in ("name", *ORIGINAL) if objective.get(key)]
+    steps = objective.get("steps")
+    return " ".join(words) + (f" in {steps} steps" if steps else "")
+
+
+def metadata_of(original: Original, objective: Mapping[str, Any]) -> dict[str, str]:
+    """The metadata of a .safetensors file."""
+    config = original.config
+    hidden, layers, heads, patch = config.shape
+    return {
+        "format": "pt",
+        "input_size": str(config.latent_size),
+        "patch_size": str(patch),
+        "in_channels": str(config.channels),
+        "hidden_size": str(hidden),
+        "depth": str(layers),
+        "num_heads": str(heads),
+        "num_classes": str(config.num_classes),
+        "learn_sigma": str(original.learn_sigma),
+        OBJECTIVE: json.dumps(dict(objective)),
+    }
+
+
+def describe(original: Original, tensors: OnDemand) -> str:
+    """Describe a network in one line."""
+    config = original.config
+    name = original_dit.name_of(config)
+    size = name or "hidden {}, layers {}, heads {}, patch {}".format(*config.shape)
+    sigma = "learned sigma" if original.learn_sigma else "no learned sigma"
+    return (
+        f"{size}, {numel(tensors):,} parameters, {config.channels}x{config.latent_size}x"
+        f"{config.latent_size}, {config.num_classes} classes, {sigma}"
+    )
+
 
 READING = ("heads", "scale", "prediction", "noise_schedule", "format")
 WRITING = ("weights", "decay", "step", "vae", "as_is", "format")
@@ -42,7 +625,7 @@ TRANSFORMERS = Kind("folder of transformers", "its import")
 FLAGS = dict.fromkeys(flag for kind in (FILE, RUN, PEFT, DIFFUSERS) for flag in kind.flags)
 
 
-def main(options: Options) -> None:
+def main(options: ConvertFlags) -> None:
     """Import if --from is a file, or a folder of another library; export a run or a checkpoint."""
     source, target = location(options.source), Path(options.to)
     if isinstance(location(options.to), URL) or not target.name:
@@ -52,7 +635,7 @@ def main(options: Options) -> None:
     check_flags(options, kind.flags, f"{kind.use} (--from {source} is a {kind.name})")
     if target.exists() and (writes or not target.is_dir() or any(target.iterdir())):
         raise UserError(f"--to {target} exists. Choose another name, or delete it.")
-    if not writes and target.suffix in weight_file.SUFFIXES:
+    if not writes and target.suffix in tensor_file.WEIGHT_SUFFIXES:
         raise UserError(f"--to {target}: a checkpoint is a folder. Name one, such as dit_xl2.")
     if not writes and options.format == "peft":
         raise UserError(
@@ -61,13 +644,13 @@ def main(options: Options) -> None:
     if isinstance(source, URL) or writes:
         export(source, target, options)
     elif kind is PEFT:
-        convert_adapter.read_directory(source, target, options)
+        read_adapter(source, target, options)
     elif kind is DIFFUSERS:
-        convert_diffusers.read_directory(source, target, options.scale)
+        read_diffusers(source, target, options.scale)
     elif kind is TRANSFORMERS:
-        convert_language_model.read_directory(source, target)
+        read_language_model(source, target)
     else:
-        convert_original.read_file(source, target, options)
+        read_original(source, target, options)
 
 
 def kind_of(source: Location) -> Kind:
@@ -76,35 +659,35 @@ def kind_of(source: Location) -> Kind:
         return RUN
     if peft.is_directory(source):
         return PEFT
-    if convert_diffusers.is_directory(source):
+    if is_of_diffusers(source):
         return DIFFUSERS
-    if hf_directory.is_directory(source):
+    if hugging_face.is_folder_of_transformers(source):
         return TRANSFORMERS
     return RUN if source.is_dir() else FILE
 
 
-def check_flags(options: Options, flags: tuple[str, ...], use: str) -> None:
+def check_flags(options: ConvertFlags, flags: tuple[str, ...], use: str) -> None:
     """Refuse the flags of another use."""
     for name in FLAGS:
         if getattr(options, name) not in (None, False, "") and name not in flags:
             raise UserError(f"--{name.replace('_', '-')} is not a flag of {use}.")
 
 
-def export(source: Location, target: Path, options: Options) -> None:
+def export(source: Location, target: Path, options: ConvertFlags) -> None:
     """Export a checkpoint: a DiT as a file or for diffusers, a language model as a folder."""
     path = find_checkpoint(source, options.step, "--from")
     run = open_weights(path, options.weights or "ema", options.decay, options.trust)
     config = run.model_config
     if options.format == "peft":
         check_flags(options, (*OF_RUNS, "as_is", "format"), "an export of adapters (--format peft)")
-        convert_adapter.write_run(options.source, target, run, options.as_is)
+        write_adapter(options.source, target, run, options.as_is)
     elif type(config) is not DiTConfig:  # A class derived from it may have other parameters.
         use = f"the export of a {config.name} model (--from {source})"
         check_flags(options, OF_RUNS, use)
-        convert_language_model.write_directory(source, target, run)
-    elif target.suffix in weight_file.SUFFIXES:
+        write_language_model(source, target, run)
+    elif target.suffix in tensor_file.WEIGHT_SUFFIXES:
         check_flags(options, (*OF_RUNS, "format"), f"an export to a file (--to {target})")
-        convert_original.write_file(target, run, config, options.format)
+        write_original(target, run, config, options.format)
     elif target.suffix:
         raise UserError(
             f"--to {target}: name a .pt or .safetensors file, or for diffusers a folder without a "
@@ -113,4 +696,4 @@ def export(source: Location, target: Path, options: Options) -> None:
     else:
         use = f"an export to diffusers (--to {target} has no suffix)"
         check_flags(options, (*OF_RUNS, "vae", "as_is"), use)
-        convert_diffusers.write_run(target, run, config, options.vae, options.as_is)
+        write_diffusers(target, run, config, options.vae, options.as_is)

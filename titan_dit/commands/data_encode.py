@@ -17,20 +17,20 @@ import torch
 
 from titan_dit.commands import train
 from titan_dit.commands.data_pack import read_classes, summary
-from titan_dit.commands.flags.data_encode import Options
+from titan_dit.commands.flags import DataEncodeFlags
 from titan_dit.config.section import UserError
-from titan_dit.data.class_labels import few
 from titan_dit.data.latent_facts import shown
+from titan_dit.data.listing import few
 from titan_dit.data.manifest import read_json
 from titan_dit.data.packing import pack
-from titan_dit.data.packing.claim import claimed
+from titan_dit.data.packing.pack import claimed
 from titan_dit.launcher import process_group
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.observe import console
 from titan_dit.pictures import autoencoder, encode
-from titan_dit.pictures.encode_plan import EncodePlan, make_plan
-from titan_dit.pictures.open_input import open_input
+from titan_dit.pictures.encode import EncodePlan, make_plan
 from titan_dit.pictures.picture_set import Asked
+from titan_dit.pictures.readers import open_input
 from titan_dit.system.files import reason_of
 from titan_dit.system.progress import ProgressLine
 from titan_dit.trained_model import device_of
@@ -38,7 +38,7 @@ from titan_dit.trained_model import device_of
 MOST_WORKERS = 16
 
 
-def main(options: Options) -> None:
+def main(options: DataEncodeFlags) -> None:
     """Launch the ranks, or be one of them."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     train.start_ranks(gpus=device == "cuda", cores=train.num_cores())
@@ -46,7 +46,7 @@ def main(options: Options) -> None:
         run(options, world.device)
 
 
-def run(options: Options, device: torch.device) -> None:
+def run(options: DataEncodeFlags, device: torch.device) -> None:
     """Encode this rank's chunks; the first rank writes the manifest. Collective."""
     ranks = Ranks.with_own_group()
     source, output = Path(options.input), Path(options.output)

@@ -6,10 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
-from titan_dit.commands.flags.data_example import Options
+from titan_dit.commands.flags import DataExampleFlags
 from titan_dit.config.section import UserError
 from titan_dit.observe import console
-from titan_dit.pictures import sheets
+from titan_dit.pictures import output
 from titan_dit.pictures.output import METADATA
 from titan_dit.system.files import reason_of, replacing_folder
 from titan_dit.system.progress import ProgressLine
@@ -17,7 +17,7 @@ from titan_dit.system.progress import ProgressLine
 SOURCE = Path(__file__).resolve().parents[2] / "examples"
 
 
-def main(options: Options) -> None:
+def main(options: DataExampleFlags) -> None:
     """Write a folder of PNG files for each class, and `metadata.jsonl`; whole, or not at all."""
     source, out = SOURCE / options.name, Path(options.out)
     if not source.is_dir():
@@ -27,10 +27,10 @@ def main(options: Options) -> None:
         )
     if out.exists():
         raise UserError(f"--out {out} exists. Choose another folder, or delete it.")
-    lines = (source / sheets.CAPTIONS).read_text().splitlines()
+    lines = (source / output.SHEET_CAPTIONS).read_text().splitlines()
     try:
         with replacing_folder(out) as aside, ProgressLine(len(lines), "pictures") as progress:
-            for line, picture in sheets.read(source):
+            for line, picture in output.read_sheet(source):
                 file = aside / line["file_name"]
                 file.parent.mkdir(exist_ok=True)
                 picture.save(file)

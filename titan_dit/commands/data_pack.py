@@ -6,18 +6,18 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from titan_dit.commands.flags.data_pack import Options
+from titan_dit.commands.flags import DataPackFlags
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError
-from titan_dit.data.class_labels import few
+from titan_dit.data.listing import few
 from titan_dit.data.manifest import read_json
 from titan_dit.data.packing import pack
-from titan_dit.data.packing.shard_job import PackPlan
+from titan_dit.data.packing.pack import PackPlan
 from titan_dit.observe import console
 from titan_dit.system.progress import ProgressLine
 
 
-def main(options: Options) -> None:
+def main(options: DataPackFlags) -> None:
     """Plan and write the shards, and print a summary."""
     source, output = Path(options.input), Path(options.output)
     plan = pack.make_plan(

@@ -9,22 +9,99 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from titan_dit.commands.flags.data_show import Options
+from titan_dit.commands.flags import DataShowFlags
 from titan_dit.commands.results_file import writing
-from titan_dit.commands.token_report import prefix_of, show_tokens
 from titan_dit.config.section import UserError
-from titan_dit.data.class_labels import few
 from titan_dit.data.folders import LatentFolder
 from titan_dit.data.held_out import group_sizes
+from titan_dit.data.indexed_file import IndexedFile, bin_of, idx_of
 from titan_dit.data.latent_facts import LatentFacts, shown
 from titan_dit.data.latents import Latents, LatentShards
+from titan_dit.data.listing import few
+from titan_dit.data.token_windows import PART, digest_of
+from titan_dit.data.tokenizer_file import read_tokenizer
+from titan_dit.data.tokenizing import tokenizer as tokenizers
 from titan_dit.diffusion.objective import to_model_units
 from titan_dit.observe import console
-from titan_dit.pictures.grid import draw_grid
+from titan_dit.pictures.output import draw_grid
 from titan_dit.rng import SampleRNG
+from titan_dit.system.progress import ProgressLine, count
+
+SHOWN_IDS = 64
 
 
-def main(options: Options) -> None:
+def prefix_of(path: Path) -> Path | None:
+    """The path without .bin or .idx, if it names an indexed dataset."""
+    for prefix in (path, path.with_suffix("")) if path.name else ():
+        if idx_of(prefix).is_file() or bin_of(prefix).is_file():
+            return prefix
+    return None
+
+
+def show_tokens(prefix: Path, num: int, tokenizer: str | None) -> None:
+    """Print counts and the beginnings of `num` documents, evenly spaced; reads every id."""
+    file = IndexedFile(prefix)
+    file.check()
+    counts = count_ids(file)
+    there = np.flatnonzero(counts)
+    documents, sequences = max(file.num_documents, 1), max(len(file), 1)
+    lines = {
+        "format": "Megatron's .bin and .idx",
+        "dtype": file.dtype.name,
+        "documents": f"{file.num_documents:,}",
+        "sequences": f"{len(file):,}, {len(file) / documents:.1f} per document",
+        "tokens": f"{len(file.ids):,}, {len(file.ids) / sequences:.1f} per sequence",
+        "ids": f"{there[0]} to {there[-1]}, {len(there):,} different" if len(there) else "none",
+        "bytes": f"{file.bin.stat().st_size:,}",
+        "digest": digest_of(file),
+    }
+    if tokenizer:
+        lines |= of_tokenizer(Path(tokenizer), counts)
+    for name, value in lines.items():
+        console.say(f"{name:11}{value}")
+    decode = tokenizers.read(Path(tokenizer), "data show").decode if tokenizer else None
+    for document in sorted({i * file.num_documents // num for i in range(num)}):
+        if document < file.num_documents:
+            first, end = file.tokens_of(document, document + 1)
+            ids = file.ids[first : min(end, first + SHOWN_IDS)].tolist()
+            text = repr(decode(ids, skip_special_tokens=False)) if decode else str(ids)
+            console.say(f"  document {document:,} of {end - first:,} tokens: {text}")
+
+
+def of_tokenizer(path: Path, counts: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str, str]:
+    """What the tokenizer says of the ids."""
+    read = read_tokenizer(path)
+    if len(counts) > read.vocabulary:
+        raise UserError(
+            f"[data show] tokenizer={path} has {read.vocabulary:,} tokens, but the file holds id "
+            f"{len(counts) - 1}. Give the tokenizer that made the file."
+        )
+    sizes, end = read.token_bytes(), read.end_of_document
+    text = "unknown: not a byte-level tokenizer"
+    if sizes is not None:
+        num_bytes = int(sizes[: len(counts)] @ counts)
+        text = f"{num_bytes:,} bytes, {num_bytes / max(counts.sum(), 1):.3f} per token"
+    ends = int(counts[end]) if end is not None and end < len(counts) else 0
+    return {"vocabulary": f"{read.vocabulary:,}", "text": text, "ends": f"{ends:,} of id {end}"}
+
+
+def count_ids(file: IndexedFile) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Count every id."""
+    counts = np.zeros(0, np.int64)
+    progress = ProgressLine(len(file.ids), "tokens", what="counted", form=count)
+    for first in range(0, len(file.ids), PART):
+        ids = file.ids[first : first + PART]
+        if ids.min() < 0:
+            raise UserError(f"[data show] {file.bin}: holds the negative id {ids.min()}.")
+        more = np.bincount(ids, minlength=len(counts))
+        more[: len(counts)] += counts
+        counts = more
+        progress.add(len(ids))
+    progress.end()
+    return counts
+
+
+def main(options: DataShowFlags) -> None:
     """Show tokens or latents, whichever the path holds."""
     path = Path(options.path)
     if prefix := prefix_of(path):
@@ -41,7 +118,7 @@ def main(options: Options) -> None:
     show_latents(path, options)
 
 
-def show_latents(path: Path, options: Options) -> None:
+def show_latents(path: Path, options: DataShowFlags) -> None:
     """Print the metadata and draw the samples."""
     out = options.drawn
     if path.resolve() in out.resolve().parents:

@@ -10,14 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from titan_dit.commands.flags.data_tokenize import COMMAND, ENGLISH, Options
+from titan_dit.commands.flags import ENGLISH, TOKENIZE, DataTokenizeFlags
 from titan_dit.config.section import UserError, show
 from titan_dit.data.indexed_file import IndexedWriter, bin_of, dtype_for, idx_of
 from titan_dit.data.tokenizing import tokenizer as tokenizers
-from titan_dit.data.tokenizing.chunks import Chunk, Limits, check_inputs, read_chunks
-from titan_dit.data.tokenizing.encoder import Encoded, Recipe
-from titan_dit.data.tokenizing.pool import encode_all
-from titan_dit.data.tokenizing.texts import BadLine, advice_for
+from titan_dit.data.tokenizing.chunks import (
+    BadLine,
+    Chunk,
+    Limits,
+    advice_for,
+    check_inputs,
+    read_chunks,
+)
+from titan_dit.data.tokenizing.pool import Encoded, Recipe, encode_all
 from titan_dit.observe import console
 from titan_dit.system.files import write_whole
 from titan_dit.system.progress import ProgressLine, count
@@ -26,17 +31,17 @@ SHOWN = 3
 """Bad lines on the console; a file lists all."""
 
 
-def main(options: Options) -> None:
+def main(options: DataTokenizeFlags) -> None:
     """Tokenize, and print a summary."""
     inputs = [Path(name) for name in options.input]
-    size = check_inputs(inputs, COMMAND)
+    size = check_inputs(inputs, TOKENIZE)
     made = tokenizer_of(options)
     recipe = recipe_of(options, made)
     prefixes = list(map(Path, options.prefixes))
     for prefix in prefixes:
         if bin_of(prefix).exists() or idx_of(prefix).exists():
             raise UserError(
-                f"[{COMMAND}] {prefix}.bin or .idx is there already. Delete both, or choose "
+                f"[{TOKENIZE}] {prefix}.bin or .idx is there already. Delete both, or choose "
                 "another --output-prefix."
             )
         prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -45,42 +50,42 @@ def main(options: Options) -> None:
         f"vocabulary {vocabulary_of(made):,}, stored as {np.dtype(recipe.dtype).name}"
     )
     limits = Limits(options.max_document_bytes, options.max_ratio)
-    chunks = read_chunks(inputs, COMMAND, limits)
+    chunks = read_chunks(inputs, TOKENIZE, limits)
     totals = write_all(recipe, prefixes, chunks, size, options.workers)
     report(totals, prefixes, options, made)
 
 
-def tokenizer_of(options: Options) -> Any:
+def tokenizer_of(options: DataTokenizeFlags) -> Any:
     """Read or make the tokenizer that the flags name."""
     if bool(options.tokenizer) == bool(options.vocab_file):
         raise UserError(
-            f"[{COMMAND}] give one of --tokenizer (a tokenizer.json) and --vocab-file. `data "
+            f"[{TOKENIZE}] give one of --tokenizer (a tokenizer.json) and --vocab-file. `data "
             "train-tokenizer` makes a tokenizer.json."
         )
     if options.tokenizer:
         if options.merge_file or options.lower:
-            raise UserError(f"[{COMMAND}] --merge-file and --lower belong to --vocab-file.")
-        return tokenizers.read(Path(options.tokenizer), COMMAND)
+            raise UserError(f"[{TOKENIZE}] --merge-file and --lower belong to --vocab-file.")
+        return tokenizers.read(Path(options.tokenizer), TOKENIZE)
     assert options.vocab_file
     if options.merge_file and options.lower:
-        raise UserError(f"[{COMMAND}] --lower is of BERT's vocab.txt: GPT-2 keeps every letter.")
+        raise UserError(f"[{TOKENIZE}] --lower is of BERT's vocab.txt: GPT-2 keeps every letter.")
     merges = Path(options.merge_file) if options.merge_file else None
-    return tokenizers.of_vocabulary(Path(options.vocab_file), merges, options.lower, COMMAND)
+    return tokenizers.of_vocabulary(Path(options.vocab_file), merges, options.lower, TOKENIZE)
 
 
-def recipe_of(options: Options, made: Any) -> Recipe:
+def recipe_of(options: DataTokenizeFlags, made: Any) -> Recipe:
     """What the workers need."""
     if options.split_sentences:
-        tokenizers.needed("sentencex", COMMAND)
+        tokenizers.needed("sentencex", TOKENIZE)
     elif options.language != ENGLISH:
-        raise UserError(f"[{COMMAND}] --language is of --split-sentences. Add it, or leave both.")
+        raise UserError(f"[{TOKENIZE}] --language is of --split-sentences. Add it, or leave both.")
     end = None
     if options.eod_token and not options.append_eod:
-        raise UserError(f"[{COMMAND}] --eod-token is of --append-eod. Add it, or leave both.")
+        raise UserError(f"[{TOKENIZE}] --eod-token is of --append-eod. Add it, or leave both.")
     if options.append_eod:
-        end = tokenizers.end_of_document(made, options.eod_token, COMMAND)
+        end = tokenizers.end_of_document(made, options.eod_token, TOKENIZE)
     if len(set(options.json_keys)) < len(options.json_keys) or not options.json_keys:
-        raise UserError(f"[{COMMAND}] json_keys={show(options.json_keys)}: name each key once.")
+        raise UserError(f"[{TOKENIZE}] json_keys={show(options.json_keys)}: name each key once.")
     return Recipe(
         made.to_str(),
         dtype_for(vocabulary_of(made)).str,
@@ -144,12 +149,12 @@ def write_all(
             if not totals.documents:
                 first = f"; the first is {totals.bad[0]}" if totals.bad else ""
                 raise UserError(
-                    f"[{COMMAND}] no document found: {len(totals.bad):,} bad lines{first}. "
+                    f"[{TOKENIZE}] no document found: {len(totals.bad):,} bad lines{first}. "
                     f"{advice_for(totals.bad)} Nothing was written."
                 )
     except OSError as error:
         raise UserError(
-            f"[{COMMAND}] output-prefix={prefixes[0]} cannot be written: {error.strerror}. Free "
+            f"[{TOKENIZE}] output-prefix={prefixes[0]} cannot be written: {error.strerror}. Free "
             "some space, or choose another; nothing was written."
         ) from None
     finally:
@@ -167,7 +172,7 @@ def list_bad(bad: Sequence[BadLine], listed: Path) -> None:
             console.say(f"  {line}")
 
 
-def report(totals: Totals, prefixes: list[Path], options: Options, made: Any) -> None:
+def report(totals: Totals, prefixes: list[Path], options: DataTokenizeFlags, made: Any) -> None:
     """Print what was written and what was left out; write the list of bad lines."""
     list_bad(totals.bad, Path(options.bad_lines))
     if totals.empty:

@@ -6,11 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titan_dit.commands.data_tokenize import list_bad
-from titan_dit.commands.flags.data_train_tokenizer import COMMAND, Options
+from titan_dit.commands.flags import TRAIN_TOKENIZER, DataTrainTokenizerFlags
 from titan_dit.config.section import UserError
 from titan_dit.data.tokenizing import tokenizer as tokenizers
-from titan_dit.data.tokenizing.chunks import Chunk, Limits, check_inputs, read_chunks
-from titan_dit.data.tokenizing.texts import BadLine, advice_for, texts_of
+from titan_dit.data.tokenizing.chunks import (
+    BadLine,
+    Chunk,
+    Limits,
+    advice_for,
+    check_inputs,
+    read_chunks,
+    texts_of,
+)
 from titan_dit.observe import console
 from titan_dit.system.files import write_whole
 from titan_dit.system.progress import ProgressLine, count
@@ -19,22 +26,26 @@ BYTES = 256 + len(tokenizers.GPT_SPECIAL)
 """Tokens of every byte-level BPE."""
 
 
-def main(options: Options) -> None:
+def main(options: DataTrainTokenizerFlags) -> None:
     """Train, and write the file."""
     inputs = [Path(name) for name in options.input]
-    size = check_inputs(inputs, COMMAND)
+    size = check_inputs(inputs, TRAIN_TOKENIZER)
     if Path(options.output).exists():
-        raise UserError(f"[{COMMAND}] output={options.output} is there already. Delete it.")
+        raise UserError(f"[{TRAIN_TOKENIZER}] output={options.output} is there already. Delete it.")
     if options.lower and options.kind == "bpe":
-        raise UserError(f"[{COMMAND}] --lower is of --kind wordpiece: bpe keeps every byte.")
+        raise UserError(
+            f"[{TRAIN_TOKENIZER}] --lower is of --kind wordpiece: bpe keeps every byte."
+        )
     if options.kind == "bpe":
         check_size(options.vocabulary, BYTES)
-    tokenizers.needed("tokenizers", COMMAND)
+    tokenizers.needed("tokenizers", TRAIN_TOKENIZER)
     Path(options.output).parent.mkdir(parents=True, exist_ok=True)
-    chunks = read_chunks(inputs, COMMAND, Limits(options.max_document_bytes, options.max_ratio))
+    chunks = read_chunks(
+        inputs, TRAIN_TOKENIZER, Limits(options.max_document_bytes, options.max_ratio)
+    )
     bad: list[BadLine] = []
     texts = read_texts(chunks, size, options.json_keys, bad)
-    made = tokenizers.train(texts, options.kind, options.vocabulary, options.lower, COMMAND)
+    made = tokenizers.train(texts, options.kind, options.vocabulary, options.lower, TRAIN_TOKENIZER)
     check_size(options.vocabulary, made.get_vocab_size())
     write_whole(Path(options.output), tokenizers.text_of(made).encode())
     console.say(f"wrote {options.output}: {made.get_vocab_size():,} tokens")
@@ -47,8 +58,8 @@ def check_size(vocabulary: int, least: int) -> None:
     """Refuse a vocabulary without room for single characters and special tokens."""
     if vocabulary < least:
         raise UserError(
-            f"[{COMMAND}] vocabulary={vocabulary} is fewer than the {least} single characters and "
-            f"special tokens. Set vocabulary = {least} or more."
+            f"[{TRAIN_TOKENIZER}] vocabulary={vocabulary} is fewer than the {least} single "
+            f"characters and special tokens. Set vocabulary = {least} or more."
         )
 
 
@@ -69,5 +80,5 @@ def read_texts(
     if not found:
         first = f"; the first is {bad[0]}" if bad else ""
         raise UserError(
-            f"[{COMMAND}] no text found: {len(bad):,} bad lines{first}. {advice_for(bad)}"
+            f"[{TRAIN_TOKENIZER}] no text found: {len(bad):,} bad lines{first}. {advice_for(bad)}"
         )

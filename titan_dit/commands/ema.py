@@ -7,21 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_dit.checkpoint import checkpoint
-from titan_dit.checkpoint.combined import Shapes, Term, shapes_of, write_sum
-from titan_dit.checkpoint.contents import NAME as TENSORS
+from titan_dit.checkpoint.averages import FOLDER, Shapes, Term, shapes_of, write_sum
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.checkpoint.run_path import RunPath, resolve
-from titan_dit.checkpoint.snapshots import FOLDER
 from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
+from titan_dit.checkpoint.torch_files import CONTENTS as TENSORS
 from titan_dit.checkpoint.torch_files import METADATA
-from titan_dit.commands.flags.ema import Options
+from titan_dit.commands.flags import EmaFlags
 from titan_dit.config import schema
 from titan_dit.config.section import PositiveInt, SigmaRel, UserError
 from titan_dit.config.training import power_name
 from titan_dit.interop import imported
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.observe import console
-from titan_dit.optim.power_average import Fit, Profile, clock, expressible, fit
+from titan_dit.optim.ema import Fit, Profile, clock, expressible, fit
 from titan_dit.recovery.ledger import Ledger
 from titan_dit.recovery.resume import readable
 from titan_dit.system.progress import ProgressLine, count
@@ -63,7 +62,7 @@ class Snapshot:
         return [Profile(time, sigma_rel) for sigma_rel in table["power"]]
 
 
-def main(options: Options) -> None:
+def main(options: EmaFlags) -> None:
     """Fit the weights, combine the snapshots, write the checkpoint."""
     target = location(options.to)
     check_target(target)
@@ -143,7 +142,7 @@ def damaged(path: Location, what: str) -> UserError:
 
 
 def not_expressible(
-    options: Options, snapshots: Sequence[Snapshot], profiles: Sequence[Profile]
+    options: EmaFlags, snapshots: Sequence[Snapshot], profiles: Sequence[Profile]
 ) -> str:
     """The error for a width that the snapshots cannot make."""
     ranges = expressible(profiles, profiles[-1].time, LARGEST_ERROR)
@@ -207,7 +206,7 @@ def size_of(shapes: Shapes) -> int:
 
 
 def lines(
-    options: Options, snapshots: Sequence[Snapshot], terms: Sequence[Term], fitted: Fit
+    options: EmaFlags, snapshots: Sequence[Snapshot], terms: Sequence[Term], fitted: Fit
 ) -> Iterator[str]:
     """Console lines: what is made of what."""
     powers = sorted({prefix for term in terms for prefix in term.weights})
@@ -222,7 +221,7 @@ def lines(
         yield f"{step_of(term.path):10}" + "".join(f"  {text}" for text in shown)
 
 
-def record_of(options: Options, newest: Snapshot, terms: Sequence[Term]) -> dict[str, Any]:
+def record_of(options: EmaFlags, newest: Snapshot, terms: Sequence[Term]) -> dict[str, Any]:
     """The checkpoint's record: like imported weights it belongs to no run, and has no average."""
     return {
         **imported.record_made_of(newest.record),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from titan_dit.commands.flags.pipeline_draw import COMMAND, Options
+from titan_dit.commands.flags import DRAW_PIPELINE, PipelineDrawFlags
 from titan_dit.config.section import UserError
 from titan_dit.observe import console, order_picture
 from titan_dit.schedules import placement, planning
@@ -21,11 +21,11 @@ TOOK = {
 """Forwards that an action of all layers of a rank takes."""
 
 
-def main(options: Options) -> None:
+def main(options: PipelineDrawFlags) -> None:
     """Draw, and print the simulated steps."""
     out = Path(options.out)
     if out.suffix != ".png":
-        raise UserError(f"[{COMMAND}] out={out}: name a .png file.")
+        raise UserError(f"[{DRAW_PIPELINE}] out={out}: name a .png file.")
     drawn = Drawn(options)
     shown = drawn.simulations()
     order_picture.draw(out, shown, drawn.stage_ranks)
@@ -43,7 +43,7 @@ def main(options: Options) -> None:
 class Drawn:
     """The pipeline that the flags describe."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: PipelineDrawFlags) -> None:
         self.options = options
         default = 2 if schedule_of(options.schedule).interleaved else 1
         virtual = options.virtual_stages or default

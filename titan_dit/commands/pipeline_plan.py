@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titan_dit.checkpoint import run_path
 from titan_dit.checkpoint.store import location
-from titan_dit.commands.flags.pipeline_plan import COMMAND, Options
+from titan_dit.commands.flags import PLAN_PIPELINE, PipelinePlanFlags
 from titan_dit.config import config_file, dotted_names
 from titan_dit.config.layout import ParallelConfig, PipelineConfig
 from titan_dit.config.section import UserError, show
@@ -24,16 +24,20 @@ FEW_RANKS = 8
 """Up to so many, each rank's peak is printed."""
 
 
-def main(options: Options) -> None:
+def main(options: PipelinePlanFlags) -> None:
     """Write the order, and print what it gains."""
     out = Path(options.out)
     if out.suffix != ".csv":
-        raise UserError(f"[{COMMAND}] out={out}: name a .csv file.")
+        raise UserError(f"[{PLAN_PIPELINE}] out={out}: name a .csv file.")
     if out.exists():
-        raise UserError(f"[{COMMAND}] out={out} is there already. Delete it, or name another.")
+        raise UserError(
+            f"[{PLAN_PIPELINE}] out={out} is there already. Delete it, or name another."
+        )
     run = run_path.resolve(location(options.run)).run
     if not isinstance(run, Path):
-        raise UserError(f"[{COMMAND}] run={run}: profiles are on a disk, not in an object store.")
+        raise UserError(
+            f"[{PLAN_PIPELINE}] run={run}: profiles are on a disk, not in an object store."
+        )
     file = costs_file.newest(run)
     costs = costs_file.read(file)
     pipeline, order = planned_order(run, costs, file, options.trust)

@@ -12,28 +12,25 @@ from functools import partial
 from pathlib import Path
 
 from titan_dit.checks import validate
-from titan_dit.checks.optimizer import check_optimizer
-from titan_dit.checks.parts import validate_parts
-from titan_dit.commands.flags.plan import Options
+from titan_dit.checks.parts import check_optimizer, validate_parts
+from titan_dit.commands.flags import PlanFlags
 from titan_dit.config import catalog, config_file, flags
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
 from titan_dit.observe import console
 from titan_dit.plan import resolve
-from titan_dit.planner import hardware, links, report, whole
+from titan_dit.planner import hardware, links, report
 from titan_dit.planner.candidates import KEYS, Space, alone
-from titan_dit.planner.choice import Choice, search
-from titan_dit.planner.counts import Rehearsals
-from titan_dit.planner.derived import Derived
+from titan_dit.planner.choice import Choice, parts_of, peak_of, search
+from titan_dit.planner.counts import Derived, Rehearsals
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.measured import beside, outdated
-from titan_dit.planner.memory import memory
-from titan_dit.planner.optimizer_state import state_of
-from titan_dit.planner.runtime import OURS
-from titan_dit.planner.weighing import Model
+from titan_dit.planner.memory import memory, state_of
+from titan_dit.planner.rates import OURS
+from titan_dit.planner.search import Model
 
 
-def main(options: Options, keys: Sequence[str]) -> None:
+def main(options: PlanFlags, keys: Sequence[str]) -> None:
     """Plan, set a plan beside a run, or calibrate."""
     if options.calibrate or options.run:
         check_unused(options, keys)
@@ -56,7 +53,7 @@ def main(options: Options, keys: Sequence[str]) -> None:
         console.say(written(options.write, config_file.to_toml(config_file.to_tables(best))))
 
 
-def check_unused(options: Options, keys: Sequence[str]) -> None:
+def check_unused(options: PlanFlags, keys: Sequence[str]) -> None:
     """Refuse flags of the search beside --run or --calibrate, which would have no effect."""
     flag, used = "--run", ["run", "device", "trust"]
     if options.calibrate:
@@ -71,7 +68,7 @@ def check_unused(options: Options, keys: Sequence[str]) -> None:
         )
 
 
-def check_options(options: Options) -> None:
+def check_options(options: PlanFlags) -> None:
     """Refuse a plan without a config, a number of GPUs or a device, and files of another kind."""
     if not options.config:
         raise UserError(
@@ -120,7 +117,7 @@ def check_gpus(gpus: int, device: Device) -> None:
         )
 
 
-def config_of(options: Options, keys: Sequence[str]) -> tuple[JobConfig, list[str]]:
+def config_of(options: PlanFlags, keys: Sequence[str]) -> tuple[JobConfig, list[str]]:
     """The config with the keys of the command line, and those of `KEYS` that are fixed by it."""
     words = ["--config", options.config, *keys]
     for fix in (each for several in options.fix for each in several):
@@ -138,7 +135,7 @@ def plan(config: JobConfig, gpus: int, device: Device, fixed: Sequence[str], top
     """Search, then rehearse. Raises UserError if nothing can run or fits."""
     device.peak(config.precision.dtype)
     space = Space(config, gpus, device, fixed)
-    parts = whole.parts_of(config)
+    parts = parts_of(config)
     one = resolve(config_alone(config), 1)
     objective = parts.objective()
     validate_parts(one, objective, parts.fields, config.data.name)
@@ -148,7 +145,7 @@ def plan(config: JobConfig, gpus: int, device: Device, fixed: Sequence[str], top
         counts=Derived(exact).counts,
         memory=lambda plan, counts: memory(plan, counts, OURS, state, only_fullest=True),
     )
-    choice = search(space, model, exact, partial(whole.peak_of, parts), top, shows=True)
+    choice = search(space, model, exact, partial(peak_of, parts), top, shows=True)
     # The checks of a start, once more for the very config that is written.
     best = space.config_of(choice.best.candidate)
     validate(best, resolve(best, gpus))
@@ -168,7 +165,7 @@ def written(path: str, text: str) -> str:
     return f"wrote {file}"
 
 
-def measured(options: Options) -> None:
+def measured(options: PlanFlags) -> None:
     """`--run RUN` and `--calibrate gpu.json RUN ...`."""
     device = hardware.device_of(options.device) if options.device else None
     if options.calibrate:

@@ -1,12 +1,9 @@
-"""`python -m titan_dit replay`: repeat a training step in one process, sample by sample.
-
-Timestep, noise and label dropout are functions of the seed and the sample number, so a step can be
-repeated from its sample numbers alone, independent of the run's layout.
-"""
+"""`python -m titan_dit replay`: repeat a training step in one process, sample by sample."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +18,7 @@ from titan_dit.checkpoint.run_path import CONFIG, find_checkpoint
 from titan_dit.checkpoint.run_path import resolve as named_by
 from titan_dit.checkpoint.store import Location, location
 from titan_dit.checks.device import replayable_precision
-from titan_dit.commands.flags.replay import Options
-from titan_dit.commands.replay_report import Replayed, report, shown
+from titan_dit.commands.flags import ReplayFlags
 from titan_dit.config import catalog, config_file, dotted_names
 from titan_dit.config.job import NEW_RUN, JobConfig, RunConfig
 from titan_dit.config.layout import CompileConfig, ParallelConfig
@@ -31,8 +27,7 @@ from titan_dit.config.section import UserError
 from titan_dit.data import loader
 from titan_dit.data.base import SampleOrder, Source
 from titan_dit.data.held_out import held_out_rows
-from titan_dit.data.order import BatchPlan
-from titan_dit.data.sample_ranges import numbers_of
+from titan_dit.data.order import BatchPlan, numbers_of, ranges_of
 from titan_dit.execution.base import Output, first_of
 from titan_dit.execution.build import Built, build
 from titan_dit.execution.local import LocalExecutor
@@ -43,22 +38,62 @@ from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.optim.optimizer import freeze
 from titan_dit.parallel import compile
-from titan_dit.parallel.compile_objective import compile_prepare, compiles
+from titan_dit.parallel.compile import compile_prepare, compiles
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.plan import resolve
-from titan_dit.recovery import (
-    fault_log,
-    initial_weights,
-    resume,
-    rollback,
-    run_identity,
-    sample_log,
-)
+from titan_dit.recovery import bad_steps, initial_weights, ledger, resume, rollback, run_identity
 from titan_dit.recovery.loss_scale import LossScale
-from titan_dit.recovery.progress import Progress
+from titan_dit.recovery.restore import Progress
 from titan_dit.rng import SampleRNG
 from titan_dit.system.progress import ProgressLine
 from titan_dit.trained_model import device_of
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One sample of the repeated step."""
+
+    number: int
+    row: int
+    loss: float
+    microbatch: int
+    described: Mapping[str, float]
+    """The objective's values for it: label, timestep, ..."""
+    not_finite: tuple[str, ...]
+    """Names of the tensors (fields, inputs, prediction, loss) with NaN or infinity."""
+
+
+def report(
+    samples: Sequence[Replayed], norms: Sequence[tuple[int, int, float]], show: int
+) -> Iterator[str]:
+    """Yield the lines to print; of the finite samples, the `show` of the highest loss."""
+    faulty = [sample for sample in samples if sample.not_finite]
+    others = [sample for sample in samples if not sample.not_finite]
+    for number, size, norm in norms:
+        yield f"microbatch {number}: {size} samples, gradient norm {norm:.6g}"
+    yield f"{len(faulty)} of {len(samples)} samples are at fault" + (":" if faulty else "")
+    yield from map(line_of, faulty)
+    if not faulty and not all(math.isfinite(norm) for _, _, norm in norms):
+        yield "Only a gradient overflows: find its sample with --microbatch-size 1."
+    if show and others:
+        yield f"of the others, the {min(show, len(others))} of the highest loss:"
+        yield from map(line_of, sorted(others, key=lambda sample: -sample.loss)[:show])
+
+
+def line_of(sample: Replayed) -> str:
+    """Format one sample."""
+    described = "".join(f"{name} {value:.4g}  " for name, value in sample.described.items())
+    fault = f"  not finite: {', '.join(sample.not_finite)}" if sample.not_finite else ""
+    return (
+        f"  sample {sample.number}  row {sample.row}  {described}"
+        f"loss {sample.loss:.6g}  microbatch {sample.microbatch}{fault}"
+    )
+
+
+def shown(numbers: Sequence[int]) -> str:
+    """Format numbers as ranges: "176-191, 200-203"."""
+    return ", ".join(f"{first}-{end - 1}" for first, end in ranges_of(numbers))
+
 
 MICROBATCH = 32
 """Microbatch size if the run's config sets none."""
@@ -80,7 +115,7 @@ class Origin:
     """Of the step in fp16, or of the weights' checkpoint; None if neither is known."""
 
 
-def main(options: Options) -> None:
+def main(options: ReplayFlags) -> None:
     """Repeat the step and print its samples, non-finite ones first."""
     named = named_by(Path(options.run))
     run = named.run
@@ -154,13 +189,13 @@ def check_taken(run: Path, step: int, every: int, steps: int) -> bool:
     """
     newest = newest_step(run)
     if step > newest:  # Slow to read: every step of every rank.
-        newest = max(newest, *sample_log.seen(run), 0)
+        newest = max(newest, *ledger.logged_samples(run), 0)
     started = min(newest + max(1, every), steps)
     if step > max(newest, started):
         taken = f"steps 1 to {newest}" if newest else "no step"
         more = f", and cannot have started any after step {started}" if started > newest else ""
         raise UserError(
-            f"--step {step}: by its metrics.jsonl, {fault_log.FILE} and checkpoints, {run} has "
+            f"--step {step}: by its metrics.jsonl, {bad_steps.FAULTS} and checkpoints, {run} has "
             f"taken {taken}{more}."
         )
     return step <= newest
@@ -171,7 +206,7 @@ def newest_step(run: Path) -> int:
     logged: list[int] = [row["step"] for row in metrics.read_rows(run / "metrics.jsonl")]
     saved = [step_of(path) for path in named_by(run).checkpoints.complete()]
     faulty: int = 0
-    for line in fault_log.read(run):
+    for line in bad_steps.read_faults(run):
         # Steps undone by a rollback count only if they were repeated.
         faulty = line["to_step"] if "to_step" in line else max(faulty, line["step"])
     return max(0, faulty, *logged, *saved)
@@ -213,13 +248,13 @@ def origin_of(run: Path, step: int, config: JobConfig) -> Origin:
     has_data = before and not record.get("imported")
     digest = record["data"]["digest"] if has_data else None
     scale = progress.guard.get("loss_scale", {}).get("value")
-    lines = fault_log.read(run)
+    lines = bad_steps.read_faults(run)
     # Ignore lines before the last rollback to before the step: the run repeated or skipped it.
     undone = [i for i, line in enumerate(lines) if line.get("to_step", step) < step]
     for line in reversed(lines[undone[-1] + 1 :] if undone else lines):
         if line["step"] == step and line["kind"] != "rollback":
             seen = tuple(numbers_of(line["sample_numbers"]))
-            found_in = f"{fault_log.FILE}: {line['kind']}"
+            found_in = f"{bad_steps.FAULTS}: {line['kind']}"
             of_step = weights, weights_step, digest, line.get("loss_scale")
             return Origin(seen, found_in, *of_step)
     plan = BatchPlan(config.training.global_batch_size, progress.ledger.skipped_ranges)

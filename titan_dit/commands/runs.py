@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_dit.checkpoint import run_path
-from titan_dit.commands.flags.runs import Options
+from titan_dit.commands.flags import RunsFlags
 from titan_dit.config import config_file
 from titan_dit.config.section import UserError, show
 from titan_dit.observe import console
@@ -32,7 +32,7 @@ class Run:
     """The resolved config: "section.key" -> value; {} without a config.toml."""
 
 
-def main(options: Options) -> None:
+def main(options: RunsFlags) -> None:
     """Print the table and draw the curves."""
     out = Path(options.out)
     if out.suffix != ".png":

@@ -18,7 +18,7 @@ import torch
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
 from titan_dit.commands import sample_pictures, sample_text, train
-from titan_dit.commands.flags.sample import CommonFlags, Options, PictureFlags, TextFlags
+from titan_dit.commands.flags import CommonFlags, PictureFlags, SampleFlags, TextFlags
 from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.launcher import process_group
@@ -44,7 +44,7 @@ FAMILIES = {
 }
 
 
-def main(options: Options) -> None:
+def main(options: SampleFlags) -> None:
     """Launch the ranks, be one of them, or draw alone."""
     if train.start_ranks(gpus=False):
         with process_group.start(device_of(options.device).type) as world:
@@ -53,7 +53,7 @@ def main(options: Options) -> None:
         draw(options, device_of(options.device))
 
 
-def draw(options: Options, device: torch.device) -> None:
+def draw(options: SampleFlags, device: torch.device) -> None:
     """Draw samples as the run's family does, and write them. Collective."""
     # One rank looks: a run that trains may save another checkpoint meanwhile.
     first = Ranks().run_on_first
@@ -79,7 +79,7 @@ def family_of(run: TrainedModel) -> str:
     )
 
 
-def check_flags(options: Options, name: str) -> None:
+def check_flags(options: SampleFlags, name: str) -> None:
     """Refuse the flags of another family."""
     known = {f.name for f in dataclasses.fields(FAMILIES[name].flags)}
     for f in given(options):
@@ -89,6 +89,6 @@ def check_flags(options: Options, name: str) -> None:
             )
 
 
-def given(options: Options) -> Iterator[str]:
+def given(options: SampleFlags) -> Iterator[str]:
     """Flags with another value than their default."""
     return (f.name for f in dataclasses.fields(options) if getattr(options, f.name) != f.default)

@@ -19,9 +19,8 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from titan_dit.checkpoint.record import read_record
-from titan_dit.commands.flags.sample import CommonFlags, PictureFlags
-from titan_dit.commands.sample_inputs import labels_of, read_noise, vae_of
-from titan_dit.commands.weak_network import load_guide, weak_network
+from titan_dit.commands.flags import CommonFlags, PictureFlags
+from titan_dit.commands.sample_inputs import labels_of, load_guide, read_noise, vae_of, weak_network
 from titan_dit.config import dotted_names
 from titan_dit.config.section import UserError
 from titan_dit.data.latent_facts import shown
@@ -37,7 +36,7 @@ from titan_dit.models.base import Model
 from titan_dit.observe import console
 from titan_dit.pictures import output
 from titan_dit.pictures.autoencoder import Autoencoder, as_pixels
-from titan_dit.pictures.grid import draw_grid, to_pixels
+from titan_dit.pictures.output import draw_grid, to_pixels
 from titan_dit.pictures.parts import Parts
 from titan_dit.system.progress import ProgressLine
 from titan_dit.trained_model import TrainedModel

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titan_dit.commands.flags.sample import CommonFlags, TextFlags
+from titan_dit.commands.flags import CommonFlags, TextFlags
 from titan_dit.config.section import UserError
 from titan_dit.data.codec import codec_of
 from titan_dit.execution.base import first_of

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from titan_dit.config.section import UserError
 from titan_dit.data.base import Source
-from titan_dit.data.feistel import LEAST_SIZE, Permutation, mix, round_keys
+from titan_dit.data.order import LEAST_SIZE, Permutation, mix, round_keys
 from titan_dit.rng import words
 
 STREAM = "validation"

@@ -1,15 +1,18 @@
-"""List an unpacked dataset: its layout, its files in order, and their labels.
+"""List an unpacked dataset: its layout, its files in order, their labels and classes.
 
-Layouts: a folder per class, or fast-DiT's pair of folders `features` and `labels` (or
-`NAME_features` and `NAME_labels`) with equal file names.
+A path that holds no dataset is refused with what it does hold.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -19,25 +22,223 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.data.class_labels import (
-    brief,
-    enough_classes,
-    few,
-    missing_below,
-    missing_error,
-    number_classes,
-    read_labels,
-)
-from titan_dit.data.files import LATENT_SUFFIXES
+from titan_dit.data.files import LABEL_LIMIT, LATENT_SUFFIXES, BadFileError, read_label
 from titan_dit.data.manifest import CLAIM, MANIFEST, SHARD_FORMATS, read_folder_manifest, read_json
-from titan_dit.data.recognise import (
-    IMAGE_SUFFIXES,
-    SUPPORTED,
-    check_path,
-    kind_of,
-    not_found,
-    not_supported,
+from titan_dit.system import stdio
+from titan_dit.system.progress import ProgressLine
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+SUPPORTED = (
+    f"Supported: a folder per class of latents ({', '.join(LATENT_SUFFIXES)}) or, for `data pack`, "
+    f"of pictures ({', '.join(IMAGE_SUFFIXES)}); fast-DiT's features and labels; shards of "
+    "`data pack`. See docs/data.md"
 )
+PLACE = "[data] path="
+"""Begins an error, before a path."""
+MOST = 1000
+"""Entries of a folder that are looked at."""
+NO = "not supported yet"
+ENCODED = f"{NO}; of pictures `data encode` makes a dataset"
+CIFAR = r"(data|test)_batch(_\d)?|batches\.meta|meta"
+# Patterns of file names, the first match wins -> what it is, and what to do.
+OTHER_KINDS = (
+    (r"model_index\.json|diffusion_pytorch_model.*", "a diffusers model", "not a dataset"),
+    (r"metrics\.jsonl|step-\d{8,}", "a run of titan_dit", "give the [data] path of its config"),
+    (r".*\.tar", "a tar archive (webdataset)", ENCODED),
+    (r".*\.(tar\.\w+|tgz)", "a tar archive (webdataset)", f"{NO}: unpack it"),
+    (r".*\.(zip|7z|rar)", "a packed archive", f"{NO}: unpack it"),
+    (r".*\.parquet", "a table", ENCODED),
+    (r".*\.(arrow|tfrecords?|lance|csv|tsv|jsonl?)|dataset_info\.json", "a table", NO),
+    (r".*\.(idx|bin)|.*[-.]idx\d-ubyte(\.gz)?", "an indexed binary file", NO),
+    (r".*\.(h5|hdf5|mdb|lmdb|npz|mat|beton)", "an array file or database", NO),
+    (rf".*\.(pkl|pickle|ckpt|pth)|{CIFAR}", "a pickle", f"{NO}, since opening it can run code"),
+    (r".*\.(mp4|mkv|mov|avi|webm|gif|m4v|mpe?g)", "a video", NO),
+    (r".*\.(tiff?|heic|avif|jp2|svg|ppm|exr|raw|dng)", "a picture of another format", NO),
+    (r".*\.(mp3|wav|flac|ogg)", "a sound", NO),
+)
+SPLITS = ("train", "training", "val", "valid", "validation", "test")
+
+
+def kind_of(name: str) -> str | None:
+    """What a file with this name is and why it is refused; None if it is not known."""
+    for pattern, what, why in OTHER_KINDS:
+        if re.fullmatch(pattern, name, re.IGNORECASE):
+            return f"{what}: {why}"
+    return None
+
+
+def check_path(root: Path, where: str = PLACE) -> None:
+    """Raise UserError unless `root` is a folder that may be a dataset. One line.
+
+    `where` names the flag or key in errors.
+    """
+    if not root.exists():
+        raise UserError(f"{where}{root}: no such folder. Give the folder of a dataset.")
+    if not root.is_dir():
+        raise not_supported(root, f"it is {kind_of(root.name) or sample(root.name)}", where)
+    with os.scandir(root) as found:
+        entries = [(e.name, e.is_dir()) for e in islice(found, MOST) if e.name[0] != "."]
+    names = sorted(name for name, _ in entries)
+    if not names:
+        raise UserError(f"{where}{root}: no dataset found: the folder is empty. {SUPPORTED}.")
+    if any(re.fullmatch(OTHER_KINDS[0][0], name) for name in names):
+        raise not_supported(root, f"it holds {kind_of('model_index.json')}", where)
+    is_run = "config.toml" in names and ("metrics.jsonl" in names or "checkpoints" in names)
+    if is_run or any(re.match(r"step-\d{8,}", name) for name in (*names, root.resolve().name)):
+        raise not_supported(root, f"it is {kind_of('metrics.jsonl')}", where)
+    folders = sorted(name for name, is_dir in entries if is_dir)
+    splits = [name for name in folders if name.lower() in SPLITS]
+    if splits and splits == folders and any(path.is_dir() for path in (root / splits[0]).iterdir()):
+        raise UserError(
+            f"{where}{root} holds {', '.join(splits)}, not classes. Give one of them, such as "
+            f"{root / splits[0]}."
+        )
+
+
+def not_found(root: Path, files: Sequence[str], marks: str) -> UserError:
+    """The error for a folder without subfolders; `files` are its files, `marks` what it lacks."""
+    suffixes = Counter(os.path.splitext(name)[1] for name in files)  # noqa: PTH122 - as spelled.
+    own = [s for s in suffixes if s.lower() in (*LATENT_SUFFIXES, *IMAGE_SUFFIXES)]
+    if own:
+        folder = shlex.quote(str(root))
+        what = " ".join(f"{folder}/*{suffix}" for suffix in own)
+        kind = "picture" if own[0].lower() in IMAGE_SUFFIXES else "latent"
+        num = sum(suffixes[suffix] for suffix in own)
+        kind += "s" if num > 1 else ""
+        return UserError(
+            f"[data] path={root}: no dataset found: {num:,} {kind} outside of class folders. Put "
+            f"them into one class folder: mkdir {folder}/0 && mv {what} {folder}/0/ (or into one "
+            "for each class). See docs/data.md."
+        )
+    for name in files:
+        if found := kind_of(name):
+            return not_supported(root, f"{name} is {found}")
+    beside = f" It holds {', '.join(files[:4])}." if files else ""
+    return UserError(f"[data] path={root}: no dataset found: {marks}.{beside} {SUPPORTED}.")
+
+
+def sample(name: str) -> str:
+    """What a single file is, if it could be a sample or has no known kind."""
+    suffix = Path(name).suffix.lower()
+    if suffix in IMAGE_SUFFIXES:
+        return "a single picture, but a dataset is a folder per class"
+    if suffix in LATENT_SUFFIXES:
+        return "a single file of latents, but a dataset is a folder with one file per latent"
+    return "a file, but a dataset is a folder"
+
+
+def not_supported(root: Path, what: str, where: str = PLACE) -> UserError:
+    """The error for what is recognised."""
+    return UserError(f"{where}{root}: {what}. {SUPPORTED}.")
+
+
+MANY_LABELS = 20_000
+
+
+def number_classes(
+    root: Path, folders: list[str], classes: Sequence[str] | None, gaps: bool
+) -> dict[str, int]:
+    """Map class folders to labels; `gaps` allows labels without a folder."""
+    if classes is not None:
+        if unknown := sorted(set(folders) - set(classes)):
+            raise UserError(
+                f"[data] path={root}: the folders {few(unknown)} are not among the {len(classes)} "
+                "listed classes. Add them to the list, or move them elsewhere."
+            )
+        numbers = {name: label for label, name in enumerate(classes) if name in set(folders)}
+        missing: Sequence[object] = [name for name in classes if name not in numbers]
+        num_missing = len(missing)
+    elif all(name.isdecimal() for name in folders):
+        numbers = {name: int(name) for name in folders}
+        if large := [name for name in folders if numbers[name] >= LABEL_LIMIT]:
+            raise UserError(f"[data] path={root}: {few(large)} is too large for a class number.")
+        by_label = sorted(folders, key=int)
+        for name, after in pairwise(by_label):
+            if int(name) == int(after):
+                raise UserError(
+                    f"[data] path={root}: the folders {name} and {after} are both class "
+                    f"{int(name)}. Merge them."
+                )
+        num_missing, missing = missing_below(numbers.values())
+    else:
+        refuse_mixture(root, folders)
+        numbers, missing = {name: label for label, name in enumerate(sorted(folders))}, []
+        num_missing = 0
+    if num_missing and not gaps:
+        raise missing_error(root, num_missing, missing)
+    return numbers
+
+
+def refuse_mixture(root: Path, folders: list[str]) -> None:
+    """Refuse folders of which only some have numeric names: a stray one would shift labels."""
+    by_number = [name for name in folders if name.isdecimal()]
+    by_name = [name for name in folders if not name.isdecimal()]
+    if by_number and by_name:
+        odd, others = sorted((by_number, by_name), key=len)
+        what = "names" if odd is by_number else "numbers"
+        raise UserError(
+            f"[data] path={root}: most class folders are {what} ({few(others)}), but {few(odd)} is "
+            "not. Move it elsewhere; if all are names, list them "
+            f'in label order: "classes" in {MANIFEST}, or `data pack --classes FILE`.'
+        )
+
+
+def enough_classes(root: Path, found: int, num_classes: int | None) -> int:
+    """Return `num_classes`, or `found` if unset; refuses `num_classes` below `found`."""
+    if num_classes is not None and found > num_classes:
+        raise UserError(
+            f"[data] path={root}: num_classes={num_classes}, but there are {found} classes (0 to "
+            f"{found - 1}). Set it to {found}, or move the others elsewhere."
+        )
+    return num_classes or found
+
+
+def missing_below(labels: Collection[int]) -> tuple[int, list[int]]:
+    """Count the missing classes below the highest label, and list at most four of them."""
+    found = set(labels)
+    num = max(found) + 1 - len(found)
+    return num, list(islice((label for label in count() if label not in found), min(num, 4)))
+
+
+def missing_error(root: Path, num: int, first: Sequence[object]) -> UserError:
+    """Return the error for classes without samples."""
+    return UserError(
+        f"[data] path={root}: no samples of {num:,} classes: {few(first, total=num)}. Add them. "
+        "If they are missing on purpose, set the number of classes: "
+        f'"num_classes" in {MANIFEST}, or --num-classes of `data pack` or `data encode`.'
+    )
+
+
+def read_labels(paths: list[Path]) -> Int64[Tensor, " n"]:
+    """Read label files, about 20 s per million; threads would not be faster."""
+    if len(paths) > MANY_LABELS and os.environ.get("RANK", "0") == "0":
+        stdio.write(
+            sys.stderr,
+            f"reading {len(paths):,} label files in {paths[0].parent}; shards open without this "
+            "delay: `python -m titan_dit data pack`\n",
+        )
+    labels, progress = [], ProgressLine(len(paths), "labels", what="read")
+    for path in paths:
+        try:
+            labels.append(read_label(path))
+            if len(labels) % 1000 == 0:
+                progress(len(labels))
+        except BadFileError as error:
+            raise UserError(f"[data] {path}: {error}. Fix or replace the file.") from None
+    progress.end()
+    return torch.tensor(labels)
+
+
+def few(names: Sequence[object], num: int = 4, total: int | None = None) -> str:
+    """Format the first `num` of `names`, and how many of `total` (default: `names`) are left."""
+    shown, total = ", ".join(str(name) for name in names[:num]), total or len(names)
+    return shown if total <= num else f"{shown} and {total - num:,} more"
+
+
+def brief(value: object) -> str:
+    """Format a number, or the first names of a list."""
+    return few(value) if isinstance(value, tuple) else str(value)
+
 
 Layout = Literal["shards", "pair", "classes"]
 KINDS = dict.fromkeys(LATENT_SUFFIXES, "latents") | dict.fromkeys(IMAGE_SUFFIXES, "images")

@@ -1,24 +1,147 @@
 """The sample order: a pure function of the seed and one integer, the cursor.
 
-The cursor counts samples from the start of training. Ranks and workers hold no position, so a run
-resumes exactly on any number of ranks.
+An epoch is a keyed permutation of the rows, computed row by row; a blend mixes datasets by
+weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from titan_dit.data.base import SampleOrder
-from titan_dit.data.feistel import LEAST_SIZE, Permutation
-from titan_dit.data.sample_ranges import SampleRange
-from titan_dit.rng import permutation
+from titan_dit.config import schema
+from titan_dit.config.section import UserError, show
+from titan_dit.data.base import SampleOrder, Source
+from titan_dit.rng import GOLDEN, SPLITMIX, permutation, stream_key, words
+
+LEAST_SIZE, MOST_SIZE = 1 << 16, 1 << 62
+"""Sizes of permutations."""
+ROUNDS = 8
+"""As FF3 (NIST SP 800-38G); the tests see structure with 2."""
+GAMMA = np.uint64(GOLDEN)
+MIX = [(np.uint64(shift), np.uint64(multiplier)) for shift, multiplier in SPLITMIX]
+LAST_SHIFT, ONE = np.uint64(31), np.uint64(1)
+
+Words = NDArray[np.uint64]
+
+
+def mix(key: np.uint64 | Words, numbers: Words) -> Words:
+    """Return the outputs `numbers` of SplitMix64 seeded with `key`."""
+    z = numbers * GAMMA
+    z += key
+    for shift, multiplier in MIX:
+        z ^= z >> shift
+        z *= multiplier
+    z ^= z >> LAST_SHIFT
+    return z
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """A permutation of range(size), by one key per round."""
+
+    size: int
+    keys: Sequence[np.uint64 | Words]
+    """An even number. Arrays [n, 1] give n permutations at once."""
+
+    @classmethod
+    def of(cls, seed: int, stream: str, number: int, size: int) -> Permutation:
+        """Return permutation `number` of a stream; each is independent of all others."""
+        return cls(size, round_keys(seed, stream, number, ROUNDS))
+
+    @property
+    def halves(self) -> tuple[int, int]:
+        """(a, b), both next to sqrt(size)."""
+        a = math.isqrt(self.size - 1) + 1
+        return a, -(-self.size // a)
+
+    def __call__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Map places in range(size) to elements, in the memory of a few arrays like `places`."""
+        assert LEAST_SIZE <= self.size <= MOST_SIZE
+        found = self.permuted(places.astype(np.uint64))
+        outside = np.flatnonzero(found >= self.size)
+        while len(outside):
+            found[outside] = self.permuted(found[outside])
+            outside = outside[found[outside] >= self.size]
+        return found.astype(np.int64)
+
+    def permuted(self, numbers: Words) -> Words:
+        """Permute range(a * b)."""
+        a, b = map(np.uint64, self.halves)
+        right = numbers // a
+        left = numbers - right * a
+        for first, second in zip(self.keys[::2], self.keys[1::2], strict=True):
+            # 63 bits: a sum that wrapped at 2^64 would not be one-to-one.
+            left = (left + (mix(first, right) >> ONE)) % a
+            right = (right + (mix(second, left) >> ONE)) % b
+        return right * a + left
+
+
+@lru_cache(maxsize=8)
+def round_keys(seed: int, stream: str, number: int, rounds: int) -> tuple[np.uint64, ...]:
+    """Return the 64-bit keys of the rounds, drawn by Philox."""
+    drawn = words(seed, stream, torch.tensor([number]), 2 * rounds)[0].numpy().astype(np.uint64)
+    return tuple(drawn[::2] << np.uint64(32) | drawn[1::2])
+
+
+SampleRange: TypeAlias = tuple[int, int]
+MOST = 1 << 26
+"""Numbers that a step can have, in a file."""
+
+
+def wrong_ranges(ranges: Sequence[Sequence[int]]) -> str | None:
+    """What is wrong with the ranges of a step, as a file has them."""
+    if any(first > end for first, end in ranges):
+        return "has a range that ends before it begins"
+    total = sum(end - first for first, end in ranges)
+    return f"has {total:,} numbers, too many for a step" if total > MOST else None
+
+
+OF_STEP = schema.Ruled(schema.Rows((schema.COUNT, schema.COUNT)), wrong_ranges)
+"""Schema of the ranges of a step."""
+
+
+def ranges_of(numbers: Iterable[int]) -> list[SampleRange]:
+    """Compress ascending numbers: 3 4 5 8 -> (3, 6) (8, 9)."""
+    found: list[SampleRange] = []
+    for number in numbers:
+        if found and found[-1][1] == number:
+            found[-1] = (found[-1][0], number + 1)
+        else:
+            found.append((number, number + 1))
+    return found
+
+
+def numbers_of(ranges: Iterable[Sequence[int]]) -> Iterator[int]:
+    """Yield the numbers of the ranges, in order."""
+    for first, end in ranges:
+        yield from range(first, end)
+
+
+def merged(ranges: Iterable[SampleRange]) -> tuple[SampleRange, ...]:
+    """Return the union as ascending, non-empty, non-adjacent ranges."""
+    result: list[SampleRange] = []
+    for first, end in sorted(one for one in ranges if one[0] < one[1]):
+        if result and first <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((first, end))
+    return tuple(result)
+
+
+def count(ranges: Iterable[SampleRange], below: int | None = None) -> int:
+    """Count the numbers in disjoint ranges; with `below`, only the smaller ones."""
+    ends = ((first, end if below is None else min(end, below)) for first, end in ranges)
+    return sum(max(0, end - first) for first, end in ends)
+
 
 Numbers: TypeAlias = NDArray[np.int64]
 
@@ -142,3 +265,93 @@ class RankOrder:
             pairs = list(zip(mine, self.epochs.rows(mine), strict=True))
             yield pairs + pairs[-1:] * (self.padded_size - len(pairs))
             _, cursor = self.plan(cursor)
+
+
+SLOTS = 1 << 16
+
+
+@dataclass(frozen=True)
+class BlendOrder:
+    """Sample number -> row; the datasets' rows are numbered one dataset after another."""
+
+    orders: tuple[EpochOrder, ...]
+    """The order of each dataset."""
+    firsts: tuple[int, ...]
+    """The first row of each dataset."""
+    weights: tuple[float, ...]
+
+    @classmethod
+    def of(
+        cls,
+        seed: int,
+        sizes: Sequence[int],
+        weights: tuple[float, ...],
+        held_out: Sequence[int],
+        data_order: str,
+    ) -> BlendOrder:
+        """Return the order of datasets of `sizes` rows, which include the held-out ones."""
+        ends = np.cumsum(sizes)
+        firsts, rows = ends - sizes, np.array(held_out, dtype=np.int64)
+        orders = []
+        for number, (first, end) in enumerate(zip(firsts.tolist(), ends.tolist(), strict=True)):
+            out = tuple((rows[(rows >= first) & (rows < end)] - first).tolist())
+            if len(out) == end - first:
+                raise UserError(
+                    f"[data] weights={show(weights)}: paths[{number}] has {end - first} windows to "
+                    f"train on and {len(out)} held out. Remove it, or shorten sequence_length."
+                )
+            low, high = stream_key(seed, f"blend {number}")
+            orders.append(EpochOrder.of(high << 32 | low, end - first, out, data_order))
+        return cls(tuple(orders), tuple(firsts.tolist()), weights)
+
+    @property
+    def num_rows(self) -> int:
+        """Samples of an epoch: as many as there are rows, though a blend repeats some first."""
+        return sum(order.num_rows for order in self.orders)
+
+    @cached_property
+    def slots(self) -> tuple[Numbers, Numbers, Numbers]:
+        """(slots of each dataset, dataset of each slot, number of a slot among its dataset's)."""
+        exact = np.array(self.weights) / sum(self.weights) * (SLOTS - len(self.weights))
+        counts = 1 + np.floor(exact).astype(np.int64)  # A dataset of tiny weight has one.
+        largest = np.argsort(np.floor(exact) - exact, kind="stable")
+        counts[largest[: SLOTS - counts.sum()]] += 1
+        dataset = np.repeat(np.arange(len(counts)), counts)
+        number = np.arange(SLOTS) - np.repeat(counts.cumsum() - counts, counts)
+        spread = np.argsort((2 * number + 1) / counts[dataset], kind="stable")
+        return counts, dataset[spread], number[spread]
+
+    def rows(self, sample_numbers: Sequence[int]) -> list[int]:
+        """Map each sample number to a dataset, and its order's sample to a row."""
+        counts, dataset, number = self.slots
+        blocks, slots = np.divmod(np.fromiter(sample_numbers, np.int64, len(sample_numbers)), SLOTS)
+        chosen = dataset[slots]
+        draws = blocks * counts[chosen] + number[slots]
+        rows = np.empty_like(draws)
+        for i in np.unique(chosen).tolist():
+            inside = chosen == i
+            rows[inside] = np.array(self.orders[i].rows(draws[inside].tolist())) + self.firsts[i]
+        found: list[int] = rows.tolist()
+        return found
+
+
+class BlendedSource(Source):
+    """Rows of several datasets, numbered one dataset after another; mixed if there are weights."""
+
+    def __init__(self, counts: Sequence[int], weights: Sequence[float]) -> None:
+        """`counts`: rows of each dataset; `weights`: share of each in the samples, or none."""
+        self.weights, self.counts = tuple(weights), np.array(counts)
+        self.ends = self.counts.cumsum()
+
+    def place_of(self, row: int) -> tuple[int, int]:
+        """(number of the dataset, row in it) of a row."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"sample {row} of {len(self)}")
+        dataset = int(np.searchsorted(self.ends, row, side="right"))
+        return dataset, row - int(self.ends[dataset] - self.counts[dataset])
+
+    def order(self, seed: int, held_out: tuple[int, ...], data_order: str) -> SampleOrder:
+        """Return the order of training: a permutation an epoch, or a blend by weights."""
+        if not self.weights:
+            return super().order(seed, held_out, data_order)
+        return BlendOrder.of(seed, self.counts.tolist(), self.weights, held_out, data_order)

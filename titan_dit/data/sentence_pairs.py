@@ -1,27 +1,130 @@
-"""Consecutive sentences for BERT's second task, out of Megatron's .bin and .idx.
-
-Sequences of the files are sentences, documents group them: `data tokenize --split-sentences`. The
-objective cuts the sentences of a sample in two, and swaps the halves or not.
-"""
+"""Consecutive sentences for BERT's second task, out of Megatron's .bin and .idx."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.data.blend import BlendedSource
+from titan_dit.data.base import DataFacts, Field
 from titan_dit.data.indexed_file import IndexedFile
 from titan_dit.data.keys import SentencePairsKeys
-from titan_dit.data.order import Numbers
-from titan_dit.data.pair_facts import NUM_SPECIAL, PairFacts
-from titan_dit.data.sentence_spans import Targets, sentence_numbers, spans_of
-from titan_dit.data.token_files import IndexedData, check_ids
-from titan_dit.data.token_part import TokenPart
+from titan_dit.data.order import BlendedSource, Numbers
+from titan_dit.data.token_windows import IndexedData, TokenPart, check_ids
+from titan_dit.rng import words
+
+NUM_SPECIAL = 3
+"""[CLS] A [SEP] B [SEP]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairFacts(DataFacts):
+    """Two or more consecutive sentences of a document, to be cut into two spans."""
+
+    differing: ClassVar[frozenset[str]] = DataFacts.differing | {"num_tokens", "num_left_out"}
+
+    sequence_length: int
+    """Tokens of a sample, with special ones and padding."""
+    vocabulary: int
+    """Ids are below it."""
+    cls: int
+    """Id of [CLS]."""
+    sep: int
+    """Id of [SEP]."""
+    mask: int
+    """Id of [MASK]."""
+    pad: int = 0
+    """Id of [PAD]."""
+    end_of_document: int | None = None
+    """Id of the token that ends a document, if the files have one: it is never masked."""
+    short_share: float = 0.0
+    """Share of the samples that were built with a shorter target length."""
+    tokenizer: str = ""
+    """Path of the tokenizer.json; empty if unknown."""
+    num_tokens: int = 0
+    """Tokens of this part of the dataset."""
+    num_left_out: int = 0
+    """Tokens of no sample: what was cut off, and documents of one sentence."""
+
+    @property
+    def about(self) -> str:
+        """Tokens and remainder, for the console."""
+        return f"pairs of {self.num_tokens:,} tokens, {self.num_left_out:,} left out"
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """`tokens`: the sentences' ids; `sentences`: the number of each one's sentence, from 0.
+
+        Both are padded at the end, `sentences` with -1. Special tokens are not in them.
+        """
+        field = Field(torch.int64, (self.sequence_length - NUM_SPECIAL,))
+        return {"tokens": field, "sentences": field}
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The target length of each sample, in tokens."""
+
+    longest: int
+    short_share: float
+    """Share of the samples whose target is uniform in 2 to `longest`."""
+
+    def of(self, sentences: Numbers) -> Numbers:
+        """The targets of samples that begin with these sentences of a file."""
+        drawn = words(0, "sentence_spans", torch.from_numpy(sentences), 2).numpy()
+        is_short = drawn[:, 0] < self.short_share * 2**32
+        short = 2 + drawn[:, 1] % (self.longest - 1)
+        found: Numbers = np.where(is_short, short, self.longest)
+        return found
+
+
+def spans_of(file: IndexedFile, part: TokenPart, targets: Targets) -> Numbers:
+    """First and last + 1 token of each sample of a part, [samples, 2], ascending."""
+    size = file.dtype.itemsize
+    edges = np.array([part.first, part.end], np.int64) * size
+    low, high = np.searchsorted(file.pointers, edges).tolist()
+    starts = np.append(file.pointers[low:high], edges[1]) // size
+    documents = file.documents[(file.documents >= low) & (file.documents <= high)] - low
+    at, stop = documents[:-1], documents[1:]
+    found = [np.empty((0, 2), np.int64)]
+    # One sample of every document at a time.
+    while len(at):
+        at, stop = at[stop - at >= 2], stop[stop - at >= 2]
+        wanted = targets.of(at + low)
+        next_at = np.maximum(np.searchsorted(starts, starts[at] + wanted), at + 2)
+        next_at = np.where(stop - next_at < 2, stop, next_at)
+        found.append(trimmed(starts, at, next_at, wanted))
+        at = next_at
+    spans = np.concatenate(found)
+    ordered: Numbers = spans[np.argsort(spans[:, 0], kind="stable")]
+    return ordered
+
+
+def trimmed(starts: Numbers, first: Numbers, end: Numbers, wanted: Numbers) -> Numbers:
+    """The tokens of the sentences `first` to `end` - 1, at most `wanted`.
+
+    What is too long is cut at the end; but of a long first sentence the beginning, so that the
+    second one keeps up to half of the sample.
+    """
+    head, second = starts[first + 1] - starts[first], starts[first + 2] - starts[first + 1]
+    begin = starts[first] + np.maximum(head + np.minimum(second, wanted // 2) - wanted, 0)
+    return np.stack((begin, np.minimum(starts[end], begin + wanted)), 1)
+
+
+def sentence_numbers(file: IndexedFile, first: int, end: int) -> Numbers:
+    """The sentence of each token from `first` to `end` - 1, numbered from 0."""
+    size = file.dtype.itemsize
+    low = np.searchsorted(file.pointers, first * size, side="right")
+    high = np.searchsorted(file.pointers, end * size)
+    # Of sentences without tokens only one begins at a token.
+    inner = np.unique(file.pointers[low:high]) // size
+    return np.searchsorted(inner, np.arange(first, end), side="right").astype(np.int64)
+
 
 SPECIAL = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
 

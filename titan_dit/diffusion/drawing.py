@@ -14,8 +14,8 @@ from titan_dit.config import catalog
 from titan_dit.config.dotted_names import look_up
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import SamplingConfig
-from titan_dit.data.class_labels import few
 from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.data.listing import few
 from titan_dit.diffusion.base import LatentModel, ProbabilityPath
 from titan_dit.diffusion.guidance import Conditional, Guidance, guided, scales
 from titan_dit.diffusion.samplers import from_diffusers
@@ -248,9 +248,9 @@ def preview(
 
     def write(file: pathlib.Path) -> None:
         # Imported late: the benchmarks train on machines without Pillow.
-        from titan_dit.pictures import grid
+        from titan_dit.pictures import output
 
-        grid.draw_grid(file, drawn, labels.tolist(), value_range, facts.class_names)
+        output.draw_grid(file, drawn, labels.tolist(), value_range, facts.class_names)
 
     lost = (finite == 0).nonzero()[:, 0].tolist()
     note = f"samples {few(lost)} of the preview are NaN or infinite" if lost else ""

@@ -7,8 +7,7 @@ import math
 from collections.abc import Mapping
 
 from titan_dit.checks import validate
-from titan_dit.checks.optimizer import check_optimizer, optimizer_lines
-from titan_dit.checks.parts import check_source, validate_parts
+from titan_dit.checks.parts import check_optimizer, check_source, optimizer_lines, validate_parts
 from titan_dit.config import dotted_names
 from titan_dit.config.job import JobConfig
 from titan_dit.config.layout import ParallelConfig

@@ -1,9 +1,4 @@
-"""One training step per pipeline rank: the trainer's parts on fake tensors, in one process.
-
-Ranks along the data, context and tensor axes do equal work, so only the first of them is run.
-Pipeline ranks differ and are run one after another. Collectives use torch's fake process group,
-which returns at once; fake tensors have shapes but no memory.
-"""
+"""One training step per pipeline rank on fake tensors, with the parts of a run."""
 
 from __future__ import annotations
 
@@ -12,11 +7,13 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # registers collectives on fake tensors
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -26,7 +23,6 @@ from titan_dit.config.layout import as_planned
 from titan_dit.config.training import EMAConfig, TrainingConfig
 from titan_dit.data.base import Batch, Field
 from titan_dit.dry_run.memory import MemoryLog, Peak, StorageKind, local
-from titan_dit.dry_run.messages import await_sends
 from titan_dit.dry_run.pipeline import growth_of, idle_of, microbatches_to_run
 from titan_dit.dry_run.traffic import Traffic, TrafficLog
 from titan_dit.execution.base import Executor
@@ -44,10 +40,43 @@ from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.optim.optimizer import OptimizerConfig, apply_gradients, build_optimizer
 from titan_dit.parallel.init import allocate
+from titan_dit.parallel.links import Links
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.plan import RunPlan
 from titan_dit.rng import SampleRNG
 from titan_dit.system.progress import ProgressLine
+
+
+class Awaited(dist.Work):
+    """A `Work` whose `is_completed` waits for it."""
+
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__()
+        self.work: dist.Work | None = work
+
+    def is_completed(self) -> bool:
+        """Wait until the work is done; True."""
+        return self.wait()
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        """Wait until the work is done. Later calls return at once: gloo hangs in a second wait."""
+        work, self.work = self.work, None
+        return True if work is None else work.wait()
+
+
+def await_sends(links: Links) -> None:
+    """Make the works of sent messages report their completion.
+
+    Those of gloo and of the fake process group never do, so all sent tensors would be held until
+    the end of a pass. NCCL's do, once the receiver has got the message.
+    """
+    send: Any = links.send
+
+    def awaited(tensors: Sequence[Tensor], target: int) -> list[dist.Work]:
+        return [Awaited(work) for work in send(tensors, target)]
+
+    links.send = awaited  # type: ignore[method-assign]
+
 
 CPU = torch.device("cpu")
 

@@ -17,8 +17,8 @@ from titan_dit.checks import validate
 from titan_dit.config.job import JobConfig
 from titan_dit.config.layout import as_planned
 from titan_dit.config.section import UserError, show
-from titan_dit.dry_run import estimate
-from titan_dit.dry_run.devices import DEVICES_GIB, GIB, USABLE
+from titan_dit.dry_run import report
+from titan_dit.dry_run.report import DEVICES_GIB, GIB, USABLE
 from titan_dit.plan import RunPlan, resolve
 
 GPUS = ("A100, H100, 80 GB", "H200, 141 GB", "MI300X, 192 GB", "B300, 288 GB")
@@ -78,7 +78,7 @@ def device_for(peak: int) -> tuple[str, float] | None:
     None if `peak` does not fit.
     """
     if torch.cuda.is_available():
-        size, where = estimate.rank_memory()
+        size, where = report.rank_memory()
         found = [(where, USABLE * (size or 0))]
     else:
         sizes = {name.rpartition(", ")[2]: DEVICES_GIB[name] for name in GPUS}

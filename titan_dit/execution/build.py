@@ -23,7 +23,7 @@ from titan_dit.models.layers import Attention
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.parallel import float8, fsdp, tensor, tied
 from titan_dit.parallel.apply import parallelize
-from titan_dit.parallel.compile_objective import compile_prepare, compile_score
+from titan_dit.parallel.compile import compile_prepare, compile_score
 from titan_dit.parallel.context import slicing_of
 from titan_dit.parallel.decisions import Decisions
 from titan_dit.parallel.init import initialize

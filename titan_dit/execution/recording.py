@@ -14,10 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_dit.execution.base import Executor
 from titan_dit.execution.pipelined import PipelinedExecutor
 from titan_dit.execution.sliced import SlicedExecutor
-from titan_dit.observe import timeline_picture, timeline_text, timeline_trace
 from titan_dit.observe.recorder import Noted, Recorder
-from titan_dit.observe.suspects import suspects
-from titan_dit.observe.timeline import RankTimeline, Reader, Timeline
+from titan_dit.observe.timeline import (
+    RankTimeline,
+    Reader,
+    Timeline,
+    draw_timeline,
+    suspects,
+    timeline_lines,
+    write_costs,
+    write_trace,
+)
 from titan_dit.parallel import clocks
 from titan_dit.parallel.clocks import Clock, Offset
 from titan_dit.parallel.mesh import AxisSizes, Mesh
@@ -127,11 +134,11 @@ def write_files(folder: Path, timeline: Timeline, notes: Sequence[str] = ()) -> 
     folder.mkdir(parents=True, exist_ok=True)
     name = f"timeline-steps-{timeline.first_step}-{timeline.last_step}"
     blamed = suspects(timeline)
-    lines = [*timeline_text.lines(timeline, blamed), *notes]
-    timeline_trace.write(folder / f"{name}.json.gz", timeline)
-    timeline_picture.draw(folder / f"{name}.png", timeline, blamed)
+    lines = [*timeline_lines(timeline, blamed), *notes]
+    write_trace(folder / f"{name}.json.gz", timeline)
+    draw_timeline(folder / f"{name}.png", timeline, blamed)
     (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
-    timeline_text.write_costs(folder / f"{name}.costs.json", timeline)
+    write_costs(folder / f"{name}.costs.json", timeline)
     return [*lines, f"pipeline timeline in {folder / name}.json.gz"]
 
 

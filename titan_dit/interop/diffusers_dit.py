@@ -23,9 +23,9 @@ from torch import Tensor
 from titan_dit.config.section import MOST, UserError, show
 from titan_dit.diffusion.noise_schedule import named
 from titan_dit.diffusion.samplers.from_diffusers import PREDICTIONS, betas, config_of_flow
-from titan_dit.interop import hf_directory, tensor_layouts
-from titan_dit.interop.on_demand import OnDemand
+from titan_dit.interop import hugging_face, tensor_layouts
 from titan_dit.interop.original_dit import check
+from titan_dit.interop.tensor_file import OnDemand
 from titan_dit.interop.tensor_layouts import Copies, FilledTable, Kernel, Same, SplitQKV
 from titan_dit.models.dit import DiTConfig
 
@@ -331,7 +331,7 @@ def write_pipeline_parts(
     for file in sorted(vae.iterdir()):
         if file.suffix in (".json", ".safetensors", ".bin"):
             shutil.copyfile(file, folder / VAE / file.name)
-    kind = hf_directory.read_json(vae / CONFIG).get("_class_name")
+    kind = hugging_face.read_json(vae / CONFIG).get("_class_name")
     index = {
         "_class_name": PIPELINE,
         "_diffusers_version": VERSION,

@@ -1,19 +1,17 @@
-"""Convert weights of the original DiT (facebookresearch/DiT) to ours and back, bitwise.
-
-Three tensors differ in more than their names. The original's patch convolution kernel [hidden, c,
-p, p] is our linear weight [hidden, (p, p, c)]. Its qkv rows are [3, heads, head_dim], ours are
-[heads, 3, head_dim]. Its `pos_embed` is a stored constant; we compute it.
-"""
+"""Weights of the original DiT and of SiT (arXiv:2212.09748, arXiv:2401.08740)."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import mmap
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,11 +19,113 @@ from jaxtyping import Float
 from torch import Tensor
 
 from titan_dit.config.section import UserError, show
+from titan_dit.diffusion.keys import RectifiedFlowKeys
 from titan_dit.interop import tensor_layouts
-from titan_dit.interop.on_demand import OnDemand, outline_of
+from titan_dit.interop.tensor_file import MAPPED, OnDemand, outline_of
 from titan_dit.interop.tensor_layouts import Kernel, RowsOfQKV, Same
 from titan_dit.models.dit import DiTConfig
 from titan_dit.models.dit_sizes import SIZES
+
+
+def write_pickled(target: Path, source: Path, outline: Mapping[str, Tensor]) -> None:
+    """Durably write the tensors of a file of `tensor_writer` as a state dict.
+
+    `outline`: their shapes and dtypes, in the order of the file.
+    """
+    with source.open("rb") as stream:
+        # Private: torch takes writable memory only.
+        pages = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    with target.open("wb") as stream:
+        # To a stream: to a path, torch would put the path's name into the file.
+        releasing: Any = Releasing(stream, pages)
+        torch.save(dict(mapped(pages, outline)), releasing)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def mapped(pages: mmap.mmap, outline: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors at the end of mapped pages."""
+    place = len(pages) - sum(tensor.nbytes for tensor in outline.values())
+    for name, tensor in outline.items():
+        flat = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel(), offset=place)
+        yield name, flat.view(tensor.shape)
+        place += tensor.nbytes
+
+
+class Releasing:
+    """A stream that releases mapped pages whenever it has written more than MAPPED bytes."""
+
+    def __init__(self, stream: Any, pages: mmap.mmap) -> None:
+        self.stream, self.pages, self.bytes = stream, pages, 0
+
+    def write(self, data: Any) -> int:
+        """Write; the pages are read again from the file if they are needed again."""
+        written: int = self.stream.write(data)
+        self.bytes += written
+        if self.bytes > MAPPED:
+            self.pages.madvise(mmap.MADV_DONTNEED)
+            self.bytes = 0
+        return written
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self.stream.flush()
+
+
+FIXED: Mapping[str, Any] = {"direction": "to_data", "time_scale": 1.0}
+"""Keys of [objective] that define SiT's time and velocity."""
+SIT_OBJECTIVE: Mapping[str, Any] = {"name": "rectified_flow", "timesteps": "uniform", **FIXED}
+"""[objective] of the released weights."""
+ARGUMENTS: Mapping[str, Any] = {"path_type": "Linear", "prediction": "velocity"}
+"""Arguments of its train.py, and the values that correspond to `OBJECTIVE`."""
+
+
+def wrote_sit(arguments: Mapping[str, Any]) -> bool:
+    """True if the arguments in a file are those of SiT's train.py."""
+    return "path_type" in arguments or str(arguments.get("model", "")).startswith("SiT-")
+
+
+def is_named_sit(path: str) -> bool:
+    """True if the name of a file says that it is SiT's, such as SiT-XL-2-256.pt."""
+    return re.search(r"(?<![a-z])sit(?![a-z])", Path(path).name, re.IGNORECASE) is not None
+
+
+def check_arguments_of_sit(arguments: Mapping[str, Any]) -> None:
+    """Refuse weights of another path or prediction."""
+    for key, value in ARGUMENTS.items():
+        if (given := arguments.get(key, value)) != value:
+            flag = key.replace("_", "-")
+            raise UserError(f"SiT's --{flag} {given}: titan_dit has {flag} {value} only.")
+
+
+def fits_sit(objective: Mapping[str, Any]) -> bool:
+    """True if SiT's code uses a network of an [objective] as it was trained."""
+    return not misfits(objective)
+
+
+def misfits(objective: Mapping[str, Any]) -> list[str]:
+    """Keys of an [objective] whose values differ from SiT's, as "key=value, not value"."""
+    wanted = {"name": SIT_OBJECTIVE["name"], **FIXED}
+    if objective["name"] != wanted["name"]:
+        wanted = {"name": wanted["name"]}
+    # A key that did not exist yet had its default.
+    given = {key: objective.get(key, getattr(RectifiedFlowKeys, key)) for key in wanted}
+    return [
+        f"{key}={show(given[key])}, not {show(value)}"
+        for key, value in wanted.items()
+        if given[key] != value
+    ]
+
+
+def check_expressible_as_sit(objective: Mapping[str, Any]) -> None:
+    """Raise UserError for an objective that SiT's code would misinterpret; name its keys."""
+    if found := misfits(objective):
+        raise UserError(
+            f"[objective] {'; '.join(found)}: SiT's time runs from noise (0) to data (1), and its "
+            "network predicts the velocity data - noise. The weights cannot be converted; train "
+            "with SiT's values."
+        )
+
 
 PATCH, POSITIONS = "x_embedder.proj.weight", "pos_embed"
 OUTER = {

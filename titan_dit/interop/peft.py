@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.interop import hf_directory
+from titan_dit.interop import hugging_face
 from titan_dit.interop.diffusers_dit import DiffusersDiT
 from titan_dit.interop.tensor_layouts import Copies, FilledTable, Kernel, Same, SplitQKV
 from titan_dit.models import lora
@@ -94,7 +94,7 @@ class Adapters:
 
 def read(folder: Path, found: DiffusersDiT) -> Adapters:
     """The adapters of a folder, fp32. UserError for settings that [lora] does not support."""
-    config = hf_directory.read_json(folder / CONFIG)
+    config = hugging_face.read_json(folder / CONFIG)
     other = [key for key, value in REQUIRED.items() if config.get(key, value) != value]
     other += [key for key in UNSUPPORTED if config.get(key)]
     for key in other:
@@ -105,7 +105,7 @@ def read(folder: Path, found: DiffusersDiT) -> Adapters:
             "supported. Save the adapters as plain ones, see path_initial_model_for_weight_"
             "conversion of peft's save_pretrained."
         )
-    tensors = hf_directory.read_weights(folder, (WEIGHTS, PICKLED))
+    tensors = hugging_face.read_weights(folder, (WEIGHTS, PICKLED))
     pairs = dict(pairs_of({name: tensors[name].float() for name in tensors}))
     sizes = {a.shape[0] for a, _ in pairs.values()}
     rank, alpha = (config.get(key) for key in ("r", "lora_alpha"))

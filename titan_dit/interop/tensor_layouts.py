@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from titan_dit.interop.on_demand import OnDemand
+from titan_dit.interop.tensor_file import OnDemand
 
 
 def swap_leading(rows: Float[Tensor, "r ..."], first: int, second: int) -> Float[Tensor, "r ..."]:

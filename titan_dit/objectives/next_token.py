@@ -14,7 +14,7 @@ from titan_dit.config.section import UserError, show
 from titan_dit.config.training import SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field
 from titan_dit.data.codec import codec_of
-from titan_dit.data.token_facts import TokenFacts
+from titan_dit.data.token_windows import TokenFacts
 from titan_dit.models.base import ModelConfig, ModelSpec
 from titan_dit.objectives import dropout, text_drawing
 from titan_dit.objectives.base import (

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from titan_dit.observe.timeline import Done, Pass, RankTimeline, Span, Timeline
-from titan_dit.observe.timeline_picture import WIDTH, Picture
+from titan_dit.observe.timeline import WIDTH, Done, Pass, Picture, RankTimeline, Span, Timeline
 from titan_dit.schedules.action import Kind
 from titan_dit.schedules.simulator import Simulation, TimedAction
 

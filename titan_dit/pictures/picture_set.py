@@ -16,9 +16,8 @@ from torch import Tensor
 from titan_dit.config import limits
 from titan_dit.config.section import UserError
 from titan_dit.config.user_text import is_utf8
-from titan_dit.data.class_labels import few, missing_below
 from titan_dit.data.files import LABEL_LIMIT, BadFileError
-from titan_dit.data.listing import Names
+from titan_dit.data.listing import Names, few, missing_below
 
 Label = str | int | None
 Stamp = tuple[int, int]

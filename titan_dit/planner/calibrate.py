@@ -28,7 +28,7 @@ from titan_dit.planner.measured import (
     of_run,
     warnings,
 )
-from titan_dit.planner.runtime import OURS, Runtime
+from titan_dit.planner.rates import OURS, Runtime
 from titan_dit.planner.step import estimate
 from titan_dit.planner.work import Counts
 

@@ -1,23 +1,184 @@
-"""The layout that is recommended: by preference among equals, its memory from a whole fake step."""
+"""The layout that is recommended: by preference among equals, its memory from a whole fake step.
+
+Also the fewest GPUs that hold a run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
+from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
-from titan_dit.dry_run.memory import Peak
+from titan_dit.data.base import DataFacts, Field
+from titan_dit.dry_run.command import of_data
+from titan_dit.dry_run.fake_step import take_fake_step
+from titan_dit.dry_run.memory import Peak, StorageKind
 from titan_dit.dry_run.simpler import word
+from titan_dit.objectives.base import Objective
 from titan_dit.plan import RunPlan
 from titan_dit.planner import memory as memory_of
-from titan_dit.planner.candidates import Candidate, Space
-from titan_dit.planner.fewest import Smallest, fewest, smallest
+from titan_dit.planner.candidates import KEYS, MODES, Candidate, Space
 from titan_dit.planner.hardware import Device
-from titan_dit.planner.layout import Layout, Outcome, Tally, equals, kind_of
-from titan_dit.planner.search import Search, one_line
-from titan_dit.planner.weighing import CountsOf, Model, fullest
+from titan_dit.planner.memory import Needed
+from titan_dit.planner.search import (
+    CountsOf,
+    Held,
+    Layout,
+    Model,
+    Outcome,
+    Search,
+    Tally,
+    equals,
+    fullest,
+    kind_of,
+    one_line,
+)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a fake step takes of a config, whatever the layout."""
+
+    config: JobConfig
+    facts: DataFacts
+    fields: Mapping[str, Field]
+
+    def objective(self) -> Objective:
+        """A new one: a step places its modules."""
+        return self.config.objective.build(self.config.model, self.facts)
+
+
+def parts_of(config: JobConfig) -> Parts:
+    """The objective and the fields of the data; the data need not be there."""
+    facts, fields = config.objective.example(config.model) or of_data(config.data)
+    return Parts(config, facts, fields)
+
+
+def peak_of(parts: Parts, plan: RunPlan, rank: int) -> Peak:
+    """The peak memory of pipeline rank `rank` in a whole fake step."""
+    config = parts.config
+    sections = config.training, config.optimizer, config.ema
+    found = take_fake_step(plan, parts.objective(), parts.fields, *sections, ranks=(rank,))
+    return found.ranks[0].peak
+
+
+FREE = ("parallel.tp", "parallel.pp", "parallel.dp_shard")
+"""The axes that are tried; replicas and more samples per microbatch save no memory that these do
+not. cp does where activations need most: it is tried if nothing else fits."""
+
+
+class Smallest(NamedTuple):
+    """The layout that needs least on a number of GPUs."""
+
+    gpus: int
+    candidate: Candidate
+    needed: Needed
+    held: Held
+
+    @property
+    def is_mostly_activations(self) -> bool:
+        """Whether what a microbatch keeps and works with is more than all else."""
+        own = self.held[StorageKind.ACTIVATIONS] + self.held[StorageKind.TEMPORARY]
+        return own > sum(self.held.values()) / 2
+
+
+def gpu_counts(device: Device, first: int, last: int) -> Iterator[int]:
+    """From `first` to `last`: 1, 2, 4, ... GPUs of a node, twice as many nodes each, and `last`."""
+    count = 1
+    while count < last:
+        if count >= first:
+            yield count
+        following = 2 * count
+        node = device.gpus_per_node
+        count = node if count < node < following else following
+    yield last
+
+
+def fewest(
+    config: JobConfig,
+    device: Device,
+    fixed: Collection[str],
+    model: Model,
+    gpus: tuple[int, int],
+) -> Smallest | None:
+    """The first number of GPUs within `gpus` (from, to) that holds the run; None if none does."""
+    for count in gpu_counts(device, *gpus):
+        found = smallest(config, device, fixed, model, count)
+        if found and memory_of.fits(found.needed, device):
+            return found
+    return None
+
+
+def smallest(
+    config: JobConfig, device: Device, fixed: Collection[str], model: Model, gpus: int
+) -> Smallest | None:
+    """The layout that needs least on `gpus`; the first one that fits, if one does."""
+    found = smallest_of(FREE, config, device, fixed, model, gpus)
+    if found is None or memory_of.fits(found.needed, device) or not found.is_mostly_activations:
+        return found
+    return smallest_of((*FREE, "parallel.cp"), config, device, fixed, model, gpus) or found
+
+
+def smallest_of(
+    axes: Collection[str],
+    config: JobConfig,
+    device: Device,
+    fixed: Collection[str],
+    model: Model,
+    gpus: int,
+) -> Smallest | None:
+    """`smallest` of all sizes of some axes."""
+    best: Smallest | None = None
+    modes = [config.remat.mode] if "remat.mode" in fixed else list(reversed(MODES))
+    for mode in modes:
+        for candidate, space in small_layouts(axes, config, device, fixed, gpus, mode):
+            plan = space.plan(candidate)
+            try:
+                counts = model.counts(plan)
+            except (UserError, ImportError):
+                continue
+            held, needed, _ = fullest(model, plan, counts, device)
+            if best is None or needed.total < best.needed.total:
+                best = Smallest(gpus, candidate, needed, held)
+            if memory_of.fits(needed, device):
+                return best
+    return best
+
+
+def small_layouts(
+    axes: Collection[str],
+    config: JobConfig,
+    device: Device,
+    fixed: Collection[str],
+    gpus: int,
+    mode: str,
+) -> Iterator[tuple[Candidate, Space]]:
+    """Layouts with one sample a microbatch and one replica, unless these are fixed."""
+    values = {
+        "parallel.dp_replicate": 1,
+        "parallel.cp": 1,
+        "parallel.reshard_after_forward": "auto",
+        "parallel.sequence_parallel": True,
+        "pipeline.schedule": "1f1b",
+        "pipeline.virtual_stages": 1,
+        "training.microbatch_size": 1,
+        "remat.mode": mode,
+        "precision.float8": "off",
+    }
+    for key, value in values.items():
+        if key not in fixed:
+            section, _, name = key.partition(".")
+            changed = replace(getattr(config, section), **{name: value})
+            config = replace(config, **{section: changed})
+    free = [key for key in axes if key not in fixed]
+    space = Space(config, gpus, device, [key for key in KEYS if key not in free])
+    for candidate in sorted(space, key=lambda one: (one.cp, one.tp, one.pp)):
+        yield candidate, space
+
 
 NEAREST = 64
 """Where nothing fits, up to so many times the GPUs are tried."""

@@ -21,8 +21,7 @@ from titan_dit.opening import VERSIONS
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.planner.counts import Rehearsals
 from titan_dit.planner.hardware import Device, names
-from titan_dit.planner.memory import GIB, memory
-from titan_dit.planner.optimizer_state import state_of
+from titan_dit.planner.memory import GIB, memory, state_of
 from titan_dit.planner.step import estimate
 
 PEAKS_DIFFER = 0.05

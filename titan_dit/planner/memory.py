@@ -1,39 +1,642 @@
 """The peak memory of every pipeline rank by formula: no mesh, no dry run, below a millisecond.
 
-Composed from one block's, embed's and head's counts. The peak is the highest of the moments that
-`held.py` and `held_pipeline.py` list, of the optimizer's step and of the beginning.
+The most that a rank holds is sought among moments of a step, with and without a pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
+import torch
+
+from titan_dit.config.job import JobConfig
+from titan_dit.config.parameter_groups import groups_of
 from titan_dit.dry_run.memory import StorageKind
 from titan_dit.dry_run.pipeline import most_held
-from titan_dit.parallel.compute_copies import FLOAT8
+from titan_dit.execution.planned import AHEAD
+from titan_dit.optim.muon import MuonConfig
+from titan_dit.parallel.compute_copies import CHUNK, FLOAT8
 from titan_dit.parallel.fsdp import unit_sizes
 from titan_dit.plan import RunPlan
 from titan_dit.planner.hardware import Device
-from titan_dit.planner.held import (
-    Moment,
-    Sharding,
-    sharded_moments,
-    single_moments,
-)
-from titan_dit.planner.held_pipeline import (
-    InFlight,
-    StageParts,
-    exceeded,
-    pipeline_moments,
-    profile,
-    profile_of_schedule,
-    whole_table,
-)
-from titan_dit.planner.optimizer_state import ADAMW, OptimizerState
-from titan_dit.planner.runtime import OURS, Runtime
-from titan_dit.planner.work import Counts
-from titan_dit.schedules.action import peak_activations
+from titan_dit.planner.rates import OURS, Runtime
+from titan_dit.planner.work import Counts, Part
+from titan_dit.schedules.action import Action, Kind, Order, peak_activations
+from titan_dit.schedules.messages import inputs_of, output_of, reader_of
+from titan_dit.schedules.placement import pipeline_order
+
+PARTS = ("embed", "block", "head")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerState:
+    """Per element; parts are embed, a block and the head. The defaults are AdamW's, without EMA."""
+
+    embed: float = 2.0
+    """Tensors of the optimizer per trained element of embed; AdamW has two."""
+    block: float = 2.0
+    head: float = 2.0
+    averages: int = 0
+    """Of the EMA, each with all elements."""
+    matrices: float = 0.0
+    """Trained elements of a block that Muon orthogonalises, as a share."""
+    num_matrices: int = 0
+    """How many tensors of a block they are."""
+    shard_work: float = 0.0
+    """Bytes that a step takes at its highest point per element of their shards."""
+    whole_work: float = 0.0
+    """The same per element of the matrices that a rank makes whole."""
+    received_work: float = 0.0
+    """The same per element of the shards that come back from other ranks."""
+
+
+ADAMW = OptimizerState()
+
+
+def state_of(config: JobConfig) -> OptimizerState:
+    """The state of [optimizer] and [ema] for a config's model; builds it on the meta device."""
+    with torch.device("meta"):
+        model = config.objective.model_spec(config.model).build()
+    shapes: dict[str, dict[str, Sequence[int]]] = {part: {} for part in PARTS}
+    frozen = groups_of((name for name, _ in model.named_parameters()), config.optimizer.groups)
+    first = f"blocks.{next(iter(model.blocks))}."
+    for name, parameter in model.named_parameters():
+        part = "block" if name.startswith(first) else name.partition(".")[0]
+        is_trained = name not in frozen or not frozen[name].frozen
+        if part in shapes and is_trained:
+            shapes[part][name] = tuple(parameter.shape)
+    embed, block, head = (moments_per_element(config, shapes[part]) for part in PARTS)
+    state = OptimizerState(embed=embed, block=block, head=head, averages=len(config.ema.names))
+    optimizer = config.optimizer
+    if not isinstance(optimizer, MuonConfig):
+        return state
+    own = {n: shape for n, shape in shapes["block"].items() if optimizer.takes(n, shape)}
+    share = elements(own.values()) / max(1, elements(shapes["block"].values()))
+    state = replace(state, matrices=share, num_matrices=len(own))
+    return with_muon_work(state, optimizer, own) if own else state
+
+
+def moments_per_element(config: JobConfig, shapes: dict[str, Sequence[int]]) -> float:
+    """Mean number of the optimizer's tensors per element."""
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    held = sum(config.optimizer.num_moments(n, shapes[n]) * size for n, size in sizes.items())
+    return held / max(1, sum(sizes.values()))
+
+
+def elements(shapes: Iterable[Sequence[int]]) -> int:
+    """Elements of several tensors."""
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def with_muon_work(
+    state: OptimizerState, config: MuonConfig, shapes: dict[str, Sequence[int]]
+) -> OptimizerState:
+    """Bytes per element at the highest point of Muon's step: when the results are scattered.
+
+    The step is in memory in fp32 and in the format of the iterations. Of the whole matrices there
+    are the results, and all of them in one message or tensor; those of tall ones are transposed,
+    and copied before; those of the last shape are still stacked.
+    """
+    width = 2.0 if config.ns_dtype == "bf16" else 4.0
+    sizes: dict[tuple[int, int, int], int] = {}
+    for name, (rows, columns) in shapes.items():
+        count = config.projections(name)
+        shape = count, rows // count, columns
+        sizes[shape] = sizes.get(shape, 0) + rows * columns
+    total = sum(sizes.values())
+    tall = sum(size for (count, a, b), size in sizes.items() if count == 1 and a > b)
+    last = [*sizes.values()][-1]
+    return replace(
+        state,
+        shard_work=4 + width,
+        whole_work=width * (2 + (tall + last) / total),
+        received_work=width,
+    )
+
+
+class Moment(NamedTuple):
+    """Bytes beside the state and the inputs, by kind."""
+
+    gathered: float = 0.0
+    unreduced: float = 0.0
+    gradients: float = 0.0
+    activations: float = 0.0
+    temporary: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How a rank keeps its parameters, and the gradients of several microbatches."""
+
+    width: int
+    """Bytes of an element in the compute format."""
+    sum_width: int
+    """Bytes of an element of weights, sums and reductions."""
+    shards: int
+    has_copies: bool
+    """Replicas hold the same shards."""
+    reshards: bool
+    """Units free their parameters after forward."""
+    reshards_root: bool
+    """So do embed and head."""
+    prefetch: int
+    """Units gathered ahead on request; 0: FSDP2's implicit prefetch."""
+    accumulates: bool
+    """There are several microbatches."""
+    in_float8: float = 0.0
+    """Share of a block's parameters that are gathered in float8."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Nothing is sharded: parameters are only cast."""
+        return self.shards == 1
+
+    @property
+    def block_width(self) -> float:
+        """Bytes of a gathered element of a block."""
+        return self.width - self.in_float8 * (self.width - 1)
+
+    @property
+    def fresh(self) -> float:
+        """1 if a microbatch's gradients are tensors of their own, beside the sums."""
+        return float(self.width < self.sum_width or not self.accumulates)
+
+    @property
+    def own_copy(self) -> float:
+        """What an all-gather adds to its output: this rank's shards in the compute format."""
+        return 1 / self.shards if self.width < self.sum_width else 0.0
+
+    @property
+    def reduced(self) -> float:
+        """Bytes per element of a reduction's output; replicas without shards divide into a copy."""
+        divided = 1 if self.is_alone and self.has_copies else 0
+        return self.sum_width * (1 / self.shards + divided)
+
+
+def sharded_moments(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator[Moment]:
+    """Forward and backward of a step's last microbatch under FSDP2."""
+    yield from _forward(counts, units, how)
+    yield from _backward(counts, units, how)
+
+
+def _forward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator[Moment]:
+    embed, block, head = counts.embed, counts.block, counts.head
+    root = how.width * (embed.parameters + head.parameters)
+    sums = _sums(counts, sum(units), how)
+    # The output of an all-gather is kept until the next unit's has been copied from its own.
+    buffer = 0.0 if how.is_alone else root
+    gathered, kept = root, embed.kept
+    yield Moment(gathered + buffer, sums, 0.0, kept + embed.forward_peak)
+    for number, size in enumerate(units):
+        own = how.block_width * block.parameters * size
+        if not how.is_alone:
+            yield Moment(gathered + buffer + own * (1 + how.own_copy), sums, 0.0, kept)
+            buffer = own
+        ahead = _ahead(counts, units[number + 1 : number + 1 + how.prefetch], how)
+        kept += size * block.kept
+        yield Moment(gathered + own + buffer + ahead, sums, 0.0, kept + block.forward_peak)
+        gathered += 0.0 if how.reshards else own
+    kept += head.kept
+    yield Moment(gathered + buffer, sums, 0.0, kept + head.forward_peak)
+
+
+def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator[Moment]:
+    embed, block, head = counts.embed, counts.block, counts.head
+    width, wide = how.width, how.sum_width
+    root, root_trained = embed.parameters + head.parameters, embed.trained + head.trained
+    kept = embed.kept + sum(units) * block.kept
+    whole = how.block_width * block.parameters * sum(units)
+    resident = width * root + (0.0 if how.reshards else whole)
+    gathers = how.reshards and not how.is_alone
+    # Before the backward of a unit, the one before it in forward is gathered ahead.
+    ahead = _ahead(counts, units[-1:], how) if gathers else 0.0
+    again = width * root if how.reshards_root and not how.is_alone else 0.0
+    sums, gradients = _sums(counts, sum(units), how), 0.0
+    yield Moment(resident + again, sums, 0.0, kept + head.kept)
+    fresh = how.fresh
+    made = sums + fresh * head.backward_gradients
+    yield Moment(resident + ahead, made, 0.0, kept + head.kept, head.backward_peak)
+    # The gradient of tied weights waits for embed's share of it.
+    of_head = how.fresh * width * (head.trained + counts.tied)
+    reducing = 0.0
+    """The input of the last reduce-scatter, kept until the next one."""
+    for number in reversed(range(len(units))):
+        size = units[number]
+        own, trained = how.block_width * block.parameters * size, block.trained * size
+        if how.reshards:
+            if gathers:
+                yield Moment(resident + ahead + own, sums + of_head + reducing, gradients, kept)
+            resident += own
+        before = units[max(0, number - max(1, how.prefetch)) : number]
+        ahead = _ahead(counts, before, how) if gathers else 0.0
+        for done in {0, size - 1}:
+            made = of_head + reducing
+            made += fresh * (width * block.trained * done + block.backward_gradients)
+            held = kept - done * block.kept
+            yield Moment(resident + ahead, sums + made, gradients, held, block.backward_peak)
+        kept -= size * block.kept
+        resident -= own
+        made, summed = width * trained, wide * trained
+        reducing = summed
+        # The gradients are copied into the buffer that is reduced.
+        yield Moment(
+            resident + ahead,
+            sums + of_head + reducing + (0.0 if how.accumulates else made),
+            gradients,
+            kept,
+            counts.stream,
+        )
+        sums -= summed if how.accumulates else 0.0
+        yield Moment(
+            resident + ahead,
+            sums + of_head + reducing,
+            gradients + how.reduced * trained,
+            kept,
+            counts.stream,
+        )
+        gradients += wide * trained / how.shards
+    made = sums + of_head + reducing + fresh * embed.backward_gradients
+    yield Moment(resident, made, gradients, kept, embed.backward_peak)
+    made = 0.0 if how.accumulates else width * root_trained
+    yield Moment(0.0, sums + made + wide * root_trained, gradients)
+    yield Moment(0.0, wide * root_trained, gradients + how.reduced * root_trained)
+
+
+def _ahead(counts: Counts, units: tuple[int, ...], how: Sharding) -> float:
+    """Outputs of all-gathers that no block uses yet."""
+    if how.is_alone:
+        return 0.0
+    return how.block_width * counts.block.parameters * sum(units)
+
+
+def _sums(counts: Counts, layers: int, how: Sharding) -> float:
+    """Gradients of earlier microbatches, which are reduced with the last one's."""
+    return how.sum_width * trained_of(counts, layers) if how.accumulates else 0.0
+
+
+def trained_of(counts: Counts, layers: int) -> float:
+    """Trained elements of embed, head and `layers` blocks."""
+    return counts.embed.trained + counts.head.trained + layers * counts.block.trained
+
+
+def single_moments(counts: Counts, layers: int, how: Sharding) -> Iterator[Moment]:
+    """Forward and backward of the last microbatch on one rank, which has no FSDP."""
+    embed, block, head = counts.embed, counts.block, counts.head
+    is_cast = how.width < how.sum_width
+    parameters = embed.parameters + head.parameters + layers * block.parameters
+    trained = trained_of(counts, layers)
+    gathered = how.width * parameters if is_cast else 0.0
+    sums = how.sum_width * trained if how.accumulates else 0.0
+    kept = embed.kept + layers * block.kept
+
+    def at(made: float, activations: float, part: Part | None = None) -> Moment:
+        """With the gradients of `made` elements of this microbatch, in the backward of `part`."""
+        temporary = part.backward_peak if part else 0.0
+        # In the weights' own format they are added to the sums one by one.
+        own = how.fresh * (how.width * made + (part.backward_gradients if part else 0.0))
+        if is_cast:
+            return Moment(gathered, own, sums, activations, temporary)
+        return Moment(gathered, 0.0, sums + own, activations, temporary)
+
+    yield at(0.0, embed.kept + embed.forward_peak)
+    yield at(0.0, kept + block.forward_peak)
+    yield at(0.0, kept + head.kept + head.forward_peak)
+    yield at(0.0, kept + head.kept, head)
+    for done in {0, layers - 1}:
+        made = head.trained + counts.tied + done * block.trained
+        yield at(made, kept - done * block.kept, block)
+    yield at(head.trained + counts.tied + layers * block.trained, embed.kept, embed)
+    if is_cast:
+        chunk = min(trained, CHUNK)
+        if how.accumulates:
+            yield Moment(0.0, how.width * trained, sums + how.sum_width * chunk)
+        else:
+            yield Moment(0.0, how.width * chunk, how.sum_width * trained)
+
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "float8": 2}
+"""Of a gradient in the format of its product; in float8 it is kept in bf16."""
+
+
+class InFlight(NamedTuple):
+    """What a rank holds during an action; one number for each of its stages."""
+
+    kind: Kind
+    place: int
+    """The action's stage among those of the rank."""
+    held: tuple[int, ...]
+    """Microbatches with activations: of a forward before it, else with the action's own."""
+    halves: tuple[int, ...]
+    """Those of them whose input gradients are done."""
+    summed: tuple[bool, ...]
+    """Whether the stage has gradients of an earlier microbatch."""
+    last: bool
+    """Whether the stage's gradients are reduced after it."""
+    messages: int
+    """Streams that are received for the next actions, or that are held because they were sent last.
+
+    An output that was sent is not one of them: its microbatch keeps it."""
+
+
+@lru_cache(maxsize=4096)
+def profile_of_schedule(
+    schedule: str, pp: int, microbatches: int, virtual_stages: int
+) -> tuple[tuple[InFlight, ...], ...]:
+    """`profile` of a schedule's own order."""
+    return profile(
+        pipeline_order(
+            schedule,
+            num_ranks=pp,
+            num_microbatches=microbatches,
+            virtual_stages=virtual_stages,
+        )
+    )
+
+
+@lru_cache(maxsize=4096)
+def exceeded(schedule: str, pp: int, microbatches: int, virtual_stages: int) -> tuple[bool, ...]:
+    """By rank: whether the rank before it never has less in flight."""
+    flights = profile_of_schedule(schedule, pp, microbatches, virtual_stages)
+    return tuple(
+        rank > 0 and all(any(_is_above(other, own) for other in flights[rank - 1]) for own in each)
+        for rank, each in enumerate(flights)
+    )
+
+
+def _is_above(first: InFlight, second: InFlight) -> bool:
+    alike = first.kind is second.kind and first.place == second.place and first.last == second.last
+    return alike and _covers(first, second)
+
+
+def profile(order: Order) -> tuple[tuple[InFlight, ...], ...]:
+    """The moments of each rank that no other one exceeds in every number."""
+    rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    return tuple(_highest(_moments(actions, rank_of, rank)) for rank, actions in enumerate(order))
+
+
+def _moments(actions: Sequence[Action], rank_of: dict[int, int], rank: int) -> Iterator[InFlight]:
+    stages = sorted({action.stage for action in actions})
+    place_of = {stage: place for place, stage in enumerate(stages)}
+    held, halves = [0] * len(stages), [0] * len(stages)
+    summed = [False] * len(stages)
+    left = [sum(a.kind is Kind.FORWARD and a.stage == stage for a in actions) for stage in stages]
+    arrives = [
+        any(rank_of[message.stage] != rank for message in inputs_of(action, len(rank_of)))
+        for action in actions
+    ]
+    sent = False
+    """Whether the last message that the rank sent was a gradient."""
+    for number, action in enumerate(actions):
+        place, kind = place_of[action.stage], action.kind
+        ends = kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        left[place] -= ends
+        ahead = sum(arrives[number + 1 : number + 1 + AHEAD])
+        now = tuple(held), tuple(halves), tuple(summed)
+        yield InFlight(kind, place, *now, ends and not left[place], ahead + sent)
+        if rank_of.get(reader_of(output_of(action)), rank) != rank:
+            sent = kind is not Kind.FORWARD
+        if kind is Kind.FORWARD:
+            held[place] += 1
+        elif kind is Kind.BACKWARD_INPUT:
+            halves[place] += 1
+        else:
+            held[place] -= 1
+            halves[place] -= kind is Kind.BACKWARD_WEIGHT
+            summed[place] = True
+
+
+def _highest(moments: Iterator[InFlight]) -> tuple[InFlight, ...]:
+    """Without those that another one of the same action exceeds or equals in every number."""
+    groups: dict[tuple[Kind, int, bool], list[InFlight]] = {}
+    every = sorted(set(moments), key=_size, reverse=True)
+    for moment in every:
+        kept = groups.setdefault((moment.kind, moment.place, moment.last), [])
+        if not any(_covers(other, moment) for other in kept):
+            kept.append(moment)
+    return tuple(moment for kept in groups.values() for moment in kept)
+
+
+def _numbers(moment: InFlight) -> tuple[int, ...]:
+    return (*moment.held, *moment.halves, *moment.summed, moment.messages)
+
+
+def _size(moment: InFlight) -> int:
+    return sum(_numbers(moment))
+
+
+def _covers(first: InFlight, second: InFlight) -> bool:
+    return all(a >= b for a, b in zip(_numbers(first), _numbers(second), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageParts:
+    """A stage of this rank."""
+
+    counts: Counts
+    layers: int
+    has_embed: bool
+    has_head: bool
+    has_copy: bool
+    """It computes with a copy of the first stage's weights."""
+    units: tuple[int, ...]
+    """Blocks of its FSDP units."""
+    whole_table: float = 0.0
+    """See `whole_table`."""
+
+    @cached_property
+    def parameters(self) -> float:
+        """Elements on a tp rank, with the copy."""
+        return self._elements("parameters")
+
+    @cached_property
+    def trained(self) -> float:
+        """Those with gradients."""
+        return self._elements("trained")
+
+    @property
+    def largest_unit(self) -> int:
+        """Blocks of its largest FSDP unit."""
+        return max(self.units)
+
+    @property
+    def copied(self) -> float:
+        """Elements of the copy."""
+        return self.counts.tied * self.has_copy
+
+    @cached_property
+    def unreduced(self) -> float:
+        """Elements of the gradients before they are reduced."""
+        return self.trained + self.has_embed * self.whole_table
+
+    @property
+    def root(self) -> float:
+        """Those outside the blocks."""
+        return self.unreduced - self.layers * self.counts.block.trained
+
+    def _elements(self, key: str) -> float:
+        counts = self.counts
+        found = self.layers * getattr(counts.block, key)
+        found += getattr(counts.embed, key) * self.has_embed
+        found += getattr(counts.head, key) * self.has_head
+        return float(found + counts.tied * self.has_copy)
+
+    @cached_property
+    def entered(self) -> float:
+        """Bytes that a microbatch keeps before the first block."""
+        return self.counts.embed.kept if self.has_embed else self.counts.stream
+
+    @cached_property
+    def kept(self) -> float:
+        """Bytes that a microbatch keeps until its backward."""
+        counts = self.counts
+        return self.entered + self.layers * counts.block.kept + counts.head.kept * self.has_head
+
+    @cached_property
+    def forward_high(self) -> float:
+        """The most that a forward holds of its own microbatch."""
+        counts, found = self.counts, 0.0
+        if self.has_embed:
+            found = self.entered + counts.embed.forward_peak
+        blocks = self.entered + self.layers * counts.block.kept
+        found = max(found, blocks + counts.block.forward_peak)
+        return max(found, self.kept + counts.head.forward_peak) if self.has_head else found
+
+    @cached_property
+    def half(self) -> float:
+        """Bytes that a microbatch keeps more between its input and its weight gradients."""
+        counts = self.counts
+        if self.has_embed:  # The first stage computes no input gradients: all waits.
+            return counts.stream
+        # The head's: a loss over a vocabulary writes them over its logits; others are small.
+        return self.layers * of_products(counts.block)
+
+    def backward(self, how: Sharding, is_summed: bool) -> Iterator[Moment]:
+        """Moments of a full backward; activations are less what its microbatch keeps."""
+        counts, gone, made = self.counts, 0.0, 0.0
+        is_cast = how.width < how.sum_width
+        # In the weights' own format gradients are added to the sums one by one.
+        width = float(how.width if is_cast or not is_summed else 0)
+        fresh = float(width > 0)
+        sums = 0.0 if is_summed else float(how.sum_width)
+        if self.has_head:
+            own = fresh * counts.head.backward_gradients
+            yield Moment(0.0, own, 0.0, 0.0, counts.head.backward_peak)
+            gone = counts.head.kept
+            made = width * (counts.head.trained + counts.tied * self.has_copy)
+        # Its output is held to the end; a block's gradients are counted in place of its output.
+        output, ended = 0.0 if self.has_head else counts.stream, 0
+        for size in reversed(self.units):
+            for own in {0, size - 1}:
+                done = ended + own
+                found = made + own * width * counts.block.trained
+                found += fresh * counts.block.backward_gradients
+                found += ended * sums * counts.block.trained
+                activations = -gone - done * counts.block.kept + (output if done else 0.0)
+                yield Moment(0.0, found, 0.0, activations, counts.block.backward_peak)
+            ended += size
+        blocks = self.layers * sums * counts.block.trained
+        if self.has_embed:
+            found = made + blocks + fresh * counts.embed.backward_gradients
+            # Alone on its stage, it adds no part of a table to the head's.
+            high = counts.embed.backward_peak
+            high -= how.width * counts.tied if self.whole_table else 0.0
+            yield Moment(0.0, found, 0.0, self.entered - self.kept + output, high)
+        # Those outside the blocks are summed at the end.
+        own = (width + sums * is_cast) * self.root
+        yield Moment(0.0, blocks + own, 0.0, output - self.kept)
+
+
+def whole_table(counts: Counts, tp: int, width: int) -> float:
+    """Elements by which the gradient of embed exceeds its parameters on a tp rank.
+
+    A table whose rows are split over tp has a gradient with all rows until it is reduced, unless
+    the head adds its own to it.
+    """
+    embed = counts.embed
+    if not counts.tied:
+        return max(0.0, embed.backward_gradients / width - embed.trained)
+    is_whole = embed.backward_peak >= tp * width * counts.tied
+    return (tp - 1) * counts.tied if is_whole else 0.0
+
+
+def of_products(part: Part) -> float:
+    """Bytes of the gradients from which a part computes those of its weights."""
+    return sum(
+        count * product.batch * product.m * product.k * BYTES[product.dtype]
+        for product, count in part.backward.products.items()
+        if product.is_weight_gradient
+    )
+
+
+def pipeline_moments(
+    flights: Sequence[InFlight],
+    stages: Sequence[StageParts],
+    how: Sharding,
+    growth: float,
+    sending: float,
+) -> Iterator[Moment]:
+    """Forward and backward of a step.
+
+    `growth`: times the activations of the planned order. `sending`: bytes of a message to which no
+    action belongs.
+    """
+    in_float8 = (how.width - how.block_width) * sum(
+        stage.layers * stage.counts.block.parameters for stage in stages
+    )
+    gathered = how.width * sum(stage.parameters for stage in stages) - in_float8
+    stream = stages[0].counts.stream
+    for flight in flights:
+        summed = sum(
+            stage.unreduced
+            for stage, is_summed in zip(stages, flight.summed, strict=True)
+            if is_summed
+        )
+        held = sum(count * each.kept for count, each in zip(flight.held, stages, strict=True))
+        halves = sum(count * each.half for count, each in zip(flight.halves, stages, strict=True))
+        for own in _own(flight, stages[flight.place], how):
+            activations = held + flight.messages * stream + own.activations
+            yield Moment(
+                gathered + own.gathered,
+                how.sum_width * summed + own.unreduced,
+                own.gradients,
+                activations * growth + sending,
+                halves + own.temporary,
+            )
+
+
+def _own(flight: InFlight, stage: StageParts, how: Sharding) -> Iterator[Moment]:
+    """What an action adds to all that the rank holds."""
+    is_summed, counts = flight.summed[flight.place], stage.counts
+    if flight.kind is Kind.FORWARD:
+        yield Moment(activations=stage.forward_high)
+        return
+    arrived = 0.0 if stage.has_head else counts.stream
+    """The gradient of the stage's output."""
+    whole = how.width * stage.unreduced
+    if flight.kind is Kind.BACKWARD:
+        moments = stage.backward(how, is_summed)
+        yield from (each._replace(activations=each.activations + arrived) for each in moments)
+    elif flight.kind is Kind.BACKWARD_INPUT and not stage.has_embed:
+        # The graph is kept for the second half: nothing is freed.
+        if stage.has_head:
+            yield Moment(temporary=counts.head.backward_peak)
+        yield Moment(activations=arrived, temporary=stage.half + counts.block.backward_peak)
+    elif flight.kind is Kind.BACKWARD_WEIGHT and stage.has_embed:
+        yield from stage.backward(how, is_summed)
+    elif flight.kind is Kind.BACKWARD_WEIGHT:
+        yield Moment(unreduced=whole)
+    if flight.last:
+        sums = 0.0 if is_summed else how.sum_width * stage.unreduced
+        blocks = stage.largest_unit * counts.block.trained
+        gone = stage.kept + (stage.half if flight.kind is Kind.BACKWARD_WEIGHT else 0.0)
+        # Each unit frees its parameters, then copies its gradients to reduce them.
+        for unit, width in ((stage.root, how.width), (blocks, how.block_width)):
+            yield Moment(-width * unit, sums + how.sum_width * unit, 0.0, -gone)
+
 
 GIB, MIB_OF_GIB = 2**30, 2**10
 WIDTH = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}

@@ -1,38 +1,738 @@
 """One microbatch of embed, a block and the head of the real model, on fake tensors.
 
-The parts run one after another, forward and then backward, as three stages of a pipeline would
-without messages between them: every operator and every byte belongs to one part. Parameters are
-plain tensors in the compute dtype, or DTensors over tp. There is no FSDP and there are no copies of
-weights: what these add does not depend on the part.
+Its operators with what each computes, sends, reads and writes; neighbours are fused as a compiler
+would.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from titan_dit.config.training import EMAConfig, TrainingConfig
+from titan_dit.data.base import Batch, Field
+from titan_dit.dry_run import fake_step
 from titan_dit.dry_run.fake_step import CPU, HostReads, chunks_of_a_device, fake_world
-from titan_dit.dry_run.memory import MemoryLog, StorageKind, local
+from titan_dit.dry_run.memory import MemoryLog, StorageKind, is_wrapper, local
+from titan_dit.dry_run.traffic import READERS, SILENT, TrafficLog, group_name
+from titan_dit.execution.base import scaled
 from titan_dit.execution.build import executor_of, own_parameters, place_modules
 from titan_dit.execution.sliced import SlicedExecutor
 from titan_dit.models.base import Model
+from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
-from titan_dit.optim.optimizer import apply_gradients, build_optimizer
+from titan_dit.optim.optimizer import OptimizerConfig, apply_gradients, build_optimizer
 from titan_dit.parallel import fsdp
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.init import allocate
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.plan import RunPlan
-from titan_dit.planner.chain import PARTS, Chain, Marks, Trace
-from titan_dit.planner.inputs import Inputs, Prepare
-from titan_dit.planner.oplog import Operator, OperatorLog
+from titan_dit.planner.work import Attention, Message, Product
+from titan_dit.rng import SampleRNG
+
+FORMATS = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "float8",
+    torch.float8_e5m2: "float8",
+    torch.float8_e4m3fnuz: "float8",
+    torch.float8_e5m2fnuz: "float8",
+}
+"""Names of number formats, as in `hardware.Device.peak_tflops`."""
+MATRICES = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "scaled_mm": (0, 1)}
+"""Products, and where in their arguments the two matrices stand."""
+LINEAR = ("linear", "linear_pointwise")
+"""Products of an input [..., k] and a weight [n, k]."""
+GATHERS = ("gather", "index", "index_select", "embedding")
+"""They read as much of their first argument as they return."""
+SCATTERS = ("scatter_add_", "index_put_", "index_add_", "scatter_")
+"""They change as much of their first argument as their last tensor holds."""
+OVERWRITES = ("copy_", "fill_", "zero_", "foreach_copy_")
+"""In place, but they do not read what they change."""
+
+
+class Access(NamedTuple):
+    """A part of a storage that an operator reads or writes."""
+
+    storage: int
+    """Counted from 0, in order of allocation."""
+    offset: float
+    """Bytes from its beginning."""
+    bytes: float
+
+
+class Operator(NamedTuple):
+    """One call. Views and allocations are none."""
+
+    name: str
+    """Without its namespace, overload and leading underscores."""
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    work: Product | Attention | Message | None
+    """None: it only moves bytes."""
+    last_dim: bool = True
+    """False for a reduction over other dims than the last."""
+
+
+Key: TypeAlias = tuple[str, str]
+"""(part, pass): of an operator."""
+
+
+class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
+    """Within the context, records operators by part and pass; see `during`."""
+
+    def __init__(self, mesh: Mesh, memory: MemoryLog) -> None:
+        super().__init__(mesh)
+        self.memory = memory
+        self.key: Key | None = None
+        """Part and pass of the operators that follow; None: not recorded."""
+        self.found: dict[Key, list[Operator]] = {}
+        self.numbers: dict[StorageWeakRef, int] = {}
+
+    def during(self, part: str, which: str) -> None:
+        """Record what follows as the pass `which` of a part."""
+        self.key = part, which
+        self.found.setdefault(self.key, [])
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator and record it."""
+        if is_wrapper(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self.key is not None and not self.memory.is_inferring:
+            operator = self.read(func.name().partition(".")[0], args, kwargs, result)
+            if operator is not None:
+                self.found[self.key].append(operator)
+        return result
+
+    def number(self, tensor: Tensor) -> int:
+        """The number of a tensor's storage."""
+        return self.numbers.setdefault(storage_of(tensor), len(self.numbers))
+
+    def access(self, tensor: Tensor, most: float = math.inf) -> Access:
+        """What a tensor covers of its storage; `most`: bytes that are used of it."""
+        size = tensor.element_size()
+        offset = int(tensor.storage_offset()) * size
+        return Access(self.number(tensor), offset, min(most, size * elements(tensor)))
+
+    def read(
+        self, full: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> Operator | None:
+        """An operator, by its full name; None if it moves and computes nothing."""
+        if full in SILENT:
+            self.same_storage(args, result)
+            return None
+        name = full.rpartition("::")[2].lstrip("_")
+        given = {self.number(tensor) for tensor in tensors((args, kwargs))}
+        changed = changed_by(name, args, kwargs)
+        made = [t for t in tensors(result) if self.number(t) not in given]
+        if "empty" in name or not (changed or made):
+            return None
+        overwritten = name in OVERWRITES or "out" in kwargs
+        skipped = {id(tensor) for tensor in changed} if overwritten else set()
+        read = [t for t in tensors((args, kwargs)) if id(t) not in skipped]
+        written, most = made + changed, math.inf
+        limited: Tensor | None = None
+        if name in GATHERS:
+            limited, most = args[0], elements(made[0]) * made[0].element_size()
+        elif name in SCATTERS:
+            limited, source = args[0], [*tensors(args)][-1]
+            most = elements(source) * args[0].element_size()
+
+        def accesses(found: Sequence[Tensor]) -> tuple[Access, ...]:
+            each = (self.access(t, most if t is limited else math.inf) for t in found)
+            return tuple(dict.fromkeys(each))
+
+        work = self.work_of(full, name, args)
+        return Operator(name, accesses(read), accesses(written), work, is_by_row(name, args))
+
+    def same_storage(self, args: Sequence[Any], result: Any) -> None:
+        """Waiting for a collective returns what it has written."""
+        for old, new in zip(tensors(args), tensors(result), strict=False):
+            self.numbers.setdefault(storage_of(new), self.number(old))
+
+    def work_of(
+        self, full: str, name: str, args: Sequence[Any]
+    ) -> Product | Attention | Message | None:
+        """What an operator computes or sends; None for all others."""
+        if full in READERS or "c10d" in full:
+            return self.ring(full, args) if "ring_" in name else self.message(full, args)
+        if name in MATRICES:
+            first, second = (args[place] for place in MATRICES[name])
+            batch = first.shape[0] if first.ndim == 3 else 1
+            rows, inner = first.shape[-2:]
+            return Product(batch, rows, second.shape[-1], inner, FORMATS[first.dtype])
+        if name in LINEAR:
+            outputs, inner = args[1].shape
+            rows = math.prod(args[0].shape[:-1])
+            return Product(1, rows, outputs, inner, FORMATS[args[0].dtype])
+        if "scaled_dot_product" in name:
+            return attention(args, is_backward="backward" in name)
+        return None
+
+    def message(self, name: str, args: Sequence[Any]) -> Message | None:
+        """What a collective sends."""
+        assert name in READERS, f"{name} is not counted: add it to dry_run.traffic.READERS"
+        axis, size = self.axes[group_name(args)]
+        operation, sent = READERS[name](args, size)
+        return Message(axis, operation, sent if size > 1 else 0)
+
+    def ring(self, name: str, args: Sequence[Any]) -> Attention:
+        """The ring's operators: a block of keys for every rank of the ring."""
+        is_backward = name.endswith("backward")
+        q, k = args[1:3] if is_backward else args[:2]
+        size = self.axes[group_name(args)][1]
+        sent = READERS[name](args, size)[1]
+        batch, heads, queries, head_dim = q.shape
+        return Attention(
+            batch=batch,
+            heads=heads,
+            queries=queries,
+            keys=size * k.shape[2],
+            head_dim=head_dim,
+            dtype=FORMATS[q.dtype],
+            is_causal=args[-1],
+            is_backward=is_backward,
+            ring=size,
+            hop_bytes=sent / max(1, size - 1),
+        )
+
+
+def attention(args: Sequence[Any], *, is_backward: bool) -> Attention:
+    """Torch's fused kernel; its arguments begin with q, k, v, those of backward with a gradient."""
+    q, k = args[1:3] if is_backward else args[:2]
+    batch, heads, queries, head_dim = q.shape
+    # Fake tensors are on the CPU, whose kernel has one flag.
+    is_causal = any(value is True for value in args)
+    dtype = FORMATS[q.dtype]
+    return Attention(batch, heads, queries, k.shape[2], head_dim, dtype, is_causal, is_backward)
+
+
+def storage_of(tensor: Tensor) -> StorageWeakRef:
+    """A tensor's storage; without keeping its memory, but no later storage is equal to it."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def tensors(*values: Any) -> Iterator[Tensor]:
+    """Tensors in nested sequences and mappings."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors(*value)
+        elif isinstance(value, Mapping):
+            yield from tensors(*value.values())
+
+
+def elements(tensor: Tensor) -> int:
+    """Elements in memory: expanded dims read the same ones."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return math.prod(size for size, stride in steps if stride)
+
+
+def changed_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Tensors that an operator changes in place."""
+    if "out" in kwargs:
+        return [*tensors(kwargs["out"])]
+    if name == "fused_adamw_":  # Weights and moments; gradients only with a loss scale.
+        return [*tensors(args[0], *args[2:5])]
+    return [*tensors(args[0])] if name.endswith("_") and args else []
+
+
+def is_by_row(name: str, args: Sequence[Any]) -> bool:
+    """False for a sum or another reduction over other dims than the last one."""
+    if name not in ("sum", "mean", "amax", "amin") or len(args) < 2:
+        return True
+    dims = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
+    return all(dim in (-1, args[0].ndim - 1) for dim in dims)
+
+
+APART = ("fused_", "sort", "embedding_dense_backward", "foreach_norm")
+"""Operators that are kernels of their own, by their beginnings."""
+
+
+def moved(operator: Operator) -> float:
+    """Bytes of an operator that only moves them; what it changes in place counts twice."""
+    if operator.work is not None:
+        return 0.0
+    return sum(access.bytes for access in (*operator.reads, *operator.writes))
+
+
+def can_fuse(operator: Operator) -> bool:
+    """True for elementwise operators, reductions and copies."""
+    return operator.work is None and not operator.name.startswith(APART)
+
+
+@dataclass
+class Kernel:
+    """Fused operators of one pass, in their order."""
+
+    operators: list[Operator]
+    reads: dict[Access, None] = field(default_factory=dict)
+    made: set[int] = field(default_factory=set)
+    """Storages that it writes."""
+    dropped: set[int] = field(default_factory=set)
+    """Those of them that backward computes again."""
+
+    def __post_init__(self) -> None:
+        """Find what it reads from outside."""
+        for operator in self.operators:
+            for access in operator.reads:
+                if access.storage not in self.made:
+                    self.reads[access] = None
+            self.made |= {access.storage for access in operator.writes}
+
+    def sources(self, storage: int) -> dict[Access, None]:
+        """What it reads to compute one of the storages that it writes."""
+        wanted, found = {storage}, dict[Access, None]()
+        for operator in reversed(self.operators):
+            if any(access.storage in wanted for access in operator.writes):
+                for access in operator.reads:
+                    if access.storage in self.made:
+                        wanted.add(access.storage)
+                    else:
+                        found[access] = None
+        return found
+
+    def bytes(self, needed: set[int]) -> float:
+        """What it moves if others read the storages `needed`."""
+        written = {
+            access
+            for operator in self.operators
+            for access in operator.writes
+            if access.storage in needed and access.storage not in self.dropped
+        }
+        return sum(access.bytes for access in (*written, *self.reads))
+
+
+def fused(
+    passes: Mapping[str, Sequence[Operator]], later: set[int]
+) -> dict[str, tuple[float, int]]:
+    """(bytes, kernels) of the passes of a part: "forward" and "backward", or another one.
+
+    `later`: storages that are read outside these passes. What nothing reads is a result: written.
+    """
+    kernels = {name: [*kernels_of(operators)] for name, operators in passes.items()}
+    others = [o for operators in passes.values() for o in operators if not can_fuse(o)]
+    barred = later | {access.storage for operator in others for access in operator.reads}
+    if {"forward", "backward"} <= kernels.keys():
+        compute_again(kernels["forward"], kernels["backward"], barred)
+    every = [kernel for some in kernels.values() for kernel in some]
+    readers: dict[int, int] = {}
+    for kernel in every:
+        for storage in {access.storage for access in kernel.reads}:
+            readers[storage] = readers.get(storage, 0) + 1
+    inner = {a.storage for k in every for o in k.operators for a in o.reads if a.storage in k.made}
+    results = {s for k in every for s in k.made if s not in inner}
+    # What was there before and is changed in place.
+    results |= {a.storage for k in every for a in k.reads if a.storage in k.made}
+    needed = barred | readers.keys() | results
+    return {
+        name: (
+            sum(kernel.bytes(needed) for kernel in kernels[name])
+            + sum(moved(operator) for operator in operators if not can_fuse(operator)),
+            len(kernels[name]) + sum(not can_fuse(operator) for operator in operators),
+        )
+        for name, operators in passes.items()
+    }
+
+
+def compute_again(forward: Sequence[Kernel], backward: Sequence[Kernel], barred: set[int]) -> None:
+    """Let backward's kernels read what forward's read, in place of what forward's made."""
+    for kernel in forward:
+        read = {a.storage for other in forward if other is not kernel for a in other.reads}
+        for access in dict.fromkeys(access for o in kernel.operators for access in o.writes):
+            storage = access.storage
+            users = [u for u in backward if any(a.storage == storage for a in u.reads)]
+            if not users or storage in barred or storage in read or storage in kernel.dropped:
+                continue
+            sources = kernel.sources(storage)
+            more = sum(a.bytes for user in users for a in sources if a not in user.reads)
+            if more < access.bytes * (1 + len(users)):
+                kernel.dropped.add(storage)
+                for user in users:
+                    kept = {a: None for a in user.reads if a.storage != storage}
+                    user.reads = kept | sources
+
+
+class Graph:
+    """Operators and what must run before what, as bits of integers."""
+
+    def __init__(self, operators: Sequence[Operator]) -> None:
+        # A reduction over other dims than the last ends its kernel: its result has a node.
+        count = len(operators)
+        self.above = [0] * (2 * count)
+        """By node: those that must run before."""
+        self.below = [0] * (2 * count)
+        self.members = [1 << number for number in range(2 * count)]
+        """By first node of a kernel: the nodes of the kernel."""
+        self.joined = [*range(2 * count)]
+        """By node: one of its kernel, at the end the first."""
+        self.firsts = (1 << 2 * count) - 1
+        """First nodes of kernels; the others' entries of `above` and `below` are of no use."""
+        writer: dict[int, int] = {}
+        readers: dict[int, list[int]] = {}
+        for number, operator in enumerate(operators):
+            for access in operator.reads:
+                if access.storage in writer:
+                    self.order(writer[access.storage], number)
+                readers.setdefault(access.storage, []).append(number)
+            for access in operator.writes:
+                for reader in readers.pop(access.storage, ()):
+                    if reader != number:
+                        self.order(reader, number)
+            result = number
+            if not operator.last_dim:
+                result = count + number
+                self.order(number, result)
+            writer |= {access.storage: result for access in operator.writes}
+
+    def order(self, first: int, second: int) -> None:
+        """Run one before the other; `second` has nothing below it yet."""
+        self.above[second] |= self.above[first] | 1 << first
+
+    def close(self) -> None:
+        """Fill `below` from `above`."""
+        for number, above in enumerate(self.above):
+            for before in bits(above):
+                self.below[before] |= 1 << number
+
+    def first(self, node: int) -> int:
+        """The first node of a node's kernel."""
+        while self.joined[node] != node:
+            node = self.joined[node]
+        return node
+
+    def join(self, one: int, two: int) -> bool:
+        """Put two nodes into one kernel, unless a third one has to run between them."""
+        first, second = sorted((self.first(one), self.first(two)))
+        if first == second:
+            return True
+        both = self.members[first] | self.members[second]
+        if ((self.below[first] & self.above[second]) | (self.below[second] & self.above[first])) & (
+            ~both
+        ):
+            return False
+        above = (self.above[first] | self.above[second]) & ~both
+        below = (self.below[first] | self.below[second]) & ~both
+        self.members[first], self.above[first], self.below[first] = both, above, below
+        self.joined[second], self.firsts = first, self.firsts & ~(1 << second)
+        for node in bits(above & self.firsts):
+            self.below[node] |= below | both
+        for node in bits(below & self.firsts):
+            self.above[node] |= above | both
+        return True
+
+
+def kernels_of(operators: Sequence[Operator]) -> Iterator[Kernel]:
+    """Groups the operators that can be fused, in the order of their last ones."""
+    graph = Graph(operators)
+    graph.close()
+    makers: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    for number, operator in enumerate(operators):
+        if not can_fuse(operator):
+            continue
+        for access in operator.reads:
+            near = [makers[access.storage]] if access.storage in makers else []
+            for other in near + readers.get(access.storage, [])[-1:]:
+                graph.join(other, number)
+            readers.setdefault(access.storage, []).append(number)
+        makers |= {access.storage: number for access in operator.writes}
+    done = 0
+    for number, operator in enumerate(operators):
+        if can_fuse(operator) and not done >> number & 1:
+            kernel = graph.members[graph.first(number)]
+            done |= kernel
+            yield Kernel([operators[node] for node in bits(kernel)])
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The numbers of the bits that are set."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+PARTS = ("embed", "block", "head")
+
+
+class Change(NamedTuple):
+    """An allocation (bytes above 0), a resize or a free."""
+
+    bytes: float
+    is_gradient: bool
+    """Of a parameter's gradient."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Forward or backward of a part, or the preparation of its inputs."""
+
+    operators: Sequence[Operator]
+    changes: Sequence[Change]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A part, for one microbatch."""
+
+    forward: Pass
+    backward: Pass
+    later: frozenset[int]
+    """Storages that other parts read."""
+    reduced: Sequence[Operator]
+    """Sums of gradients over tp, which a step does once."""
+    carried: float
+    """Bytes of activations at the beginning of its backward, without what it and earlier parts
+    keep: the gradients of its outputs, less its outputs if only the next part kept them."""
+
+
+class Marks:
+    """Where in the logs the passes of a microbatch begin and end."""
+
+    def __init__(self, memory: MemoryLog, log: OperatorLog) -> None:
+        self.memory, self.log = memory, log
+        self.spans: dict[Key, tuple[int, int]] = {}
+
+    @contextmanager
+    def of(self, part: str, which: str) -> Iterator[None]:
+        """What happens within the block is this pass."""
+        self.log.during(part, which)
+        start = len(self.memory.events)
+        yield
+        self.log.key = None
+        self.spans[part, which] = start, len(self.memory.events)
+
+    def between(self, start: int, end: int) -> list[Change]:
+        """Changes of memory; read at the end, when all kinds are known."""
+        return [
+            Change(change, record.kind == StorageKind.UNREDUCED)
+            for record, change in self.memory.events[start:end]
+        ]
+
+    def changes(self, part: str, which: str) -> list[Change]:
+        """Those of a pass."""
+        return self.between(*self.spans[part, which])
+
+    def passed(self, part: str, which: str) -> Pass:
+        """A pass."""
+        return Pass(tuple(self.log.found[part, which]), tuple(self.changes(part, which)))
+
+    def later(self, part: str) -> frozenset[int]:
+        """Storages that others than this part read."""
+        own = self.log.found.items()
+        found = (o for key, operators in own if key[0] != part for o in operators)
+        return frozenset(access.storage for o in found for access in o.reads)
+
+    def trace(self, part: str) -> Trace:
+        """A part."""
+        before = PARTS[: PARTS.index(part) + 1]
+        start = self.spans[PARTS[0], "forward"][0]
+        live = self.between(start, self.spans[part, "backward"][0])
+        kept = sum(c.bytes for each in before for c in self.changes(each, "forward"))
+        return Trace(
+            forward=self.passed(part, "forward"),
+            backward=self.passed(part, "backward"),
+            later=self.later(part),
+            reduced=tuple(self.log.found[part, "reduce"]),
+            carried=sum(c.bytes for c in live if not c.is_gradient) - kept,
+        )
+
+
+class _Border(torch.autograd.Function):
+    """The stream as a part gets it from another one: backward ends here."""
+
+    @staticmethod
+    def forward(ctx: Any, learns: Tensor, arrived: dict[int, Tensor], *stream: Tensor) -> Any:
+        """`learns`: any tensor with gradients. `arrived` takes the gradients of the stream."""
+        ctx.arrived = arrived
+        return tuple(tensor.view_as(tensor) for tensor in stream)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Keep the gradients."""
+        ctx.arrived.update(enumerate(gradients))
+        return (None, None, *(None for _ in gradients))
+
+
+class Chain:
+    """Embed, block and head, each with a graph of its own."""
+
+    def __init__(self, model: Model, executor: Any, prepared: Prepared, marks: Marks) -> None:
+        self.model, self.executor, self.prepared, self.marks = model, executor, prepared, marks
+        self.edges: dict[str, list[GradientEdge | None]] = {}
+        """By part: of its outputs."""
+        self.arrived: dict[str, dict[int, Tensor]] = {part: {} for part in PARTS}
+        """By part: gradients of its inputs."""
+        self.stream = 0.0
+        self.loss: tuple[Tensor, Tensor] | None = None
+
+    def forward(self) -> None:
+        """All parts."""
+        prepared, side = self.prepared, self.prepared.side_inputs
+        with self.marks.of("embed", "forward"):
+            stream = self.model.embed(prepared.inputs, side)  # type: ignore[misc]
+            self.cut("embed", stream)
+        stream = self.entered("block", stream)
+        with self.marks.of("block", "forward"):
+            stream = next(iter(self.model.blocks.values()))(stream, side)
+            self.cut("block", stream)
+        self.stream = sum(local(tensor).nbytes for tensor in stream)
+        stream = self.entered("head", stream)
+        with self.marks.of("head", "forward"):
+            output = self.model.head(stream, side)  # type: ignore[misc]
+            del stream
+            run = self.executor
+            self.loss = scaled(run.score(run.loss, output, prepared), None)
+            del output
+
+    def cut(self, part: str, stream: Sequence[Tensor]) -> None:
+        """Remember where a part's backward starts."""
+        self.edges[part] = [get_gradient_edge(t) if t.requires_grad else None for t in stream]
+
+    def entered(self, part: str, stream: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The stream at the beginning of a part."""
+        learns = torch.empty(0, requires_grad=True)
+        detached = (tensor.detach() for tensor in stream)
+        found: tuple[Tensor, ...] = _Border.apply(learns, self.arrived[part], *detached)  # type: ignore[no-untyped-call]
+        return found
+
+    def backward(self) -> None:
+        """All parts, the last first."""
+        assert self.loss is not None
+        with self.marks.of("head", "backward"):
+            loss, factor = self.loss
+            self.loss = None
+            torch.autograd.backward(loss, factor)
+            del loss
+        for part, after in (("block", "head"), ("embed", "block")):
+            with self.marks.of(part, "backward"):
+                edges, gradients = self.edges.pop(part), self.arrived.pop(after)
+                used = [
+                    (edge, gradients[number])
+                    for number, edge in enumerate(edges)
+                    if edge is not None and number in gradients
+                ]
+                del gradients, edges
+                if used:
+                    torch.autograd.backward(*zip(*used, strict=True))  # type: ignore[arg-type]
+                del used
+
+
+InputsKey: TypeAlias = tuple[int, int, str]
+"""(samples, cp, cp method)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sections:
+    """The parts of a config that do not depend on the layout."""
+
+    objective: Callable[[], Objective]
+    """Makes one: its modules are placed and cast by a rehearsal."""
+    fields: Mapping[str, Field]
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    ema: EMAConfig
+
+
+@dataclass
+class Prepare:
+    """How a batch was prepared."""
+
+    made: Pass
+    read: frozenset[int] = frozenset()
+    """Storages of the preparation that the parts read."""
+    cached: float = 0.0
+    """Bytes that the objective prepares once for all steps."""
+
+
+class Inputs:
+    """The fake tensors of a config's batches; all rehearsals share them and their mode."""
+
+    def __init__(self, sections: Sections) -> None:
+        self.sections, self.objective = sections, sections.objective()
+        self.mode = fake_tensors()
+        self.batches: dict[InputsKey, tuple[Prepared, Prepare]] = {}
+        self.cached: float | None = None
+        """Bytes; None before the first batch."""
+
+    def of(
+        self, plan: RunPlan, size: int, executor: Any, memory: MemoryLog, marks: Marks
+    ) -> tuple[Prepared, Prepare]:
+        """This rank's slice of a batch of `size` samples; within `mode` and the logs.
+
+        A new batch is recorded as the pass ("inputs", "prepare") of `marks`.
+        """
+        cp = plan.sizes.cp
+        key = size, cp, plan.parallel.cp_method if cp > 1 else ""
+        if key not in self.batches:
+            self.batches[key] = self.made(plan, size, executor, memory, marks)
+        prepared, how = self.batches[key]
+        # These logs have not seen what was made before.
+        memory.mark(tensors_of(prepared), StorageKind.INPUTS)
+        return prepared, how
+
+    def made(
+        self, plan: RunPlan, size: int, executor: Any, memory: MemoryLog, marks: Marks
+    ) -> tuple[Prepared, Prepare]:
+        """A new batch; the second time, as the objective keeps some tensors of the first."""
+        start = len(memory.events)
+        first = self.prepare(plan, size, executor)
+        whole = sum(change for _, change in memory.events[start:])
+        del first
+        with marks.of("inputs", "prepare"):
+            prepared = self.prepare(plan, size, executor)
+        how = Prepare(marks.passed("inputs", "prepare"))
+        if self.cached is None:
+            self.cached = whole - sum(change.bytes for change in how.made.changes)
+        how.cached = self.cached
+        return prepared, how
+
+    def prepare(self, plan: RunPlan, size: int, executor: Any) -> Prepared:
+        """This rank's slice of a batch whose fields are zero."""
+        empty = {
+            name: torch.zeros(size, *(n or 1 for n in field.shape), dtype=field.dtype)
+            for name, field in self.sections.fields.items()
+        }
+        numbers = torch.arange(size)
+        batch = Batch(empty, numbers, weight=torch.ones(size), total_weight=float(size))
+        prepared = self.objective.prepare(batch, SampleRNG(plan.seed, numbers))
+        if isinstance(executor, SlicedExecutor):
+            prepared = executor.sliced(prepared)
+        if prepared.total_tokens is None:
+            prepared = replace(prepared, total_tokens=prepared.weight.sum(dtype=torch.float64))
+        return prepared
+
+
+def tensors_of(prepared: Prepared) -> Iterator[Tensor]:
+    """All tensors of a batch."""
+    return tensors(*vars(prepared).values())
+
+
+def fake_tensors() -> Any:
+    """The mode in which tensors have no memory; torch's class of it is private to the dry run."""
+    return fake_step.FakeTensorMode(allow_non_fake_inputs=True)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

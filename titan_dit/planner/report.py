@@ -6,15 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from titan_dit.dry_run import devices
+from titan_dit.dry_run import report
 from titan_dit.dry_run.report import number, plural, table
 from titan_dit.planner.candidates import KEYS
 from titan_dit.planner.choice import Choice
 from titan_dit.planner.hardware import Device
-from titan_dit.planner.layout import Layout, equals
 from titan_dit.planner.memory import GIB
+from titan_dit.planner.search import Layout, equals, tp_crosses_nodes
 from titan_dit.planner.step import mfu, samples_per_s
-from titan_dit.planner.weighing import tp_crosses_nodes
 
 ACROSS = "tp across nodes"
 """Stands beside every layout whose tp groups leave a node."""
@@ -235,7 +234,7 @@ def memory(choice: Choice) -> Iterator[str]:
     ]
     yield from table(["kind", "GiB"], rows)
     kinds = [kind for kind in best.held if str(kind) in held]
-    yield from devices.words(kinds)
+    yield from report.words_of_devices(kinds)
 
 
 def cost(choice: Choice) -> Iterator[str]:

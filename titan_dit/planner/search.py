@@ -1,37 +1,315 @@
-"""The best layouts of a config: best first, by lower bounds on a step's time.
-
-A candidate's bound is first that of coarser splits (`floors.py`), then `step.bound` with counts of
-its own. Its memory is composed and its step estimated only if no layout that was found is as fast
-as its bound. Layouts without tp and cp come first: they need the fewest rehearsals.
-"""
+"""The best layouts of a config: best first, by lower bounds on a step's time."""
 
 from __future__ import annotations
 
 import heapq
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from typing import NamedTuple
 
 from titan_dit.config.section import UserError
+from titan_dit.dry_run.memory import StorageKind
+from titan_dit.parallel.mesh import AxisSizes
+from titan_dit.plan import RunPlan
 from titan_dit.planner import memory as memory_of
+from titan_dit.planner import rates, step
 from titan_dit.planner.candidates import MODES, Candidate, Space
-from titan_dit.planner.floors import (
-    Bucket,
-    Busy,
-    bucket_of,
-    busy_of,
-    coarser_than,
-    floor_of,
-    least_bytes,
-    scaled,
-)
 from titan_dit.planner.hardware import Device
-from titan_dit.planner.layout import Layout, Outcome, Tally, equals, kind_of, mesh_of
-from titan_dit.planner.weighing import Model, fullest
-from titan_dit.planner.work import Counts
+from titan_dit.planner.links import Links
+from titan_dit.planner.memory import Needed
+from titan_dit.planner.step import Estimate
+from titan_dit.planner.work import Counts, Part, Work
+from titan_dit.schedules.placement import stages_per_rank
+from titan_dit.schedules.schedule import schedule_of
 from titan_dit.system.progress import ProgressLine
+
+
+class Bucket(NamedTuple):
+    """What the work of a block on a microbatch depends on."""
+
+    tp: int
+    cp: int
+    cp_method: str
+    sequence_parallel: bool
+    mode: str
+    float8: str
+    microbatch_size: int
+
+
+class Busy(NamedTuple):
+    """Seconds of a microbatch on a rank of a tp x cp group, at least."""
+
+    forward: float
+    """Of a block."""
+    backward: float
+    ends: float
+    """Embed and head, both passes."""
+
+    def plus(self, other: Busy, times: float = 1.0) -> Busy:
+        """The sum."""
+        return Busy(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+    def above(self, other: Busy) -> Busy:
+        """What this takes more, nowhere below 0."""
+        return Busy(*(max(0.0, a - b) for a, b in zip(self, other, strict=True)))
+
+
+FP32 = 4
+NONE = Busy(0.0, 0.0, 0.0)
+SLICED = ("cp", "attention")
+"""Terms that cp adds to, whatever tp is."""
+
+
+def bucket_of(candidate: Candidate) -> Bucket:
+    """The bucket of a candidate."""
+    return Bucket(*(getattr(candidate, name) for name in Bucket._fields))
+
+
+def coarser_than(candidate: Candidate) -> Iterator[Candidate]:
+    """Splits whose work a candidate's can only add to, the cheapest to rehearse first.
+
+    The last one is the candidate's own. Formats are the same: float8 halves the time of products.
+    """
+    ranks = candidate.dp_shard * candidate.tp * candidate.cp
+    plain = candidate._replace(tp=1, cp=1, mode="none", dp_shard=ranks)
+    yield plain
+    if candidate.mode != "none":
+        yield plain._replace(mode=candidate.mode)
+    if candidate.tp > 1 and (candidate.cp > 1 or candidate.mode != "none"):
+        yield candidate._replace(cp=1, mode="none", dp_shard=ranks // candidate.tp)
+    if candidate.cp > 2 or (candidate.cp > 1 and (candidate.tp > 1 or candidate.mode != "none")):
+        yield candidate._replace(tp=1, cp=2, mode="none", dp_shard=ranks // 2)
+    if candidate.tp > 1 or candidate.cp > 1:
+        yield candidate
+
+
+Known = Sequence[tuple[Candidate, Counts]]
+"""Coarser splits with their counts, as far as `coarser_than` was followed."""
+
+
+def busy_of(known: Known, sample: Candidate, plan: RunPlan, device: Device) -> Busy:
+    """What `sample` takes at least, by the coarser splits that are known; `plan`: of the sample.
+
+    With tp it is the work of that tp. What [remat] and cp add without tp is added to it.
+    """
+    links = Links(plan.sizes, device)
+    fused = plan.compile.enabled
+
+    def took(one: tuple[Candidate, Counts], terms: Sequence[str] = ()) -> Busy:
+        coarse, counts = one
+        share = coarse.tp * coarse.cp / (sample.tp * sample.cp)
+
+        def seconds(*works: Work) -> float:
+            found = (rates.seconds(work, device, links, fused=fused) for work in works)
+            # The host may run ahead of one part and fall behind in another.
+            return share * sum(
+                value
+                for each in found
+                for term, value in each.items()
+                if (term in terms if terms else term != "launches")
+            )
+
+        ends = counts.embed, counts.head
+        return Busy(
+            seconds(counts.block.forward),
+            seconds(counts.block.backward),
+            seconds(*(work for end in ends for work in (end.forward, end.backward))),
+        )
+
+    if bucket_of(known[-1][0]) == bucket_of(sample):
+        return took(known[-1])
+    plain = took(known[0])
+    base, more = plain, NONE
+    for one in known[1:]:
+        split = one[0].tp, one[0].cp
+        if split == (1, 1):
+            more = more.plus(took(one).above(plain))
+        elif split == (sample.tp, 1):
+            base = took(one)
+        else:
+            more = more.plus(took(one, SLICED).above(took(known[0], SLICED)))
+    return base.plus(more)
+
+
+def floor_of(busy: Busy, candidate: Candidate, layers: int, batch: int) -> float:
+    """Seconds of a step at least: the mean over ranks, and the chain through the last rank."""
+    count = batch / (candidate.dp_replicate * candidate.dp_shard * candidate.microbatch_size)
+    block, pp = busy.forward + busy.backward, candidate.pp
+    mean = count * (layers * block + busy.ends) / pp
+    if pp == 1:
+        return mean
+    stages = stages_per_rank(candidate.schedule, candidate.virtual_stages)
+    least = layers // (pp * stages)
+    # A microbatch comes to the last rank through all others, and has to go back.
+    schedule = schedule_of(candidate.schedule)
+    filled = busy.forward if schedule.splits_backward else block
+    others = 0 if schedule.v_shaped else pp - 1
+    return max(mean, count * stages * least * block + others * least * filled)
+
+
+def least_bytes(counts: Counts, coarse: Candidate, fine: Candidate, model: RunPlan) -> float:
+    """Bytes that the first pipeline rank holds at least: its weights, and what forward keeps.
+
+    From the counts of a coarser split with the same [remat]. In a pipeline FSDP keeps the gathered
+    weights, and all schedules but V-shaped ones begin with a forward for each rank.
+    """
+    layers = model.spec.num_layers // fine.pp
+    elements = layers * counts.block.parameters * coarse.tp / fine.tp
+    held = FP32 * elements / (fine.dp_shard * fine.cp)
+    flights = 1.0
+    if fine.pp > 1:
+        shared = fine.dp_shard * fine.cp > 1
+        held += model.dtype.itemsize * elements if shared and fine.float8 == "off" else 0.0
+        data = fine.dp_replicate * fine.dp_shard
+        count = model.global_batch_size / (data * fine.microbatch_size)
+        v_shaped = schedule_of(fine.schedule).v_shaped
+        flights = 1.0 if v_shaped else min(fine.pp, count)
+        if shared and count > fine.pp and not v_shaped:
+            # After its first backward the rank has the gradients of all its weights, unreduced.
+            held += model.dtype.itemsize * elements
+    share = coarse.tp * coarse.cp / (fine.tp * fine.cp)
+    return held + flights * layers * counts.block.kept * share
+
+
+def scaled(counts: Counts, coarse: Candidate, fine: Candidate) -> Counts:
+    """Counts of a coarser split as a lower bound on those of a finer one, memory included."""
+    share = coarse.tp * coarse.cp / (fine.tp * fine.cp)
+    tensors = coarse.tp / fine.tp
+
+    def part(own: Part) -> Part:
+        return replace(
+            own,
+            forward=own.forward.times(share),
+            backward=own.backward.times(share),
+            update=own.update.times(tensors),
+            parameters=own.parameters * tensors,
+            trained=own.trained * tensors,
+            kept=own.kept * share,
+            forward_peak=own.forward_peak * share,
+            backward_peak=min(own.backward_peak, own.backward_peak * share),
+            backward_gradients=own.backward_gradients * tensors,
+        )
+
+    return replace(
+        counts,
+        embed=part(counts.embed),
+        block=part(counts.block),
+        head=part(counts.head),
+        prepare=counts.prepare.times(share),
+        inputs=counts.inputs * share,
+        stream=counts.stream * share,
+        tied=counts.tied * tensors,
+    )
+
+
+CountsOf = Callable[[RunPlan], Counts]
+Held = Mapping[StorageKind, float]
+ROUNDS = 3
+"""Rounds of `pp` microbatches after which no schedule but gpipe has more in flight."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a search asks about a layout; tests replace it."""
+
+    counts: CountsOf
+    estimate: Callable[[RunPlan, Counts, Device], Estimate] = step.estimate
+    bound: Callable[[RunPlan, Counts, Device], float] = step.bound
+    memory: Callable[[RunPlan, Counts], Sequence[Held]] = memory_of.memory
+    needed: Callable[[Held, RunPlan, Device], Needed] = memory_of.needed
+
+
+def fullest(
+    model: Model, plan: RunPlan, counts: Counts, device: Device
+) -> tuple[Held, Needed, int]:
+    """Memory of the pipeline rank that needs most, and the rank."""
+    shorter = shortened(plan)
+    rest = counts.inputs * (plan.samples_per_rank - shorter.samples_per_rank)
+    found = []
+    for rank, held in enumerate(model.memory(shorter, counts)):
+        whole = {**held, StorageKind.INPUTS: held[StorageKind.INPUTS] + rest}
+        found.append((whole, model.needed(whole, plan, device), rank))
+    return max(found, key=lambda one: one[1].total)
+
+
+def tp_crosses_nodes(sizes: AxisSizes, device: Device) -> bool:
+    """True if a tp group has ranks on several nodes: predictions of such steps are too fast."""
+    return Links(sizes, device).group("tp").nodes > 1
+
+
+def shortened(plan: RunPlan) -> RunPlan:
+    """The plan with fewer microbatches, as many in flight: an order of many takes long to read."""
+    most = ROUNDS * plan.sizes.pp
+    fixed = plan.pipeline.schedule == "gpipe" or plan.order_of_file is not None
+    if plan.sizes.pp == 1 or fixed or plan.num_microbatches <= most:
+        return plan
+    batch = most * plan.microbatch_size * plan.sizes.data
+    return replace(plan, global_batch_size=batch, wanted_microbatch_size=plan.microbatch_size)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A candidate that fits, with its predicted step and memory."""
+
+    candidate: Candidate
+    plan: RunPlan
+    estimate: Estimate
+    held: Held
+    """Bytes by kind of the pipeline rank that needs most, at its peak."""
+    needed: Needed
+    rank: int
+    """That pipeline rank."""
+    is_rehearsed: bool = False
+    """Its memory is that of a whole fake step."""
+
+
+@dataclass
+class Tally:
+    """What a search did."""
+
+    candidates: int = 0
+    bounded: int = 0
+    """Candidates with a bound from counts of their own."""
+    weighed: int = 0
+    """Candidates whose memory was composed."""
+    too_large: int = 0
+    """Those that do not fit."""
+    estimated: int = 0
+    seconds: float = 0.0
+
+    def after(self, other: Tally) -> Tally:
+        """The sums of two searches over the same candidates."""
+        found = Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return replace(found, candidates=self.candidates)
+
+
+@dataclass
+class Outcome:
+    """The layouts that were found."""
+
+    rows: list[Layout]
+    """The fastest of every mesh, the fastest first."""
+    tally: Tally
+    notes: list[str] = field(default_factory=list)
+
+
+def mesh_of(candidate: Candidate) -> tuple[object, ...]:
+    """What one row of the table is about: the sizes of the axes, and the cp method."""
+    return (*candidate[:5], candidate.cp_method if candidate.cp > 1 else "")
+
+
+def kind_of(candidate: Candidate) -> object:
+    """Layouts of one mesh, mode and format: their composed memory errs alike."""
+    return mesh_of(candidate), candidate.mode, candidate.float8
+
+
+def equals(rows: Sequence[Layout], error: float) -> list[Layout]:
+    """Rows within the error of the fastest."""
+    best = min(row.estimate.seconds for row in rows)
+    return [row for row in rows if row.estimate.seconds <= best * (1 + error)]
+
 
 GIB = 2**30
 SLACK = 1e-9

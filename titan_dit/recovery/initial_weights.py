@@ -29,7 +29,7 @@ from titan_dit.models import lora
 from titan_dit.models.layers import CLASS_TABLE
 from titan_dit.optim.ema import EMA
 from titan_dit.parallel.init import put
-from titan_dit.recovery import mismatch, resume, run_identity
+from titan_dit.recovery import resume, run_identity
 
 UNITS = ("vae", "scale", "shift", "value_range")
 """Facts of a dataset that define the units of the model's inputs."""
@@ -227,7 +227,7 @@ def check_trained(
 def differences(record: Mapping[str, Any], identity: run_identity.Identity) -> list[str]:
     """Changes of facts and keys that change the meaning of inputs, weights or prediction."""
     before, now = record["data"], identity.data
-    facts = mismatch.changed_facts(before, {key: now[key] for key in UNITS if key in now})
+    facts = run_identity.changed_facts(before, {key: now[key] for key in UNITS if key in now})
     was, own = (
         {section: config[section] for section in ("model", "objective")}
         for config in (record["config"], identity.config)

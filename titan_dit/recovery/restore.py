@@ -2,22 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.averages import Snapshots
 from titan_dit.checkpoint.run_checkpoints import Checkpoints
-from titan_dit.checkpoint.snapshots import Snapshots
 from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.config.job import RunConfig
 from titan_dit.config.operation import CheckpointConfig, FaultsConfig
 from titan_dit.config.training import EMAConfig
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.optim.ema import EMA
-from titan_dit.recovery import initial_weights, mismatch, resume, rollback, run_identity
-from titan_dit.recovery.progress import Progress
+from titan_dit.recovery import initial_weights, resume, rollback, run_identity
+from titan_dit.recovery.ledger import Ledger
 from titan_dit.recovery.rollback import BadSteps, Rollbacks
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress after a step, equal on all ranks; the default is step 0."""
+
+    step: int = 0
+    cursor: int = 0
+    """First sample number of the next step."""
+    ledger: Ledger = field(default_factory=Ledger)
+    """Status of the samples before the cursor."""
+    guard: Mapping[str, Any] = field(default_factory=dict)
+    """The values of `Guard.state`."""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any], rollbacks: Rollbacks | None = None) -> Progress:
+        """Read from a checkpoint's record; an empty record is step 0.
+
+        Adds the skipped ranges of later `rollbacks`. Old records have only `nan_steps`, no guard.
+        """
+        ledger = Ledger.of(record)
+        return cls(
+            record.get("step", 0),
+            record.get("cursor", 0),
+            ledger.skip(rollbacks.skipped) if rollbacks else ledger,
+            {"nan_steps": record.get("nan_steps", 0), **record.get("guard", {})},
+        )
+
+    def as_record(self, num_rows: int) -> dict[str, Any]:
+        """The keys that `of` reads; `num_rows`, the rows per epoch, give the epoch."""
+        return {
+            "step": self.step,
+            "cursor": self.cursor,
+            "nan_steps": self.guard["nan_steps"],
+            "guard": dict(self.guard),
+            "ledger": self.ledger.as_json(self.cursor, num_rows),
+        }
+
 
 Say: TypeAlias = Callable[..., None]
 """Prints console lines."""
@@ -58,16 +97,16 @@ def resumed(
     run_identity.check_held_out(path, record, identity)
     own = resume.is_own(checkpoints, path)
     if not settings.allow_changes:
-        ways_out = partial(mismatch.ways_out, path, tensors["model"], own=own)
-        run_identity.check_same_mathematics(path, record, identity, ways_out)
+        advice = partial(run_identity.ways_out, path, tensors["model"], own=own)
+        run_identity.check_same_mathematics(path, record, identity, advice)
     resume.check_adapters(path, record, tensors["model"])
     has_moments = record.get("imported") and checkpoint.holds(path, "optimizer")
     if settings.allow_changes or has_moments:
         # The checkpoint may be of another optimizer, or of a run with frozen parameters.
         tensors, lines = resume.without_missing(path, tensors)
         say(*lines)
-    load = resume.load_imported if record.get("imported") else resume.load
-    load(path, record, tensors, ema)
+    load_weights = resume.load_imported if record.get("imported") else resume.load
+    load_weights(path, record, tensors, ema)
     rollbacks = rollback.read(run.folder) if own else Rollbacks()
     progress = Progress.of(record, ranks.gather(rollbacks)[0])
     if ranks.is_first:

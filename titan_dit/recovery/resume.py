@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from titan_dit.checkpoint import checkpoint, run_path
+from titan_dit.checkpoint.averages import averages_in
 from titan_dit.checkpoint.record import Damaged, read_record
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.checkpoint.saved_weights import OWN
-from titan_dit.checkpoint.snapshots import averages_in
 from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
 from titan_dit.config.config_file import (

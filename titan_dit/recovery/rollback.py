@@ -14,7 +14,7 @@ from titan_dit.checkpoint.run_checkpoints import Checkpoints
 from titan_dit.config import schema, user_text
 from titan_dit.config.operation import FaultsConfig
 from titan_dit.config.section import UserError
-from titan_dit.data.sample_ranges import SampleRange
+from titan_dit.data.order import SampleRange
 from titan_dit.recovery.ledger import Skipped
 from titan_dit.recovery.resume import Start, set_aside_newer
 from titan_dit.system.files import write_whole

@@ -1,12 +1,17 @@
-"""The identity of a run's mathematics, and checks that a checkpoint was trained with the same."""
+"""What a run's mathematics and data are, and whether a checkpoint has the same."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
+from titan_dit.checkpoint import checkpoint
+from titan_dit.checkpoint.saved_weights import OWN
 from titan_dit.checkpoint.store import Location
 from titan_dit.config import catalog
 from titan_dit.config.config_file import (
@@ -21,7 +26,39 @@ from titan_dit.config.config_file import (
 )
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import LoRAConfig
-from titan_dit.recovery import mismatch
+from titan_dit.launcher.ranks import Ranks
+
+
+def ways_out(path: Location, model: Mapping[str, Tensor], *, own: bool) -> str:
+    """Ending of the error: what the user can do. `own`: the checkpoint is this run's. Collective.
+
+    `model`: this rank's parameters by name; allow_changes does not change their shapes.
+    """
+    another = "start a new run with --job.name" if own else "train without --checkpoint.resume"
+    if not fits(path, model):
+        return f"Its weights do not fit this model: undo the change, or {another}."
+    allow = "allow it with --checkpoint.allow_changes true"
+    return f"Undo the change, {another}, or {allow}."
+
+
+def fits(path: Location, model: Mapping[str, Tensor]) -> bool:
+    """Return True if a checkpoint has the parameters of all ranks, in their shapes. Collective."""
+    saved = {name: size for name, (size, _) in checkpoint.contents(path).items()}
+    # An objective's own modules are in no weight file.
+    ours = {name: t.shape for name, t in model.items() if not name.startswith(OWN)}
+    return all(Ranks().gather(all(saved.get(f"model.{name}") == ours[name] for name in ours)))
+
+
+def changed_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The facts of a dataset that differ, such as its shape or its autoencoder."""
+    # A checkpoint holds them as JSON, which has no tuples.
+    found = {key: json.loads(json.dumps(value)) for key, value in now.items() if key != "digest"}
+    return [
+        f"[data] {key}: {show(before[key])} -> {show(value)}"
+        for key, value in found.items()
+        if key in before and before[key] != value
+    ]
+
 
 WHAT_WEIGHTS_ARE = (
     *("name", "prediction", "noise_schedule", "schedule", "steps", "learn_sigma"),
@@ -76,7 +113,7 @@ def check_same_mathematics(
     else:
         if record["data"]["digest"] != identity.data["digest"]:
             changed.append("[data]: the contents differ from those the checkpoint was trained on")
-            changed += mismatch.changed_facts(record["data"], identity.data)
+            changed += changed_facts(record["data"], identity.data)
         if held_out[0] != held_out[1]:
             changed.append(
                 f"[validation] samples (held-out rows of [data]): {held_out[0]} -> {held_out[1]}"

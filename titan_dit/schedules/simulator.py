@@ -1,10 +1,4 @@
-"""Simulates an order: start and end of every action, from the costs of actions.
-
-A rank runs its actions as planned, each as soon as its input has arrived, or as a `Decider` says,
-the same one as in a run. Messages have a latency but do not occupy the ranks, and they stay in
-sequence: between two ranks, or in a run-time order between two stages. Times are in the unit of the
-costs.
-"""
+"""Simulates an order: start and end of every action, from the costs of actions."""
 
 from __future__ import annotations
 
@@ -277,3 +271,39 @@ def jitter_factor(jitter: float, seed: int, name: str) -> float:
         return 1.0
     # A text seed: hash() would differ between processes.
     return random.Random(f"{seed} {name}").lognormvariate(-jitter * jitter / 2, jitter)
+
+
+class Taken(NamedTuple):
+    """Seconds from the beginning of an action to an event."""
+
+    computed: float
+    left: float
+    """Until its output has left for another rank."""
+    free: float
+    """Until the rank can go on."""
+
+
+def replay(
+    order: Order,
+    seconds: Mapping[Action, Taken],
+    links: Mapping[tuple[int, int], float],
+    ready: Sequence[float] | None = None,
+) -> tuple[TimedAction, ...]:
+    """The timeline of an order; raises ValueError on a deadlock.
+
+    `links`: latency by (source, target) rank, else 0. `ready`: when each rank may begin.
+    """
+    num_stages = num_stages_of(order)
+    rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    free = list(ready) if ready else [0.0] * len(order)
+    ends: dict[Action, float] = {}
+    timeline = []
+    for rank, action in execution(order):
+        start = free[rank]
+        for message in inputs_of(action, num_stages):
+            source = rank_of[message.stage]
+            start = max(start, ends[message] + links.get((source, rank), 0.0))
+        took = seconds[action]
+        ends[output_of(action)], free[rank] = start + took.left, start + took.free
+        timeline.append(TimedAction(rank, action, start, start + took.computed))
+    return tuple(timeline)

@@ -24,11 +24,10 @@ from torch import Tensor
 from titan_dit.config import limits
 from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError, read_whole
-from titan_dit.data.listing import Names
+from titan_dit.data.listing import IMAGE_SUFFIXES, Names
 from titan_dit.data.packing.images import DecodingBudget, decode_image
-from titan_dit.data.recognise import IMAGE_SUFFIXES
-from titan_dit.pictures.open_input import open_listed
 from titan_dit.pictures.picture_set import Asked, PictureSet
+from titan_dit.pictures.readers import open_listed
 from titan_dit.scores.moments import Moments
 
 PICTURES = "arr_0"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from titan_dit.config.training import EvaluationConfig, SamplingConfig
-from titan_dit.data.class_labels import few
+from titan_dit.data.listing import few
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.objectives.base import DataShare, Forward, Objective
 from titan_dit.observe import console

@@ -1,4 +1,4 @@
-"""Read images as uint8 pixels, optionally resized and cropped to squares."""
+"""Read images as uint8 sRGB pixels, optionally resized and cropped to squares."""
 
 from __future__ import annotations
 
@@ -7,20 +7,73 @@ import io
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import UInt8
-from PIL import Image
+from PIL import Image, ImageCms
 from torch import Tensor
 
 from titan_dit.config import limits
 from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError, read_whole
-from titan_dit.data.packing import colours
+
+SPACES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
+"""Colour space of a profile -> mode of Pillow."""
+SRGB: Final = "sRGB"
+"""In the description of a profile: its pictures are left as they are."""
+MAX_PROFILE_BYTES = 4 << 20
+"""Bytes of a profile; those of inks have one or two million."""
+EQUAL = 2
+"""Levels by which a profile that is sRGB under another name may differ from it."""
+
+
+def colour_space(mode: str) -> str:
+    """The mode that a profile of an image of this mode is about."""
+    if mode in ("1", "L", "LA"):
+        return "L"
+    return "CMYK" if mode == "CMYK" else "RGB"
+
+
+@lru_cache(8)
+def colour_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
+    """The way from a profile's colours in this mode to sRGB.
+
+    None if they are sRGB, or the profile is damaged or of other colours than the image.
+    """
+    if len(profile) > MAX_PROFILE_BYTES:
+        return None
+    try:
+        opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        if SPACES.get(opened.profile.xcolor_space.strip()) != mode:
+            return None
+        found = ImageCms.buildTransform(opened, ImageCms.createProfile(SRGB), mode, "RGB")
+        name = opened.profile.profile_description or ""
+    except Exception:  # Pillow raises any exception on a damaged profile.
+        return None
+    is_srgb = mode != "CMYK" and (SRGB in name or is_equal(found, mode))
+    return None if is_srgb else found
+
+
+def is_equal(transform: ImageCms.ImageCmsTransform, mode: str) -> bool:
+    """True if a cube of colours stays what it is."""
+    levels = np.linspace(0, 255, 9).round().astype(np.uint8)
+    cube = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(27, 27, 3)
+    before = Image.fromarray(cube).convert(mode)
+    after = apply_colours(transform, before)
+    differences = np.asarray(after).astype(int) - np.asarray(before.convert("RGB")).astype(int)
+    return int(abs(differences).max()) <= EQUAL
+
+
+def apply_colours(transform: ImageCms.ImageCmsTransform, image: Image.Image) -> Image.Image:
+    """The picture in sRGB, RGB."""
+    found = ImageCms.applyTransform(image, transform)
+    assert found is not None
+    return found
+
 
 MAX_PIXELS = 178_956_970
 """Pixels of a picture that is read. Pillow's own."""
@@ -176,13 +229,13 @@ def flat(
 ) -> tuple[UInt8[np.ndarray, "..."], bool]:
     """Upright pixels, cropped, in sRGB; True if they were in another space."""
     profile = image.info.get("icc_profile") or b""
-    to_srgb = colours.transform_of(profile, colours.space_of(image.mode)) if profile else None
+    to_srgb = colour_transform(profile, colour_space(image.mode)) if profile else None
     turn = turn_of(image)
     # Grey becomes RGB after the crop, in a third of the memory.
     mode = "L" if image.mode in GREYS else "RGB"
     is_cmyk = image.mode == "CMYK"
     if to_srgb is not None and is_cmyk:
-        picture = colours.apply(to_srgb, image)
+        picture = apply_colours(to_srgb, image)
     else:
         picture = on_white(image, mode)
     if picture is not image:
@@ -193,7 +246,7 @@ def flat(
     if size is not None:
         picture = center_crop(picture, size)
     if to_srgb is not None and not is_cmyk:
-        picture = colours.apply(to_srgb, picture).convert(mode)
+        picture = apply_colours(to_srgb, picture).convert(mode)
     is_grey = mode == "L" and (shape is None or shape[0] == 1)
     if not is_grey and picture.mode != "RGB":
         picture = picture.convert("RGB")

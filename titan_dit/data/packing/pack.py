@@ -1,32 +1,45 @@
 """Pack folders of latents or images into shards: parallel and resumable.
 
-The listing is split into fixed chunks, one shard each, so the output does not depend on the number
-of workers or restarts. The manifest is written last; until then `pack.json` marks the output.
+Workers write chunks of a listing, each shard atomically. `pack.json` in the output holds the
+plan's digest and a file lock, `sources.json` what the shards were made of.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import multiprocessing
+import os
 import re
+import signal
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Int64, Shaped
+from safetensors import torch as safetensors
 from torch import Tensor
 
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError
-from titan_dit.data.files import BadFileError, read_latent
+from titan_dit.data.files import BadFileError, read_latent, read_whole, stamp_of
 from titan_dit.data.latents import STORED_DTYPES
-from titan_dit.data.listing import Listing, list_folder
+from titan_dit.data.listing import Listing, few, list_folder
 from titan_dit.data.manifest import (
     CLAIM,
+    FORMAT,
     MANIFEST,
     agreed,
     check_manifest,
@@ -34,20 +47,513 @@ from titan_dit.data.manifest import (
     read_json,
     write_json,
 )
-from titan_dit.data.packing import sources
-from titan_dit.data.packing.claim import claimed
-from titan_dit.data.packing.images import DecodingBudget, read_image
-from titan_dit.data.packing.shard_job import (
-    CONVERTED,
-    MAX_PIXELS_FLAG,
-    ChunkRecord,
-    PackPlan,
-    ShardPlan,
-    read_record,
-    writing,
-)
-from titan_dit.data.packing.sources import SOURCES
-from titan_dit.data.packing.workers import Progress, pack_here, run_workers
+from titan_dit.data.packing.images import DecodingBudget, decode_image, read_image
+from titan_dit.launcher.disk_errors import line_of
+from titan_dit.system import stdio
+from titan_dit.system.file_lock import open_locked
+from titan_dit.system.files import sync_folder, write_whole
+
+
+@contextmanager
+def claimed(output: Path, digest: str, command: str = "data pack") -> Iterator[None]:
+    """Hold the lock of an output folder; refuses a folder started with another plan."""
+    descriptor = lock(output, command)
+    try:
+        held = os.read(descriptor, 4096)
+        if held and digest.encode() not in held:
+            raise UserError(
+                f"[{command}] output={output} holds unfinished shards of other files or options. "
+                "Delete it or choose another --output."
+            )
+        if not held:
+            # Written in place: a rename would replace the locked file.
+            os.write(descriptor, (json.dumps({"plan": digest, "command": command}) + "\n").encode())
+            os.fsync(descriptor)
+            sync_folder(output)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def lock(output: Path, command: str = "data pack") -> int:
+    """Open and lock `pack.json`; return its file descriptor."""
+    try:
+        return open_locked(output / CLAIM)
+    except BlockingIOError:
+        raise UserError(f"[{command}] another process is packing into {output}.") from None
+
+
+MAX_PIXELS_FLAG = "--max-pixels"
+CONVERTED = "to_srgb"
+"""Of a record: pictures whose colours were converted."""
+
+
+@runtime_checkable
+class ShardPlan(Protocol):
+    """A plan of shards: of `data pack` or of `data encode`."""
+
+    @property
+    def command(self) -> str:
+        """The command, for messages."""
+
+    @property
+    def format(self) -> str:
+        """Format of the manifest."""
+
+    @property
+    def copies(self) -> int:
+        """Rows of each listed file."""
+
+    @property
+    def root(self) -> Path:
+        """The input."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The listed files."""
+
+    @property
+    def labels(self) -> Int64[Tensor, " n"]:
+        """Their classes; -1 for a file without one."""
+
+    @property
+    def name(self) -> str:
+        """Prefix of the shards' names."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of a row."""
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the rows."""
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Further keys of the manifest."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks."""
+
+    def rows(self, chunk: int) -> range:
+        """Listing indices of a chunk's files."""
+
+    def digest(self) -> str:
+        """SHA-256 of everything that determines the shards' bytes, but the files' contents."""
+
+    def stamp(self, row: int) -> tuple[int, int]:
+        """Length and time of modification of a listed file."""
+
+    def has_made(self, record: ChunkRecord, chunk: int) -> bool:
+        """True if the files' contents are those of which a chunk was made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunks(ABC):
+    """Listed files in chunks of one size; each becomes a shard."""
+
+    shard_size: int
+    """Listed files per shard, including dropped ones."""
+
+    @property
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """The listed files."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks; one whose files are all dropped gets no shard."""
+        return -(-len(self.names) // self.shard_size)
+
+    def rows(self, chunk: int) -> range:
+        """Listing indices of a chunk's files."""
+        first = chunk * self.shard_size
+        return range(first, min(first + self.shard_size, len(self.names)))
+
+
+@dataclass(frozen=True)
+class PackPlan(Chunks):
+    """Everything that determines the shards' bytes; not the workers or the output path."""
+
+    command: ClassVar[str] = "data pack"
+    format: ClassVar[str] = FORMAT
+    copies: ClassVar[int] = 1
+
+    listing: Listing
+    name: str
+    """Prefix of the files: NAME-00000.safetensors."""
+    shape: tuple[int, int, int]
+    dtype: str
+    image_size: int | None
+    about: dict[str, Any]
+    """Further manifest keys: source, num_classes, classes, scale, shift, value_range."""
+    max_pixels: int | None = None
+    """Of a picture that is read; None: by the memory that its format takes."""
+
+    @property
+    def root(self) -> Path:
+        """The input folder."""
+        return self.listing.root
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The listed files."""
+        return self.listing.names
+
+    @property
+    def labels(self) -> Int64[Tensor, " n"]:
+        """Their classes."""
+        return self.listing.labels
+
+    def digest(self) -> str:
+        """Return a SHA-256 of the plan, independent of the parent folders of input and output."""
+        listing = self.listing
+        parts = (self.name, self.shape, self.dtype, self.shard_size, self.image_size, listing.kind)
+        sha = hashlib.sha256(json.dumps([*parts, self.about], sort_keys=True).encode())
+        sha.update(listing.names.ends.tobytes() + listing.names.block)
+        sha.update(listing.labels.numpy().tobytes())
+        if self.max_pixels is not None:  # Outputs of versions without the flag go on.
+            sha.update(f" {self.max_pixels}".encode())
+        return sha.hexdigest()
+
+    def budget(self, context: Any = threading) -> DecodingBudget:
+        """What limits its pictures; `context` makes the locks."""
+        return DecodingBudget(self.max_pixels, context, MAX_PIXELS_FLAG)
+
+    def stamp(self, row: int) -> tuple[int, int]:
+        """Length and time of modification of a listed file."""
+        return stamp_of(self.listing.root / self.listing.names[row])
+
+    def has_made(self, record: ChunkRecord, chunk: int) -> bool:
+        """True if packing the chunk again gives the same bytes."""
+        kept, latents, dropped, _ = self.read_chunk(chunk, self.budget(), lambda *_: None)
+        same = not kept and not record.file
+        if kept:
+            same = hashlib.sha256(shard_of(self, kept, latents)).hexdigest() == record.sha256
+        return same and dropped == record.dropped
+
+    def read_chunk(
+        self, chunk: int, budget: DecodingBudget, report: Callable[[int, int], None]
+    ) -> tuple[list[int], Shaped[Tensor, "n c h w"], list[tuple[int, str]], int]:
+        """The rows of a chunk that can be read, their samples, the other rows with the reason.
+
+        The last is the number of pictures whose colours were converted. `report` gets increments
+        of (done, dropped).
+        """
+        rows = self.rows(chunk)
+        dropped: list[tuple[int, str]] = []
+        latents = torch.empty(len(rows), *self.shape, dtype=STORED_DTYPES[self.dtype])
+        kept: list[int] = []
+        num_converted = 0
+        for row in rows:
+            try:
+                latents[len(kept)], is_converted = self.read(row, budget)
+                kept.append(row)
+                num_converted += is_converted
+            except BadFileError as error:
+                dropped.append((row, str(error)))
+                report(0, 1)
+            report(1, 0)
+        return kept, latents[: len(kept)], dropped, num_converted
+
+    def read(self, row: int, budget: DecodingBudget) -> tuple[Shaped[Tensor, "c h w"], bool]:
+        """Read one sample in the shards' dtype; raises BadFileError.
+
+        With True if it is a picture whose colours were of another space than sRGB.
+        """
+        path = self.listing.root / self.listing.names[row]
+        if self.listing.kind == "images":
+            return decode_image(read_whole(path), self.image_size, self.shape, budget)
+        latent = read_latent(path, self.shape)
+        packed = latent.to(STORED_DTYPES[self.dtype])
+        if self.dtype == "float16" and packed.isinf().any():
+            raise BadFileError("not finite in float16: above 65504. Pack with --dtype float32")
+        return packed, False
+
+
+@dataclass(frozen=True)
+class ChunkRecord:
+    """Result of a chunk; `file` is empty if all its files were dropped."""
+
+    plan: str
+    file: str
+    count: int
+    bytes: int
+    sha256: str
+    dropped: list[tuple[int, str]]
+    """(index in the listing, reason)."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What `data encode` sums up over a chunk."""
+
+
+def pack_chunk(
+    plan: PackPlan,
+    digest: str,
+    output: Path,
+    chunk: int,
+    budget: DecodingBudget,
+    report: Callable[[int, int], None],
+) -> None:
+    """Read a chunk; write its shard and record; `report` gets increments of (done, dropped)."""
+    kept, latents, dropped, num_converted = plan.read_chunk(chunk, budget, report)
+    extra = {CONVERTED: num_converted} if num_converted else {}
+    write_chunk(plan, digest, output, chunk, kept, latents, dropped, extra)
+
+
+def write_chunk(
+    plan: ShardPlan,
+    digest: str,
+    output: Path,
+    chunk: int,
+    kept: Sequence[int],
+    latents: Shaped[Tensor, "n c h w"],
+    dropped: list[tuple[int, str]],
+    extra: dict[str, Any] | None = None,
+) -> None:
+    """Write a chunk's shard and its record, each whole or not at all; no shard if none is `kept`.
+
+    `latents` are the rows of the files `kept`, `plan.copies` of each.
+    """
+    stem = f"{plan.name}-{chunk:05d}"
+    record = ChunkRecord(digest, "", 0, 0, "", dropped)
+    if kept:
+        file = f"{stem}.safetensors"
+        data = shard_of(plan, kept, latents)
+        with writing(output / file, plan.command):
+            write_whole(output / file, data)
+        sha = hashlib.sha256(data).hexdigest()
+        count = len(kept) * plan.copies
+        record = ChunkRecord(digest, file, count, len(data), sha, dropped, extra or {})
+    with writing(output / f"{stem}.json", plan.command):
+        write_json(output / f"{stem}.json", asdict(record))
+
+
+def shard_of(plan: ShardPlan, kept: Sequence[int], latents: Shaped[Tensor, "n c h w"]) -> bytes:
+    """The bytes of a shard."""
+    labels = plan.labels[torch.tensor(kept)].repeat_interleave(plan.copies)
+    # Not save_file: its files have mode 0600, and if killed it leaves a temporary file.
+    data: bytes = safetensors.save({"latent": latents.contiguous(), "label": labels})
+    return data
+
+
+@contextmanager
+def writing(file: Path, command: str = PackPlan.command) -> Iterator[None]:
+    """Turn an OSError into a UserError that names the file and the fix."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"[{command}] {file} cannot be written: {error.strerror}. Free space or fix the disk, "
+            "and run the same command again: it resumes."
+        ) from None
+
+
+def read_record(output: Path, stem: str) -> ChunkRecord | None:
+    """Return the record of a finished chunk; None if it or its shard is missing or damaged."""
+    try:
+        text = (output / f"{stem}.json").read_text()
+        values: dict[str, Any] = user_text.parse_json(text)
+        values["dropped"] = [(int(row), str(why)) for row, why in values["dropped"]]
+        record = ChunkRecord(**values)
+        whole = not record.file or (output / record.file).stat().st_size == record.bytes
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return record if whole else None
+
+
+def pack_chunks(
+    plan: PackPlan,
+    output: Path,
+    chunks: list[int],
+    budget: DecodingBudget,
+    counts: Any,
+    place: int,
+    errors: Connection,
+) -> None:
+    """Entry point of worker `place`: packs `chunks`, adds its progress to the shared `counts`.
+
+    Sends an error's message to the parent. Exits if the parent dies.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent terminates the workers.
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+
+    def report(done: int, dropped: int) -> None:
+        counts[2 * place] += done
+        counts[2 * place + 1] += dropped
+
+    try:
+        digest = plan.digest()
+        for chunk in chunks:
+            pack_chunk(plan, digest, output, chunk, budget, report)
+    except (UserError, OSError) as error:
+        named = line_of(error, "[data pack]") if isinstance(error, OSError) else str(error)
+        errors.send(named)
+        raise SystemExit(1) from None
+
+
+def end_with_parent() -> None:
+    """Exit when the parent process ends, even by SIGKILL."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+SOURCES = "sources.json"
+
+
+def stamps_of(plan: ShardPlan) -> list[str]:
+    """A digest of the lengths and times of modification of each chunk's files."""
+    return [
+        hashlib.sha256(
+            " ".join(f"{plan.stamp(row)}" for row in plan.rows(chunk)).encode()
+        ).hexdigest()[:32]
+        for chunk in range(plan.num_chunks)
+    ]
+
+
+def check_sources(
+    plan: ShardPlan, output: Path, digest: str, made: Mapping[int, ChunkRecord], verify: bool
+) -> None:
+    """Raise UserError if the files of finished chunks have changed; else record how they are.
+
+    `verify` reads and compares the contents.
+    """
+    now, before = stamps_of(plan), recorded(plan, output, digest)
+    unknown = [chunk for chunk in made if before[chunk] is None]
+    if verify:
+        changed = [chunk for chunk, record in made.items() if not plan.has_made(record, chunk)]
+        how, compare = "contents", ""
+    else:
+        changed = [chunk for chunk in made if before[chunk] not in (None, now[chunk])]
+        how = "length or time of modification"
+        compare = " If they are the same, --verify true compares their contents."
+    if changed:
+        names = few([f"{plan.name}-{chunk:05d}" for chunk in changed])
+        raise UserError(
+            f"[{plan.command}] input={plan.root}: files have changed ({how}) since these shards of "
+            f"{output} were made of them: {names}. Delete {output}, or choose another --output."
+            f"{compare}"
+        )
+    if unknown and not verify:
+        stdio.write(
+            sys.stderr,
+            f"whether the files of {plan.root} have changed is not known: an earlier version wrote "
+            f"{output}. --verify true compares their contents\n",
+        )
+    kept = {} if verify else dict.fromkeys(unknown)
+    chunks = [kept.get(chunk, stamp) for chunk, stamp in enumerate(now)]
+    if chunks != before:
+        with writing(output / SOURCES, plan.command):
+            write_json(output / SOURCES, {"plan": digest, "chunks": chunks})
+
+
+def check_sources_unchanged(plan: ShardPlan, output: Path, digest: str) -> None:
+    """Raise UserError if files have changed while they were read."""
+    pairs = zip(recorded(plan, output, digest), stamps_of(plan), strict=True)
+    if any(before not in (None, now) for before, now in pairs):
+        raise UserError(
+            f"[{plan.command}] input={plan.root}: files have changed while they were read. Delete "
+            f"{output}, and repeat the command."
+        )
+
+
+def recorded(plan: ShardPlan, output: Path, digest: str) -> list[str | None]:
+    """The digest of each chunk that was recorded for a plan; None where it is not known."""
+    file = output / SOURCES
+    found = user_text.read_json(file, str(file)) if file.is_file() else None
+    if isinstance(found, dict) and found.get("plan") == digest:
+        chunks = found.get("chunks")
+        if isinstance(chunks, list) and len(chunks) == plan.num_chunks:
+            return chunks
+    return [None] * plan.num_chunks
+
+
+Progress = Callable[[int, int], None]
+"""Called often with (files done, of which dropped)."""
+
+
+def pack_here(plan: PackPlan, output: Path, todo: list[int], progress: Progress) -> None:
+    """Pack the chunks of `todo` in this process."""
+    digest, counts = plan.digest(), [0, 0]
+
+    def report(done: int, dropped: int) -> None:
+        counts[0] += done
+        counts[1] += dropped
+        progress(*counts)
+
+    try:
+        for chunk in todo:
+            pack_chunk(plan, digest, output, chunk, plan.budget(), report)
+    except OSError as error:
+        raise UserError(line_of(error, "[data pack]")) from None
+
+
+def run_workers(
+    plan: PackPlan, output: Path, todo: list[int], workers: int, progress: Progress
+) -> None:
+    """Pack the chunks of `todo` in worker processes; worker i takes todo[i::workers]."""
+    context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork.
+    shared = context.RawArray("q", 2 * workers)
+    pipes = [context.Pipe(duplex=False) for _ in range(workers)]
+    budget = plan.budget(context)
+    processes = [
+        context.Process(
+            target=pack_chunks,
+            args=(plan, output, todo[i::workers], budget, shared, i, pipes[i][1]),
+            daemon=True,
+        )
+        for i in range(workers)
+    ]
+    try:
+        with sigint_ignored():
+            for process in processes:
+                process.start()
+        running = dict(zip(processes, (receiver for receiver, _ in pipes), strict=True))
+        while running:
+            wait([process.sentinel for process in running], timeout=0.5)
+            progress(sum(shared[::2]), sum(shared[1::2]))
+            for process in [process for process in running if not process.is_alive()]:
+                errors = running.pop(process)
+                if process.exitcode:
+                    raise worker_error(process.exitcode, errors.recv() if errors.poll() else "")
+    finally:
+        started = [process for process in processes if process.pid]
+        for process in started:
+            process.terminate()
+        deadline = time.monotonic() + 1
+        for process in started:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def sigint_ignored() -> Iterator[None]:
+    """Make child processes ignore Ctrl-C from their start; the parent terminates them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Only the main thread may set handlers, and only it is interrupted.
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def worker_error(exit_code: int, message: str) -> Exception:
+    """Return the error of a dead worker: its message, or its signal or exit code."""
+    if message:
+        return UserError(message)
+    if exit_code < 0:
+        return UserError(
+            f"[data pack] a worker was killed (signal {-exit_code}): not enough memory? Set fewer "
+            "--workers; the same command resumes."
+        )
+    return RuntimeError(f"a worker failed (exit code {exit_code}), see above")
+
 
 DROPPED, CAPTIONS = "dropped.json", "captions.jsonl"
 SHARD_BYTES = 128 << 20
@@ -189,7 +695,7 @@ def resumed(
         records = records_of(plan, output, digest, manifest)
         if all(has_size(output, shard["file"], shard["bytes"]) for shard in manifest["shards"]):
             try:
-                sources.check(plan, output, digest, records, verify)
+                check_sources(plan, output, digest, records, verify)
             finally:
                 clean(plan, output)  # Also of an error: the output is whole, and not claimed.
             return None
@@ -197,13 +703,13 @@ def resumed(
             write_json(output / f"{plan.name}-{chunk:05d}.json", asdict(record))
         (output / MANIFEST).unlink()
     found = find_finished(plan, output, digest)
-    sources.check(plan, output, digest, found, verify)
+    check_sources(plan, output, digest, found, verify)
     return found
 
 
 def all_finished(plan: ShardPlan, output: Path, digest: str) -> list[ChunkRecord]:
     """The records of all chunks; UserError if one is missing, or all files were dropped."""
-    sources.check_unchanged(plan, output, digest)
+    check_sources_unchanged(plan, output, digest)
     records = list(find_finished(plan, output, digest).values())
     if len(records) != plan.num_chunks:
         raise UserError(

@@ -1,23 +1,104 @@
 """Text files as chunks of bytes: .jsonl and .txt, plain, compressed or in a tar.
 
-A chunk is whole lines of JSON, or a .txt file, which is one document. Nothing is decoded here: that
-is the workers' part.
+Streams are unpacked within bounds: a few kilobytes may stand for gigabytes.
 """
 
 from __future__ import annotations
 
+import bz2
 import io
+import json
 import lzma
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from titan_dit.config.section import UserError
+from titan_dit.config.user_text import BadTextError, decode, is_utf8, parse_json
 from titan_dit.data.tar_members import Member, refuse_sparse
-from titan_dit.data.tokenizing.unpacking import BZ2, GZIP, XZ, Unpacking
+
+GZIP, XZ, BZ2 = b"\x1f\x8b", b"\xfd7zXZ\x00", b"BZh"
+"""First bytes of each format."""
+MEMORY = 256 << 20
+"""Bytes of an .xz decoder; what `xz -9` wrote needs a quarter."""
+PACKED, UNPACKED = 64 << 10, 1 << 20
+"""Bytes of a piece, before and after."""
+ALLOWED = 64 << 20
+"""Bytes that any stream may unpack to."""
+
+
+class Unpacking(io.RawIOBase):
+    """The bytes of a compressed stream, which may be of several parts.
+
+    Raises UserError if they are more than `max_ratio` times what was read, EOFError if the stream
+    is cut off, zlib.error, LZMAError or OSError if it is damaged.
+    """
+
+    def __init__(self, packed: Any, magic: bytes, name: str, max_ratio: int) -> None:
+        self.packed, self.magic, self.name, self.max_ratio = packed, magic, name, max_ratio
+        self.num_read = self.num_made = 0
+        self.pieces, self.piece = self.unpacked(), memoryview(b"")
+
+    def readable(self) -> bool:
+        """True, for io.BufferedReader."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a part of the buffer; return its bytes, 0 at the end."""
+        if not self.piece:
+            self.piece = memoryview(next(self.pieces, b""))
+        size = min(len(buffer), len(self.piece))
+        buffer[:size], self.piece = self.piece[:size], self.piece[size:]
+        return size
+
+    def unpacked(self) -> Iterator[bytes]:
+        """The bytes, in pieces."""
+        waiting = self.more()
+        while waiting:
+            decoder = new_decoder(self.magic)
+            while not decoder.eof:
+                data = decoder.decompress(waiting, UNPACKED)
+                rest = "unused_data" if decoder.eof else "unconsumed_tail"
+                waiting = getattr(decoder, rest, b"")
+                if data:
+                    self.count(len(data))
+                    yield data
+                if decoder.eof or waiting or not getattr(decoder, "needs_input", True):
+                    continue
+                waiting = self.more()
+                if not waiting and not data:
+                    raise EOFError("the compressed stream ends too early")
+            # Zeros may fill up the end of a file.
+            while not (waiting := waiting.lstrip(b"\0")) and (more := self.more()):
+                waiting = more
+
+    def more(self) -> bytes:
+        """Further bytes of the stream; none at its end."""
+        data: bytes = self.packed.read(PACKED)
+        self.num_read += len(data)
+        return data
+
+    def count(self, size: int) -> None:
+        """Count unpacked bytes; UserError if they are too many."""
+        self.num_made += size
+        if self.num_made > max(ALLOWED, self.max_ratio * self.num_read):
+            raise UserError(
+                f"{self.name}: unpacks to more than {self.max_ratio} times its size. If it is no "
+                "forgery, raise --max-ratio."
+            )
+
+
+def new_decoder(magic: bytes) -> Any:
+    """A decoder of one part of a stream."""
+    if magic == GZIP:
+        return zlib.decompressobj(zlib.MAX_WBITS | 16)
+    if magic == BZ2:
+        return bz2.BZ2Decompressor()
+    return lzma.LZMADecompressor(memlimit=MEMORY)
+
 
 CHUNK_BYTES = 1 << 20
 """Bytes of JSON lines in a chunk, about."""
@@ -159,3 +240,52 @@ def rest_of_line(file: Any, most: int) -> bytes:
 def unpacking(file: Any, magic: bytes, where: str, limits: Limits) -> Any:
     """The unpacked bytes of a stream."""
     return io.BufferedReader(Unpacking(file, magic, where, limits.max_ratio), CHUNK_BYTES)
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line, or a .txt file, that is left out."""
+
+    file: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        """Format: "corpus.jsonl:12: not JSON"."""
+        return f"{self.file}:{self.line}: {self.reason}"
+
+
+def advice_for(bad: Sequence[BadLine]) -> str:
+    """What to do if there are no texts: only JSON lines have keys."""
+    of_keys = any("no key" in line.reason or "is no text" in line.reason for line in bad)
+    return "--json-keys names the keys of the text." if of_keys else "Correct the files."
+
+
+def texts_of(chunk: Chunk, keys: Sequence[str]) -> Iterator[tuple[str, ...] | BadLine]:
+    """Yield each document's texts, one per key; a .txt file has one text."""
+    is_text = chunk.kind == "txt"
+    parts = [chunk.data] if is_text else chunk.data.split(b"\n")
+    for number, part in enumerate(parts, chunk.first_line):
+        if is_text or part.strip():
+            try:
+                if len(part) > chunk.most:
+                    raise BadTextError(f"longer than --max-document-bytes {chunk.most}")
+                text = decode(part)
+                yield (text,) * len(keys) if is_text else texts_in(text, keys)
+            except BadTextError as error:
+                yield BadLine(chunk.file, number, str(error).partition(" (")[0])
+
+
+def texts_in(line: str, keys: Sequence[str]) -> tuple[str, ...]:
+    """The texts of a JSON line. Raises BadTextError."""
+    entry = parse_json(line)
+    if not isinstance(entry, dict):
+        raise BadTextError("not an object")
+    for key in keys:
+        if key not in entry:
+            raise BadTextError(f"no key {json.dumps(key)}")
+        if type(entry[key]) is not str:
+            raise BadTextError(f"{json.dumps(key)} is no text")
+        if not is_utf8(entry[key]):
+            raise BadTextError(f"{json.dumps(key)} has half a surrogate pair")
+    return tuple(entry[key] for key in keys)

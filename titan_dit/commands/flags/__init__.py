@@ -1,1 +1,0 @@
-"""The flags of the commands, without torch: help and wrong flags are answered at once."""
