@@ -247,7 +247,7 @@ class Trainer:
             numbers, _ = self.batch_plan(bad.cursor)
             self.ledger = self.ledger.mark_untrained(bad.step, numbers)
             drawn = bad_steps.drawn_for(self.objective, seed, numbers, device)
-            line = bad_steps.log_bad_step(bad, numbers, self.epochs.rows(numbers), drawn)
+            line = bad_steps.line_of_bad_step(bad, numbers, self.epochs.rows(numbers), drawn)
             self.log.add(bad_steps.FAULTS, line)
             self.say(bad.message(self.folder / bad_steps.FAULTS))
         return reading
@@ -288,7 +288,7 @@ class Trainer:
                 self.say,
             )
             self.continue_from(progress)
-        self.log.add(bad_steps.FAULTS, bad_steps.log_rollback(last, self.step, *numbers))
+        self.log.add(bad_steps.FAULTS, bad_steps.line_of_rollback(last, self.step, *numbers))
         self.log.forget_after(self.step)
         self.open_sample_log()
         self.collector.restore()  # Data workers are forked again and inherit its state.

@@ -164,7 +164,7 @@ def test_the_timesteps_on_record_are_those_of_training(section):
 def test_a_fault_log_is_read_without_a_line_that_was_cut_short(tmp_path):
     assert bad_steps.read_faults(tmp_path) == []
     bad, _ = verdicts([1.0, math.nan])
-    line = bad_steps.log_bad_step(bad[0], [3, 4, 7], [0, 1, 2], {"timestep": [0.5, 1.5, 2.5]})
+    line = bad_steps.line_of_bad_step(bad[0], [3, 4, 7], [0, 1, 2], {"timestep": [0.5, 1.5, 2.5]})
     log = RunLog(tmp_path, "run", is_written=True)
     log.add(bad_steps.FAULTS, line)
     assert (

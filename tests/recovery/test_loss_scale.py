@@ -174,7 +174,7 @@ def test_the_fault_log_and_the_console_name_the_scale():
     guard = guard_of(fp16(_init=65536.0))
     guard.check(1, 0, torch.tensor(1.5), torch.tensor(math.inf))
     (bad,) = guard.read(alone).bad
-    line = bad_steps.log_bad_step(bad, [0, 1], [5, 3], {})
+    line = bad_steps.line_of_bad_step(bad, [0, 1], [5, 3], {})
     assert (line["kind"], line["loss_scale"], line["loss"]) == ("overflow", 65536.0, 1.5)
     assert bad.message("LOG") == (
         "step 1 skipped: the gradients overflow in fp16 at the loss scale 65536 (see LOG)"

@@ -252,7 +252,7 @@ LINE = {
 """Keys of a line that are read."""
 
 
-def log_bad_step(
+def line_of_bad_step(
     bad: BadStep,
     numbers: Sequence[int],
     rows: Sequence[int],
@@ -272,7 +272,7 @@ def log_bad_step(
     }
 
 
-def log_rollback(step: int, to_step: int, first: int, end: int) -> dict[str, Any]:
+def line_of_rollback(step: int, to_step: int, first: int, end: int) -> dict[str, Any]:
     """The line of a rollback from `step` to `to_step` that skips samples `first` to `end` - 1."""
     return {"step": step, "kind": "rollback", "to_step": to_step, "skipped": [first, end]}
 
