@@ -21,7 +21,7 @@ from report import ROOT, finish
 from safetensors.torch import load_file
 from sklearn.neighbors import KNeighborsClassifier
 
-from titan_dit.data.latents import Digits
+from titan_dit.data.sections import Digits
 
 NUM_SAMPLES, CFG_SCALE, SAMPLER_STEPS = 500, 2.0, 25
 

@@ -14,7 +14,7 @@ from gpu_contenders import BF16, OBJECTIVES, Cell, linears_of
 from titan_dit.config.job import JobConfig
 from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.training import TrainingConfig
-from titan_dit.data.synthetic import Synthetic
+from titan_dit.data.sections import Synthetic
 from titan_dit.dry_run.fake_step import take_fake_step
 from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.parallel.float8 import suits

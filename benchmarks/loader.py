@@ -30,8 +30,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from titan_dit.data import loader
-from titan_dit.data.latents import Latents, LatentShards, write_shards
+from titan_dit.data.latents import LatentShards, write_shards
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
+from titan_dit.data.sections import Latents
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.models.dit import DiTConfig
 from titan_dit.rng import SampleRNG

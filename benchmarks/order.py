@@ -24,8 +24,9 @@ from torch import Tensor
 
 from titan_dit.data.base import DataFacts, Source
 from titan_dit.data.held_out import held_out_rows
-from titan_dit.data.latents import Latents, write_shards
+from titan_dit.data.latents import write_shards
 from titan_dit.data.order import EpochOrder
+from titan_dit.data.sections import Latents
 
 BATCHES = (256, 1024)
 PART = 1 << 16

@@ -8,7 +8,7 @@ import commands
 import pytest
 from commands import metrics, run, sample
 
-from titan_dit.data.token_windows import Plays
+from titan_dit.data.sections import Plays
 
 pytest.importorskip("tokenizers")
 

@@ -8,13 +8,13 @@ from tiny import tiny_config
 from titan_dit.checks.folders import check_folders
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
-from titan_dit.data.keys import LatentsKeys
+from titan_dit.data.sections import Latents
 
 
 def config_of(data, folder):
     plain = tiny_config()
     job = dataclasses.replace(plain.job, dir=str(folder))
-    return dataclasses.replace(plain, job=job, data=LatentsKeys(path=str(data)))
+    return dataclasses.replace(plain, job=job, data=Latents(path=str(data)))
 
 
 def refused(run):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from titan_dit.data.indexed_file import IndexedWriter
-from titan_dit.data.token_windows import Tokens
+from titan_dit.data.sections import Tokens
 
 
 def write_tokens(prefix, documents, dtype="uint16"):

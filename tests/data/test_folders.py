@@ -11,8 +11,9 @@ from titan_dit.config.section import UserError
 from titan_dit.data import loader
 from titan_dit.data.base import Field, Source
 from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.data.latents import Latents, LatentShards, write_shards
+from titan_dit.data.latents import LatentShards, write_shards
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
+from titan_dit.data.sections import Latents
 from titan_dit.diffusion.objective import to_model_units
 from titan_dit.rng import SampleRNG
 

@@ -8,8 +8,8 @@ from titan_dit.config.section import UserError
 from titan_dit.data import held_out as chosen
 from titan_dit.data.base import DataFacts, Source
 from titan_dit.data.held_out import held_out_rows, rows_below, shares
-from titan_dit.data.latents import Digits
 from titan_dit.data.order import EpochOrder, mix, round_keys
+from titan_dit.data.sections import Digits
 
 
 class Grouped(Source):

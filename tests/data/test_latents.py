@@ -13,7 +13,8 @@ from titan_dit.config.section import UserError
 from titan_dit.data import latents as latents_module
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.data.latents import Digits, Latents, LatentShards, write_shards
+from titan_dit.data.latents import LatentShards, write_shards
+from titan_dit.data.sections import Digits, Latents
 from titan_dit.diffusion.objective import to_model_units
 from titan_dit.rng import SampleRNG
 

@@ -10,7 +10,8 @@ from small_shards import SECOND, write_ten
 from titan_dit.config import schema
 from titan_dit.config.section import UserError
 from titan_dit.data import manifest
-from titan_dit.data.latents import Latents, check_maps, file_digest
+from titan_dit.data.latents import check_maps, file_digest
+from titan_dit.data.sections import Latents
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from titan_dit.config.section import UserError
 from titan_dit.data import loader
 from titan_dit.data.base import DataFacts, Field, Source
 from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.data.latents import Digits
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
+from titan_dit.data.sections import Digits
 from titan_dit.launcher.failure import Disruption
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from folders_of_files import class_folders, pictures, save
 
 from titan_dit import __main__
 from titan_dit.config.section import UserError
-from titan_dit.data.latents import Latents
 from titan_dit.data.listing import list_folder
+from titan_dit.data.sections import Latents
 
 FORMATS = "Supported: a folder per class of latents (.npy, .pt, .safetensors)"
 

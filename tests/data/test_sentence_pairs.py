@@ -11,7 +11,8 @@ import torch
 from refusals import refused
 
 from titan_dit.data.indexed_file import IndexedWriter
-from titan_dit.data.sentence_pairs import SentencePairs, Targets
+from titan_dit.data.sections import SentencePairs
+from titan_dit.data.sentence_pairs import Targets
 
 LENGTH = 35  # 32 without special tokens.
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")

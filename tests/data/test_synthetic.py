@@ -3,7 +3,7 @@ import pickle
 import pytest
 import torch
 
-from titan_dit.data.synthetic import Synthetic
+from titan_dit.data.sections import Synthetic
 
 
 def test_synthetic_samples_are_a_function_of_their_index():

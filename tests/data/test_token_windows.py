@@ -13,7 +13,8 @@ from small_tokens import byte_level_file, counting, tokens, write_tokens
 from titan_dit.config.section import UserError
 from titan_dit.data.base import BadSampleError
 from titan_dit.data.loader import NumberedSamples
-from titan_dit.data.token_windows import Plays, TokenFacts
+from titan_dit.data.sections import Plays
+from titan_dit.data.token_windows import TokenFacts
 
 
 @pytest.fixture

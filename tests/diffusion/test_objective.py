@@ -11,8 +11,9 @@ from titan_dit.config.section import UserError
 from titan_dit.config.training import SamplingConfig
 from titan_dit.data import loader
 from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.data.latents import Latents, LatentShards, write_shards
+from titan_dit.data.latents import LatentShards, write_shards
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
+from titan_dit.data.sections import Latents
 from titan_dit.diffusion.ddpm import DDPM
 from titan_dit.diffusion.objective import check_data, check_std, scale_hint, to_model_units
 from titan_dit.diffusion.rectified_flow import RectifiedFlow

@@ -15,8 +15,9 @@ from tiny_vae import save_vae
 
 from titan_dit.commands.sample_pictures import hint_of_units
 from titan_dit.data.held_out import held_out_rows
-from titan_dit.data.latents import Latents, LatentShards
+from titan_dit.data.latents import LatentShards
 from titan_dit.data.packing import pack
+from titan_dit.data.sections import Latents
 from titan_dit.pictures import autoencoder, encode, library
 from titan_dit.pictures.picture_set import Asked
 from titan_dit.pictures.readers import open_input

@@ -16,8 +16,9 @@ from titan_dit.data.folders import LatentFolder
 from titan_dit.data.held_out import group_sizes
 from titan_dit.data.indexed_file import IndexedFile, bin_of, idx_of
 from titan_dit.data.latent_facts import LatentFacts, shown
-from titan_dit.data.latents import Latents, LatentShards
+from titan_dit.data.latents import LatentShards
 from titan_dit.data.listing import few
+from titan_dit.data.sections import Latents
 from titan_dit.data.token_windows import PART, digest_of
 from titan_dit.data.tokenizer_file import read_tokenizer
 from titan_dit.data.tokenizing import tokenizer as tokenizers

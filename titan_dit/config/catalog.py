@@ -31,12 +31,12 @@ SECTIONS = {
         "rectified_flow": "titan_dit.diffusion.rectified_flow:RectifiedFlow",
     },
     "data": {
-        "digits": "titan_dit.data.latents:Digits",
-        "latents": "titan_dit.data.latents:Latents",
-        "plays": "titan_dit.data.token_windows:Plays",
-        "sentence_pairs": "titan_dit.data.sentence_pairs:SentencePairs",
-        "synthetic": "titan_dit.data.synthetic:Synthetic",
-        "tokens": "titan_dit.data.token_windows:Tokens",
+        "digits": "titan_dit.data.sections:Digits",
+        "latents": "titan_dit.data.sections:Latents",
+        "plays": "titan_dit.data.sections:Plays",
+        "sentence_pairs": "titan_dit.data.sections:SentencePairs",
+        "synthetic": "titan_dit.data.sections:Synthetic",
+        "tokens": "titan_dit.data.sections:Tokens",
     },
     "optimizer": {
         "adamw": "titan_dit.optim.adamw:AdamWConfig",
@@ -56,14 +56,6 @@ KEYS = {
         "masked_token": "titan_dit.objectives.keys:MaskedTokenKeys",
         "next_token": "titan_dit.objectives.keys:NextTokenKeys",
         "rectified_flow": "titan_dit.diffusion.keys:RectifiedFlowKeys",
-    },
-    "data": {
-        "digits": "titan_dit.data.keys:DigitsKeys",
-        "latents": "titan_dit.data.keys:LatentsKeys",
-        "plays": "titan_dit.data.keys:PlaysKeys",
-        "sentence_pairs": "titan_dit.data.keys:SentencePairsKeys",
-        "synthetic": "titan_dit.data.keys:SyntheticKeys",
-        "tokens": "titan_dit.data.keys:TokensKeys",
     },
     "optimizer": {
         "adamw": "titan_dit.optim.keys:AdamWKeys",
@@ -149,7 +141,7 @@ def variant(section: str, name: str) -> type[Section]:
 
 def keys(section: str, name: str) -> type[Section]:
     """The class with the keys of [section] for `name`: from `KEYS`, else from `SECTIONS`."""
-    if name not in KEYS[section]:
+    if name not in KEYS.get(section, {}):
         return variant(section, name)
     found: type[Section] = dotted_names.look_up(KEYS[section], f"[{section}] name", name)
     return found

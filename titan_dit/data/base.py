@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from titan_dit.config import schema
 from titan_dit.config.schema import Maybe
-from titan_dit.config.section import UserError, hints_of, show
-from titan_dit.data.keys import DataKeys
+from titan_dit.config.section import UserError, hints_of
+from titan_dit.data.sections import DataConfig as DataConfig
 
 Fields: TypeAlias = Mapping[str, Tensor]
 """Tensors of a batch by name, batch dim first, in the stored dtype."""
@@ -144,36 +143,3 @@ class Source:
 
 class BadSampleError(UserError):
     """A stored value that no restart changes: it ends the run, unlike a read that failed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig(DataKeys):
-    """The [data] section: keys of every dataset, and how to open it."""
-
-    @abstractmethod
-    def open(self) -> Source:
-        """Open the dataset; raises UserError if files are missing or damaged."""
-        raise NotImplementedError
-
-    def survey(self) -> Any:
-        """List or check all files. Rank 0 calls it; all ranks pass its result to `open_surveyed`.
-
-        Override both if opening lists many files, or checks all of them.
-        """
-        return None
-
-    def open_surveyed(self, survey: Any) -> Source:
-        """Open the dataset, given the result of `survey` on rank 0."""
-        return self.open()
-
-    def validation_part(self) -> DataConfig:
-        """Return the part kept apart for validation, if `has_validation_part`."""
-        raise NotImplementedError
-
-    def at(self, path: str) -> DataConfig:
-        """Return this section for a dataset at another path, for [validation] path."""
-        if "path" not in hints_of(type(self)):
-            raise UserError(
-                f"[data] name={show(self.name)} has no path. Remove path and set samples."
-            )
-        return replace(self, **{"path": path})  # type: ignore[arg-type]

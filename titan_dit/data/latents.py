@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +21,8 @@ from safetensors import torch as safetensors
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.data.base import DataConfig, Source
+from titan_dit.data.base import Source
 from titan_dit.data.folders import LatentFolder
-from titan_dit.data.keys import DigitsKeys, LatentsKeys
 from titan_dit.data.latent_facts import LatentFacts, VAEFacts
 from titan_dit.data.listing import Listing, layout_of, list_folder
 from titan_dit.data.manifest import (
@@ -37,6 +35,7 @@ from titan_dit.data.manifest import (
     read_manifest,
     write_json,
 )
+from titan_dit.data.sections import Latents
 from titan_dit.data.shard_header import read_header
 from titan_dit.data.shard_rows import RowFile, ShardRows, bytes_of
 from titan_dit.system.files import write_whole
@@ -47,47 +46,31 @@ MAX_MAPS = 65_530
 STORED_DTYPES = {"float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Latents(LatentsKeys, DataConfig):
-    """Latents on disk: shards, a folder per class, or the features and labels of fast-DiT."""
+def survey(section: Latents) -> Listing | None:
+    """List the files of a folder, with their labels; of shards, check all labels.
 
-    def open(self) -> LatentShards | LatentFolder:
-        """Open the shards, or list the files."""
-        return self.open_surveyed(self.survey())
-
-    def survey(self) -> Listing | None:
-        """List the files of a folder, with their labels; of shards, check all labels.
-
-        With `verify`, `open_surveyed` checks the labels, after the SHA-256: a wrong label may be a
-        damaged file.
-        """
-        path = Path(self.path)
-        if layout_of(path) != "shards":
-            return list_folder(path)
-        if not self.verify:
-            LatentShards(path).check_labels()
-        return None
-
-    def open_surveyed(self, survey: Listing | None) -> LatentShards | LatentFolder:
-        """Open the listed files, or the shards; `verify` reads and checks all data."""
-        path = Path(self.path)
-        if survey is not None:
-            return LatentFolder(path, self.scale, self.shift, self.verify, survey)
-        source = LatentShards(path, self.verify)
-        if self.verify:
-            source.check_labels()
-        agreed("scale", self.scale, source.facts.scale, 1.0, path)
-        agreed("shift", self.shift, source.facts.shift, 0.0, path)
-        return source
+    With `verify`, `open_surveyed` checks the labels, after the SHA-256: a wrong label may be a
+    damaged file.
+    """
+    path = Path(section.path)
+    if layout_of(path) != "shards":
+        return list_folder(path)
+    if not section.verify:
+        LatentShards(path).check_labels()
+    return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Digits(DigitsKeys, DataConfig):
-    """The 1,797 handwritten digits of the UCI repository, 8x8 in [-1, 1]; part of titan_dit."""
-
-    def open(self) -> LatentShards:
-        """Open the single shard."""
-        return LatentShards(Path(__file__).parent / "digits", verify=True)
+def open_surveyed(section: Latents, survey: Listing | None) -> LatentShards | LatentFolder:
+    """Open the listed files, or the shards; `verify` reads and checks all data."""
+    path = Path(section.path)
+    if survey is not None:
+        return LatentFolder(path, section.scale, section.shift, section.verify, survey)
+    source = LatentShards(path, section.verify)
+    if section.verify:
+        source.check_labels()
+    agreed("scale", section.scale, source.facts.scale, 1.0, path)
+    agreed("shift", section.shift, source.facts.shift, 0.0, path)
+    return source
 
 
 class Shard(NamedTuple):

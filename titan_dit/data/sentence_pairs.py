@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -13,9 +13,9 @@ from torch import Tensor
 from titan_dit.config.section import UserError
 from titan_dit.data.base import DataFacts, Field
 from titan_dit.data.indexed_file import IndexedFile
-from titan_dit.data.keys import SentencePairsKeys
 from titan_dit.data.order import BlendedSource, Numbers
-from titan_dit.data.token_windows import IndexedData, TokenPart, check_ids
+from titan_dit.data.sections import SentencePairs
+from titan_dit.data.token_windows import TokenPart, check_ids, open_files
 from titan_dit.rng import words
 
 NUM_SPECIAL = 3
@@ -138,64 +138,48 @@ class Surveyed:
     facts: PairFacts
 
 
-@dataclass(frozen=True, kw_only=True)
-class SentencePairs(SentencePairsKeys, IndexedData):
-    """Sentences on disk: Megatron's .bin and .idx with a sequence per sentence."""
-
-    def survey(self) -> Surveyed:
-        """Check the files and their ids, and find the samples."""
-        files = self.files()
-        assert files.tokenizer
-        ids = files.tokenizer.ids
-        if missing := [token for token in SPECIAL.values() if token not in ids]:
-            raise UserError(
-                f"[data] tokenizer={self.tokenizer} has no {', '.join(missing)}, which pairs of "
-                "sentences need. Give a tokenizer of BERT."
-            )
-        for _ in files.histograms(self.verify):
-            pass  # Each one refuses ids beyond the vocabulary.
-        targets = Targets(self.sequence_length - NUM_SPECIAL, self.short_share)
-        found = zip(files.indexed, files.parts, strict=True)
-        spans = tuple(spans_of(file, part, targets) for file, part in found)
-        self.check_spans(files.parts, spans)
-        used = sum(int((own[:, 1] - own[:, 0]).sum()) for own in spans)
-        facts = PairFacts(
-            count=sum(map(len, spans)),
-            digest=files.digest,
-            sequence_length=self.sequence_length,
-            vocabulary=files.vocabulary,
-            short_share=self.short_share,
-            end_of_document=files.end_of_document,
-            tokenizer=files.tokenizer_path,
-            num_tokens=files.num_tokens,
-            num_left_out=files.num_tokens - used,
-            **{name: ids[token] for name, token in SPECIAL.items()},
+def survey(section: SentencePairs) -> Surveyed:
+    """Check the files and their ids, and find the samples."""
+    files = open_files(section)
+    assert files.tokenizer
+    ids = files.tokenizer.ids
+    if missing := [token for token in SPECIAL.values() if token not in ids]:
+        raise UserError(
+            f"[data] tokenizer={section.tokenizer} has no {', '.join(missing)}, which pairs of "
+            "sentences need. Give a tokenizer of BERT."
         )
-        return Surveyed(files.parts, spans, facts)
+    for _ in files.histograms(section.verify):
+        pass  # Each one refuses ids beyond the vocabulary.
+    targets = Targets(section.sequence_length - NUM_SPECIAL, section.short_share)
+    found = zip(files.indexed, files.parts, strict=True)
+    spans = tuple(spans_of(file, part, targets) for file, part in found)
+    check_spans(section, files.parts, spans)
+    used = sum(int((own[:, 1] - own[:, 0]).sum()) for own in spans)
+    facts = PairFacts(
+        count=sum(map(len, spans)),
+        digest=files.digest,
+        sequence_length=section.sequence_length,
+        vocabulary=files.vocabulary,
+        short_share=section.short_share,
+        end_of_document=files.end_of_document,
+        tokenizer=files.tokenizer_path,
+        num_tokens=files.num_tokens,
+        num_left_out=files.num_tokens - used,
+        **{name: ids[token] for name, token in SPECIAL.items()},
+    )
+    return Surveyed(files.parts, spans, facts)
 
-    def check_spans(self, parts: Sequence[TokenPart], spans: Sequence[Numbers]) -> None:
-        """Refuse a part without a sample: every weighted one must have one, else one of all."""
-        empty = [part.prefix for part, own in zip(parts, spans, strict=True) if not len(own)]
-        if empty and ((self.weights and not self.part) or len(empty) == len(parts)):
-            raise UserError(
-                f"[data] {empty[0]}: its part for {self.part_name} has no document of two "
-                "sentences. Tokenize with --split-sentences, or choose another `split`."
-            )
 
-    def open_surveyed(self, survey: Surveyed) -> SentenceSpans:
-        """Open the surveyed files."""
-        return SentenceSpans(survey, () if self.part else self.weights)
-
-    def validation_part(self) -> SentencePairs:
-        """The same files' second share; weights do not apply."""
-        return HeldOutPairs(**{f.name: getattr(self, f.name) for f in fields(self)})
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldOutPairs(SentencePairs):
-    """The second share of `split`."""
-
-    part = 1
+def check_spans(
+    section: SentencePairs, parts: Sequence[TokenPart], spans: Sequence[Numbers]
+) -> None:
+    """Refuse a part without a sample: every weighted one must have one, else one of all."""
+    empty = [part.prefix for part, own in zip(parts, spans, strict=True) if not len(own)]
+    if empty and ((section.weights and not section.part) or len(empty) == len(parts)):
+        raise UserError(
+            f"[data] {empty[0]}: its part for {section.part_name} has no document of two "
+            "sentences. Tokenize with --split-sentences, or choose another `split`."
+        )
 
 
 class SentenceSpans(BlendedSource):

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from titan_dit.data.base import DataConfig, Source
-from titan_dit.data.keys import SyntheticKeys
+from titan_dit.data.base import Source
 from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.data.sections import Synthetic
 from titan_dit.rng import SampleRNG
-
-
-@dataclass(frozen=True, kw_only=True)
-class Synthetic(SyntheticKeys, DataConfig):
-    """Standard normal latents with labels."""
-
-    def open(self) -> SyntheticLatents:
-        """Return the source."""
-        return SyntheticLatents(self)
 
 
 class SyntheticLatents(Source):

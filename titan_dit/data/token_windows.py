@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titan_dit.config.section import UserError, show
-from titan_dit.data.base import BadSampleError, DataConfig, DataFacts, Field, Source
+from titan_dit.data.base import BadSampleError, DataFacts, Field
 from titan_dit.data.indexed_file import IndexedFile
-from titan_dit.data.keys import PlaysKeys, TokensKeys
 from titan_dit.data.order import BlendedSource
+from titan_dit.data.sections import IndexedData, Tokens
 from titan_dit.data.shard_rows import RowFile, ShardRows, bytes_of
 from titan_dit.data.tokenizer_file import TokenizerFile, read_tokenizer
 from titan_dit.system.progress import ProgressLine, count
@@ -128,51 +128,31 @@ CHECKED_TOKENS = 1 << 27
 """Tokens whose ids are checked at the start, over all paths."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class IndexedData(TokensKeys, DataConfig):
-    """The [data] section of a dataset that is read from a .bin and a .idx."""
-
-    part: ClassVar[int] = 0
-    """Which share of `split`: 0 for training, 1 for validation."""
-
-    @property
-    def part_name(self) -> str:
-        """Of messages."""
-        return ("training", "validation")[self.part]
-
-    def open(self) -> Source:
-        """Check the files, and open them."""
-        return self.open_surveyed(self.survey())
-
-    def at(self, path: str) -> IndexedData:
-        """All documents of another dataset."""
-        return replace(self, paths=(path,), weights=(), split=(1.0,))
-
-    def files(self) -> TokenFiles:
-        """Open the files, and read the tokenizer; UserError if they do not fit the keys."""
-        if not self.paths:
-            raise UserError(
-                "[data] paths=[]: there is no dataset. Give the path of a .bin without its suffix: "
-                "--data.paths PATH."
-            )
-        tokenizer = read_tokenizer(Path(self.tokenizer)) if self.tokenizer else None
-        vocabulary = self.vocabulary or (tokenizer.vocabulary if tokenizer else 0)
-        if tokenizer and vocabulary < tokenizer.vocabulary:
-            raise UserError(
-                f"[data] vocabulary={vocabulary} is less than the {tokenizer.vocabulary} tokens of "
-                f"{self.tokenizer}. Leave vocabulary out, or raise it."
-            )
-        end = tokenizer.end_of_document if tokenizer else None
-        if self.end_of_document is not None:
-            end = self.end_of_document
-        if end is not None and end >= vocabulary:
-            raise UserError(
-                f"[data] end_of_document={end} is not below vocabulary={vocabulary}. Give the id "
-                "of a token, or leave it out."
-            )
-        opened = [part_of(Path(path), self.split, self.part) for path in self.paths]
-        indexed, parts = (tuple(column) for column in zip(*opened, strict=True))
-        return TokenFiles(indexed, parts, tokenizer, vocabulary, end)
+def open_files(section: IndexedData) -> TokenFiles:
+    """Open the files, and read the tokenizer; UserError if they do not fit the keys."""
+    if not section.paths:
+        raise UserError(
+            "[data] paths=[]: there is no dataset. Give the path of a .bin without its suffix: "
+            "--data.paths PATH."
+        )
+    tokenizer = read_tokenizer(Path(section.tokenizer)) if section.tokenizer else None
+    vocabulary = section.vocabulary or (tokenizer.vocabulary if tokenizer else 0)
+    if tokenizer and vocabulary < tokenizer.vocabulary:
+        raise UserError(
+            f"[data] vocabulary={vocabulary} is less than the {tokenizer.vocabulary} tokens of "
+            f"{section.tokenizer}. Leave vocabulary out, or raise it."
+        )
+    end = tokenizer.end_of_document if tokenizer else None
+    if section.end_of_document is not None:
+        end = section.end_of_document
+    if end is not None and end >= vocabulary:
+        raise UserError(
+            f"[data] end_of_document={end} is not below vocabulary={vocabulary}. Give the id "
+            "of a token, or leave it out."
+        )
+    opened = [part_of(Path(path), section.split, section.part) for path in section.paths]
+    indexed, parts = (tuple(column) for column in zip(*opened, strict=True))
+    return TokenFiles(indexed, parts, tokenizer, vocabulary, end)
 
 
 @dataclass(frozen=True)
@@ -238,9 +218,6 @@ def check_ids(ids: NDArray[np.integer], vocabulary: int, file: IndexedFile, firs
     )
 
 
-PLAYS = Path(__file__).parent / "plays"
-
-
 @dataclass(frozen=True)
 class Surveyed:
     """What rank 0 finds out for all ranks."""
@@ -249,84 +226,39 @@ class Surveyed:
     facts: TokenFacts
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tokens(IndexedData):
-    """Token ids on disk: Megatron's .bin and .idx, as `data tokenize` writes them."""
+def survey(section: Tokens) -> Surveyed:
+    """Check the files and their ids."""
+    length, files = section.sequence_length, open_files(section)
+    check_windows(section, files.parts)
+    sizes = files.tokenizer.token_bytes() if files.tokenizer else None
+    num_bytes = 0.0
+    for part, counts in files.histograms(section.verify):
+        if sizes is not None and counts.any():
+            num_bytes += int(counts[: len(sizes)] @ sizes) / int(counts.sum()) * len(part)
+    facts = TokenFacts(
+        count=sum(part.windows(length) for part in files.parts),
+        digest=files.digest,
+        sequence_length=length,
+        vocabulary=files.vocabulary,
+        end_of_document=files.end_of_document,
+        bytes_per_token=num_bytes / files.num_tokens if num_bytes else None,
+        tokenizer=files.tokenizer_path,
+        num_tokens=files.num_tokens,
+        num_left_over=sum(part.left_over(length) for part in files.parts),
+    )
+    return Surveyed(files.parts, facts)
 
-    def survey(self) -> Surveyed:
-        """Check the files and their ids."""
-        length, files = self.sequence_length, self.files()
-        self.check_windows(files.parts)
-        sizes = files.tokenizer.token_bytes() if files.tokenizer else None
-        num_bytes = 0.0
-        for part, counts in files.histograms(self.verify):
-            if sizes is not None and counts.any():
-                num_bytes += int(counts[: len(sizes)] @ sizes) / int(counts.sum()) * len(part)
-        facts = TokenFacts(
-            count=sum(part.windows(length) for part in files.parts),
-            digest=files.digest,
-            sequence_length=length,
-            vocabulary=files.vocabulary,
-            end_of_document=files.end_of_document,
-            bytes_per_token=num_bytes / files.num_tokens if num_bytes else None,
-            tokenizer=files.tokenizer_path,
-            num_tokens=files.num_tokens,
-            num_left_over=sum(part.left_over(length) for part in files.parts),
+
+def check_windows(section: Tokens, parts: Sequence[TokenPart]) -> None:
+    """Refuse a part without a window: every weighted one must have one, else one of all."""
+    short = [part for part in parts if not part.windows(section.sequence_length)]
+    if short and ((section.weights and not section.part) or len(short) == len(parts)):
+        raise UserError(
+            f"[data] {short[0].prefix}: its part for {section.part_name} holds "
+            f"{len(short[0]):,} tokens, fewer than a window of "
+            f"sequence_length={show(section.sequence_length)} + 1. Choose a `split` that leaves "
+            "it documents, or a shorter sequence_length."
         )
-        return Surveyed(files.parts, facts)
-
-    def check_windows(self, parts: Sequence[TokenPart]) -> None:
-        """Refuse a part without a window: every weighted one must have one, else one of all."""
-        short = [part for part in parts if not part.windows(self.sequence_length)]
-        if short and ((self.weights and not self.part) or len(short) == len(parts)):
-            raise UserError(
-                f"[data] {short[0].prefix}: its part for {self.part_name} holds "
-                f"{len(short[0]):,} tokens, fewer than a window of "
-                f"sequence_length={show(self.sequence_length)} + 1. Choose a `split` that leaves "
-                "it documents, or a shorter sequence_length."
-            )
-
-    def open_surveyed(self, survey: Surveyed) -> TokenWindows:
-        """Open the surveyed files."""
-        return TokenWindows(survey, () if self.part else self.weights)
-
-    def validation_part(self) -> Tokens:
-        """The same documents' second share; weights do not apply."""
-        return HeldOutTokens(**{f.name: getattr(self, f.name) for f in fields(self)})
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldOutTokens(Tokens):
-    """The second share of `split`."""
-
-    part = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plays(PlaysKeys, DataConfig):
-    """Eight plays of Shakespeare as tokens of a vocabulary of 2,048; part of titan_dit.
-
-    Documents 0 to 7 are the beginnings of the plays, 8 to 15 their last 5%.
-    """
-
-    @property
-    def tokens(self) -> Tokens:
-        """The files."""
-        return Tokens(
-            paths=(str(PLAYS / "plays_text_document"),),
-            split=(8, 8),
-            sequence_length=self.sequence_length,
-            tokenizer=str(PLAYS / "tokenizer.json"),
-            verify=True,
-        )
-
-    def open(self) -> Source:
-        """Open the beginnings."""
-        return self.tokens.open()
-
-    def validation_part(self) -> DataConfig:
-        """The ends."""
-        return self.tokens.validation_part()
 
 
 class TokenWindows(BlendedSource):

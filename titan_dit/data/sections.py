@@ -1,0 +1,327 @@
+"""The [data] sections: the keys of every dataset, and how it is opened.
+
+Nothing here imports torch when it is imported, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from titan_dit.config.section import (
+    Bound,
+    Dim,
+    Few,
+    FilePath,
+    Finite,
+    Fraction,
+    Named,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UserError,
+    hints_of,
+    show,
+)
+
+if TYPE_CHECKING:
+    from titan_dit.data.base import Source
+    from titan_dit.data.folders import LatentFolder
+    from titan_dit.data.latents import LatentShards
+    from titan_dit.data.listing import Listing
+    from titan_dit.data.sentence_pairs import SentenceSpans
+    from titan_dit.data.sentence_pairs import Surveyed as SurveyedPairs
+    from titan_dit.data.synthetic import SyntheticLatents
+    from titan_dit.data.token_windows import Surveyed, TokenWindows
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Named):
+    """The [data] section: keys of every dataset, and how to open it."""
+
+    section = "data"
+
+    workers: Annotated[int, Bound(least=0, most=256)] = 0
+    """Prefetching worker processes per rank; 0 reads in the training process."""
+
+    @property
+    def has_validation_part(self) -> bool:
+        """True if the dataset keeps a part for validation; [validation] then holds out no rows."""
+        return False
+
+    @abstractmethod
+    def open(self) -> Source:
+        """Open the dataset; raises UserError if files are missing or damaged."""
+        raise NotImplementedError
+
+    def survey(self) -> Any:
+        """List or check all files. Rank 0 calls it; all ranks pass its result to `open_surveyed`.
+
+        Override both if opening lists many files, or checks all of them.
+        """
+        return None
+
+    def open_surveyed(self, survey: Any) -> Source:
+        """Open the dataset, given the result of `survey` on rank 0."""
+        return self.open()
+
+    def validation_part(self) -> DataConfig:
+        """Return the part kept apart for validation, if `has_validation_part`."""
+        raise NotImplementedError
+
+    def at(self, path: str) -> DataConfig:
+        """Return this section for a dataset at another path, for [validation] path."""
+        if "path" not in hints_of(type(self)):
+            raise UserError(
+                f"[data] name={show(self.name)} has no path. Remove path and set samples."
+            )
+        return replace(self, **{"path": path})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latents(DataConfig):
+    """Latents on disk: shards, a folder per class, or the features and labels of fast-DiT."""
+
+    name = "latents"
+
+    path: FilePath
+    """Dataset folder; its layout is detected."""
+    scale: Finite | None = None
+    """The model's input is (stored - shift) * scale. Unset: the manifest's, else 1."""
+    shift: Finite | None = None
+    """Unset: the manifest's, else 0."""
+    verify: bool = False
+    """Check all data at the start: the SHA-256 of every shard, or every file of a folder."""
+
+    def open(self) -> LatentShards | LatentFolder:
+        """Open the shards, or list the files."""
+        return self.open_surveyed(self.survey())
+
+    def survey(self) -> Listing | None:
+        """See `latents.survey`."""
+        from titan_dit.data import latents
+
+        return latents.survey(self)
+
+    def open_surveyed(self, survey: Listing | None) -> LatentShards | LatentFolder:
+        """Open the listed files, or the shards; `verify` reads and checks all data."""
+        from titan_dit.data import latents
+
+        return latents.open_surveyed(self, survey)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Digits(DataConfig):
+    """The 1,797 handwritten digits of the UCI repository, 8x8 in [-1, 1]; part of titan_dit."""
+
+    name = "digits"
+
+    def open(self) -> LatentShards:
+        """Open the single shard."""
+        from titan_dit.data.latents import LatentShards
+
+        return LatentShards(Path(__file__).parent / "digits", verify=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synthetic(DataConfig):
+    """Standard normal latents with labels."""
+
+    name = "synthetic"
+
+    latent_size: Few
+    channels: Few
+    num_classes: Dim
+    count: PositiveInt = 4096
+    """Samples per epoch."""
+
+    def open(self) -> SyntheticLatents:
+        """Return the source."""
+        from titan_dit.data.synthetic import SyntheticLatents
+
+        return SyntheticLatents(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexedData(DataConfig):
+    """Keys of a dataset that is read from a .bin and a .idx."""
+
+    part: ClassVar[int] = 0
+    """Which share of `split`: 0 for training, 1 for validation."""
+
+    paths: tuple[FilePath, ...]
+    """Datasets, each the path of a .bin and a .idx without these suffixes. Imported weights have
+    none."""
+    weights: tuple[PositiveFloat, ...] = ()
+    """Share of each path in the samples. Empty: every window of every path once an epoch."""
+    split: tuple[NonNegativeFloat, ...] = (949.0, 50.0, 1.0)
+    """Shares of each path's documents, in their order: for training, for [validation], unused."""
+    sequence_length: Dim
+    """Tokens that the model predicts per sample; a window has one more."""
+    tokenizer: FilePath = ""
+    """A tokenizer.json: gives vocabulary and end_of_document, and text its bits per byte."""
+    vocabulary: Dim | None = None
+    """Ids are below it; a larger one is refused. Unset: the tokenizer's."""
+    end_of_document: NonNegativeInt | None = None
+    """Id of the token at the end of a document. Unset: the tokenizer's."""
+    verify: bool = False
+    """Check every id at the start, not only the first 134 million."""
+
+    def __post_init__(self) -> None:
+        """Refuse weights and shares that fit no path."""
+        super().__post_init__()
+        if len(self.weights) not in (0, len(self.paths)):
+            raise UserError(
+                f"[data] weights={show(self.weights)} fit no paths={show(self.paths)}: "
+                f"{len(self.weights)} weights for {len(self.paths)} paths. Give one for each, or "
+                "none."
+            )
+        if not (1 <= len(self.split) <= 3 and self.split[0]):
+            raise UserError(
+                f"[data] split={show(self.split)} must be up to three shares (training, "
+                "validation, unused), the first above 0, such as [949, 50, 1]."
+            )
+        if not self.tokenizer and self.vocabulary is None:
+            raise UserError(
+                "[data] tokens need the size of their vocabulary. Set tokenizer (a "
+                "tokenizer.json) or vocabulary."
+            )
+
+    @property
+    def has_validation_part(self) -> bool:
+        """True if `split` has a second share."""
+        return len(self.split) > 1 and self.split[1] > 0
+
+    @property
+    def part_name(self) -> str:
+        """The share's name in messages."""
+        return ("training", "validation")[self.part]
+
+    def open(self) -> Source:
+        """Check the files, and open them."""
+        return self.open_surveyed(self.survey())
+
+    def at(self, path: str) -> IndexedData:
+        """All documents of another dataset."""
+        return replace(self, paths=(path,), weights=(), split=(1.0,))
+
+    def values(self) -> dict[str, Any]:
+        """The keys and their values."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens(IndexedData):
+    """Token ids on disk: Megatron's .bin and .idx, as `data tokenize` writes them."""
+
+    name = "tokens"
+
+    def survey(self) -> Surveyed:
+        """Check the files and their ids."""
+        from titan_dit.data import token_windows
+
+        return token_windows.survey(self)
+
+    def open_surveyed(self, survey: Surveyed) -> TokenWindows:
+        """Open the surveyed files."""
+        from titan_dit.data.token_windows import TokenWindows
+
+        return TokenWindows(survey, () if self.part else self.weights)
+
+    def validation_part(self) -> Tokens:
+        """The same documents' second share; weights do not apply."""
+        return HeldOutTokens(**self.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutTokens(Tokens):
+    """The second share of `split`."""
+
+    part = 1
+
+
+PLAYS = Path(__file__).parent / "plays"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plays(DataConfig):
+    """Eight plays of Shakespeare as tokens of a vocabulary of 2,048; part of titan_dit.
+
+    Documents 0 to 7 are the beginnings of the plays, 8 to 15 their last 5%.
+    """
+
+    name = "plays"
+
+    sequence_length: Dim
+    """Tokens that the model predicts per sample."""
+
+    @property
+    def has_validation_part(self) -> bool:
+        """The end of every play."""
+        return True
+
+    @property
+    def tokens(self) -> Tokens:
+        """The files."""
+        return Tokens(
+            paths=(str(PLAYS / "plays_text_document"),),
+            split=(8, 8),
+            sequence_length=self.sequence_length,
+            tokenizer=str(PLAYS / "tokenizer.json"),
+            verify=True,
+        )
+
+    def open(self) -> Source:
+        """Open the beginnings."""
+        return self.tokens.open()
+
+    def validation_part(self) -> DataConfig:
+        """The ends."""
+        return self.tokens.validation_part()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentencePairs(IndexedData):
+    """Sentences on disk for BERT: `data tokenize --split-sentences`, with a tokenizer of BERT."""
+
+    name = "sentence_pairs"
+
+    sequence_length: Annotated[int, Bound(least=5, most=10**7)]
+    """Tokens of a sample, with [CLS], twice [SEP] and padding."""
+    short_share: Fraction = 0.1
+    """Share of the samples with a random shorter length, as Megatron's short_seq_prob."""
+
+    def __post_init__(self) -> None:
+        """Require a tokenizer: it has the ids of [CLS], [SEP], [MASK] and [PAD]."""
+        super().__post_init__()
+        if self.paths and not self.tokenizer:
+            raise UserError(
+                "[data] sentence_pairs need the ids of [CLS], [SEP], [MASK] and [PAD]. Set "
+                "tokenizer (a tokenizer.json)."
+            )
+
+    def survey(self) -> SurveyedPairs:
+        """Check the files and their ids, and find the samples."""
+        from titan_dit.data import sentence_pairs
+
+        return sentence_pairs.survey(self)
+
+    def open_surveyed(self, survey: SurveyedPairs) -> SentenceSpans:
+        """Open the surveyed files."""
+        from titan_dit.data.sentence_pairs import SentenceSpans
+
+        return SentenceSpans(survey, () if self.part else self.weights)
+
+    def validation_part(self) -> SentencePairs:
+        """The same files' second share; weights do not apply."""
+        return HeldOutPairs(**self.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutPairs(SentencePairs):
+    """The second share of `split`."""
+
+    part = 1
