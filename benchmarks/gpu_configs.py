@@ -16,7 +16,7 @@ from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.training import TrainingConfig
 from titan_dit.data.sections import Synthetic
 from titan_dit.dry_run.fake_step import take_fake_step
-from titan_dit.optim.adamw import AdamWConfig
+from titan_dit.optim.sections import AdamWConfig
 from titan_dit.parallel.float8 import suits
 from titan_dit.plan import resolve
 

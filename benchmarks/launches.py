@@ -28,10 +28,10 @@ from titan_dit.diffusion.objective import DiffusionConfig
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.execution.base import scored
 from titan_dit.models.dit import DiTConfig
-from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.ema import move_together
 from titan_dit.optim.gradient_norm import clip_factor, clip_norm, square_sum
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
+from titan_dit.optim.sections import AdamWConfig
 from titan_dit.parallel.compile import compile_prepare, compile_score
 from titan_dit.parallel.init import initialize
 from titan_dit.recovery.bad_steps import Guard

@@ -20,9 +20,8 @@ from torch.distributed.fsdp import fully_shard
 
 from titan_dit.launcher import process_group
 from titan_dit.models.dit import DiTConfig
-from titan_dit.optim.adamw import AdamWConfig
-from titan_dit.optim.muon import MuonConfig
 from titan_dit.optim.optimizer import OptimizerConfig, apply_gradients, build_optimizer
+from titan_dit.optim.sections import AdamWConfig, MuonConfig
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 
 GO = torch.tensor(False)

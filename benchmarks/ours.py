@@ -24,10 +24,10 @@ from titan_dit.kernels import attention
 from titan_dit.models.base import Model
 from titan_dit.models.dit import DiTConfig
 from titan_dit.objectives.base import Objective
-from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.ema import EMA, local
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
+from titan_dit.optim.sections import AdamWConfig
 from titan_dit.parallel import compute_copies
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.compile import compile_prepare, compile_score

@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from titan_dit.data.indexed_file import IndexedFile, IndexedWriter
-from titan_dit.data.token_windows import PLAYS
+from titan_dit.data.sections import PLAYS
 from titan_dit.data.tokenizing import chunks, pool
 from titan_dit.data.tokenizing.chunks import Chunk, texts_of
 from titan_dit.data.tokenizing.pool import Encoder, Recipe

@@ -12,7 +12,7 @@ from titan_dit.checks.device import check_memory, state_bytes
 from titan_dit.config.config_file import take_dry_run
 from titan_dit.config.section import UserError
 from titan_dit.dry_run import report
-from titan_dit.optim.adamw import AdamWConfig
+from titan_dit.optim.sections import AdamWConfig
 from titan_dit.plan import resolve
 
 FLAGS = {

@@ -12,9 +12,9 @@ from titan_dit.config.layout import CompileConfig
 from titan_dit.config.training import LRScheduleConfig
 from titan_dit.data.order import BatchPlan, EpochOrder
 from titan_dit.opening import Opened
-from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.lr_schedule import learning_rate
 from titan_dit.optim.optimizer import build_optimizer
+from titan_dit.optim.sections import AdamWConfig
 from titan_dit.recovery.ledger import Ledger
 from titan_dit.trainer import Trainer
 

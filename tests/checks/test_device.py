@@ -25,7 +25,7 @@ from titan_dit.checks.device import (
 from titan_dit.config.operation import MetricsConfig, ProfileConfig
 from titan_dit.config.section import UserError
 from titan_dit.config.training import EMAConfig
-from titan_dit.optim.adamw import AdamWConfig
+from titan_dit.optim.sections import AdamWConfig
 
 CPU = torch.device("cpu")
 TE = ("te_delayed", "te_current", "te_mxfp8")

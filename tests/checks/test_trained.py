@@ -7,7 +7,7 @@ from tiny import tiny_config
 
 from titan_dit.checks.parts import check_optimizer, optimizer_lines
 from titan_dit.config.section import UserError
-from titan_dit.optim.adamw import AdamWConfig
+from titan_dit.optim.sections import AdamWConfig
 from titan_dit.plan import resolve
 
 

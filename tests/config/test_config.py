@@ -24,7 +24,7 @@ from titan_dit.config.section import (
     show,
 )
 from titan_dit.config.training import EMAConfig, TrainingConfig
-from titan_dit.optim.adamw import AdamWConfig
+from titan_dit.optim.sections import AdamWConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from small_shards import SECOND, ten_latents, write_ten
 
 from titan_dit.config.section import UserError
 from titan_dit.data import latents as latents_module
+from titan_dit.data import sections
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.latents import LatentShards, write_shards
@@ -166,10 +167,8 @@ def test_latents_that_are_not_finite_are_not_written(tmp_path, bad):
 
 
 def test_the_digits_are_always_verified(tmp_path, monkeypatch):
-    from titan_dit.data import latents
-
-    shutil.copytree(latents.Path(latents.__file__).parent / "digits", tmp_path / "digits")
-    monkeypatch.setattr(latents, "__file__", str(tmp_path / "latents.py"))
+    shutil.copytree(Path(sections.__file__).parent / "digits", tmp_path / "digits")
+    monkeypatch.setattr(sections, "__file__", str(tmp_path / "sections.py"))
     assert len(Digits().open()) == 1797
     shard = tmp_path / "digits" / "digits-00000.safetensors"
     data = bytearray(shard.read_bytes())

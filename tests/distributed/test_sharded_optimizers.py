@@ -10,9 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from titan_dit.models.dit import DiTConfig
-from titan_dit.optim.adamw import AdamWConfig
-from titan_dit.optim.muon import MuonConfig
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer, optimizer_tensors
+from titan_dit.optim.sections import AdamWConfig, MuonConfig
 from titan_dit.parallel import tensor
 
 SPEC = DiTConfig(size="S/2", latent_size=32, channels=4, num_classes=10).spec()

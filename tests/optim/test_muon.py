@@ -11,8 +11,9 @@ from torch.optim import _muon
 from titan_dit.config.parameter_groups import GroupConfig
 from titan_dit.config.section import UserError
 from titan_dit.models.dit import DiTConfig
-from titan_dit.optim.muon import MuonConfig, balanced, orthogonalized, places
+from titan_dit.optim.muon import balanced, orthogonalized, places
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
+from titan_dit.optim.sections import MuonConfig
 
 SPEC = DiTConfig(size="S/2", latent_size=32, channels=4, num_classes=10).spec()
 GO, SKIP = torch.tensor(False), torch.tensor(True)

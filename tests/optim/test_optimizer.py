@@ -3,8 +3,9 @@ import torch
 from torch import nn
 
 from titan_dit.config.section import UserError
-from titan_dit.optim.adamw import AdamW, AdamWConfig
+from titan_dit.optim.adamw import AdamW
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer, optimizer_tensors
+from titan_dit.optim.sections import AdamWConfig
 
 GO, SKIP = torch.tensor(False), torch.tensor(True)
 SETTINGS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}

@@ -26,8 +26,8 @@ SECTIONS = {
     },
     "objective": {
         "ddpm": "titan_dit.diffusion.ddpm:DDPM",
-        "masked_token": "titan_dit.objectives.masked_token:MaskedTokenConfig",
-        "next_token": "titan_dit.objectives.next_token:NextTokenConfig",
+        "masked_token": "titan_dit.objectives.sections:MaskedTokenConfig",
+        "next_token": "titan_dit.objectives.sections:NextTokenConfig",
         "rectified_flow": "titan_dit.diffusion.rectified_flow:RectifiedFlow",
     },
     "data": {
@@ -39,8 +39,8 @@ SECTIONS = {
         "tokens": "titan_dit.data.sections:Tokens",
     },
     "optimizer": {
-        "adamw": "titan_dit.optim.adamw:AdamWConfig",
-        "muon": "titan_dit.optim.muon:MuonConfig",
+        "adamw": "titan_dit.optim.sections:AdamWConfig",
+        "muon": "titan_dit.optim.sections:MuonConfig",
     },
 }
 """Section -> name -> its dataclass."""
@@ -53,13 +53,7 @@ KEYS = {
     },
     "objective": {
         "ddpm": "titan_dit.diffusion.keys:DDPMKeys",
-        "masked_token": "titan_dit.objectives.keys:MaskedTokenKeys",
-        "next_token": "titan_dit.objectives.keys:NextTokenKeys",
         "rectified_flow": "titan_dit.diffusion.keys:RectifiedFlowKeys",
-    },
-    "optimizer": {
-        "adamw": "titan_dit.optim.keys:AdamWKeys",
-        "muon": "titan_dit.optim.keys:MuonKeys",
     },
 }
 """Section -> name -> the base class of its dataclass with the keys, for a `--help` without torch.

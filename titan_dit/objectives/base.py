@@ -13,11 +13,10 @@ import torch
 from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor, nn
 
-from titan_dit.config.section import Named, UserError, show
-from titan_dit.config.training import EvaluationConfig, SamplingConfig
-from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
-from titan_dit.models.base import ModelConfig, ModelSpec
+from titan_dit.config.training import SamplingConfig
+from titan_dit.data.base import Batch, DataFacts, Fields, Source
 from titan_dit.models.initializers import Initializer
+from titan_dit.objectives.sections import ObjectiveConfig as ObjectiveConfig
 from titan_dit.rng import SampleRNG
 
 Forward: TypeAlias = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
@@ -215,62 +214,6 @@ class Objective:
         With each batch: which samples are finite, without NaN or infinity.
         """
         raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig(Named):
-    """The [objective] section.
-
-    A section that needs neither model nor data to build can be the objective itself:
-    `class NextToken(ObjectiveConfig, Objective)`.
-    """
-
-    section = "objective"
-    previews: ClassVar[bool] = False
-    """True if the objective has a `preview`."""
-
-    def model_spec(self, model: ModelConfig) -> ModelSpec:
-        """The model's spec with the outputs that the objective needs; UserError on a misfit."""
-        return model.spec()
-
-    def facts(self, values: Mapping[str, Any]) -> DataFacts:
-        """Facts of a dataset, from a checkpoint's record."""
-        return DataFacts.from_json(values)
-
-    def example(self, model: ModelConfig) -> tuple[DataFacts, Mapping[str, Field]] | None:
-        """Facts and fields of data that fit the model, so that a dry run opens no data.
-
-        None if they depend on the data.
-        """
-        return None
-
-    def build(self, model: ModelConfig, facts: DataFacts) -> Objective:
-        """Build the objective for a model and a dataset; UserError if they do not fit."""
-        if not isinstance(self, Objective):
-            raise UserError(
-                f"[objective] name={show(self.name)}: {type(self).__name__} has no build(model, "
-                "facts) and is not a titan_dit.objectives.base.Objective. Define build, or derive "
-                "from Objective too."
-            )
-        return self
-
-    def check_evaluation(
-        self, model: ModelConfig, sampling: SamplingConfig, evaluation: EvaluationConfig
-    ) -> None:
-        """Raise UserError if [evaluation] cannot work."""
-        if evaluation.every:
-            raise UserError(
-                f"[evaluation] every={evaluation.every}: the objective {self.name} draws no "
-                "pictures. Set every = 0."
-            )
-
-    def check_sampling(self, model: ModelConfig, sampling: SamplingConfig) -> None:
-        """Raise UserError if the [sampling] settings cannot work."""
-        if sampling.every and not self.previews:
-            raise UserError(
-                f"[sampling] every={sampling.every}: the objective {self.name} has no preview. "
-                "Set every = 0."
-            )
 
 
 def at_least_fp32(prediction: Tensor) -> Tensor:

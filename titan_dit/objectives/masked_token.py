@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -16,8 +16,8 @@ from titan_dit.data.sentence_pairs import PairFacts
 from titan_dit.data.token_windows import TokenFacts
 from titan_dit.models.base import ModelConfig, ModelSpec
 from titan_dit.objectives import dropout
-from titan_dit.objectives.base import Objective, ObjectiveConfig, Prepared
-from titan_dit.objectives.keys import MaskedTokenKeys
+from titan_dit.objectives.base import Objective, Prepared
+from titan_dit.objectives.sections import MaskedTokenConfig
 from titan_dit.rng import SampleRNG
 
 
@@ -95,59 +95,6 @@ class MaskedModel(Protocol):
         """Inputs that are equal for all samples."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MaskedTokenConfig(MaskedTokenKeys, ObjectiveConfig):
-    """The [objective] section of masked tokens."""
-
-    def model_spec(self, model: ModelConfig) -> ModelSpec:
-        """The model's spec, with the heads of the tasks."""
-        found = bidirectional(model)
-        num = num_masked(self.mask_share, found.sequence_length)
-        return found.masked_spec(num, sentence_order=self.sentence_order)
-
-    def facts(self, values: Mapping[str, Any]) -> DataFacts:
-        """Facts of pairs or of token windows, from a checkpoint's record."""
-        kind = PairFacts if self.sentence_order else TokenFacts
-        return kind.from_json(values)
-
-    def example(self, model: ModelConfig) -> tuple[DataFacts, Mapping[str, Field]]:
-        """Facts and fields of samples with the model's own sizes."""
-        found = bidirectional(model)
-        n, size = found.sequence_length, found.vocabulary
-        facts: PairFacts | TokenFacts
-        if self.sentence_order:
-            facts = PairFacts(count=0, sequence_length=n, vocabulary=size, cls=1, sep=2, mask=3)
-        else:
-            facts = TokenFacts(count=0, sequence_length=n, vocabulary=max(size - 1, 1))
-        return facts, facts.fields
-
-    def build(self, model: ModelConfig, facts: DataFacts) -> MaskedToken:
-        """Build the objective; UserError if the data do not fit the model."""
-        found = bidirectional(model)
-        if not isinstance(facts, PairFacts if self.sentence_order else TokenFacts):
-            kind = "sentence_pairs" if self.sentence_order else "tokens"
-            raise UserError(
-                f"[objective] sentence_order={show(self.sentence_order)} trains on other samples "
-                f'than [data] holds. Set [data] name = "{kind}".'
-            )
-        assert isinstance(facts, PairFacts | TokenFacts)
-        if facts.sequence_length != found.sequence_length:
-            raise UserError(
-                f"[data] sequence_length={facts.sequence_length} and [model] "
-                f"sequence_length={found.sequence_length} differ. Make them equal."
-            )
-        own = facts.mask if isinstance(facts, PairFacts) else facts.vocabulary
-        mask = own if self.mask_id is None else self.mask_id
-        if max(facts.vocabulary, mask + 1) > found.vocabulary:
-            raise UserError(
-                f"[data] has token ids up to {facts.vocabulary - 1}, and [MASK] is {mask}, but "
-                f"[model] vocabulary={found.vocabulary}. Set [model] vocabulary = "
-                f"{max(facts.vocabulary, mask + 1)}."
-            )
-        drops = dropout.drops(self.model_spec(model))
-        return MaskedToken(found, facts, mask, self.mask_share, drops)
-
-
 def bidirectional(model: ModelConfig) -> MaskedModel:
     """The section, if it describes a model of masked tokens."""
     if not isinstance(model, MaskedModel):
@@ -161,6 +108,54 @@ def bidirectional(model: ModelConfig) -> MaskedModel:
 def num_masked(share: float, length: int) -> int:
     """Masked tokens of a sample of `length` tokens."""
     return max(1, round(share * length))
+
+
+def model_spec(section: MaskedTokenConfig, model: ModelConfig) -> ModelSpec:
+    """The model's spec, with the heads of the tasks."""
+    found = bidirectional(model)
+    num = num_masked(section.mask_share, found.sequence_length)
+    return found.masked_spec(num, sentence_order=section.sentence_order)
+
+
+def example(
+    section: MaskedTokenConfig, model: ModelConfig
+) -> tuple[DataFacts, Mapping[str, Field]]:
+    """Facts and fields of samples with the model's own sizes."""
+    found = bidirectional(model)
+    n, size = found.sequence_length, found.vocabulary
+    facts: PairFacts | TokenFacts
+    if section.sentence_order:
+        facts = PairFacts(count=0, sequence_length=n, vocabulary=size, cls=1, sep=2, mask=3)
+    else:
+        facts = TokenFacts(count=0, sequence_length=n, vocabulary=max(size - 1, 1))
+    return facts, facts.fields
+
+
+def build(section: MaskedTokenConfig, model: ModelConfig, facts: DataFacts) -> MaskedToken:
+    """Build the objective; UserError if the data do not fit the model."""
+    found = bidirectional(model)
+    if not isinstance(facts, PairFacts if section.sentence_order else TokenFacts):
+        kind = "sentence_pairs" if section.sentence_order else "tokens"
+        raise UserError(
+            f"[objective] sentence_order={show(section.sentence_order)} trains on other samples "
+            f'than [data] holds. Set [data] name = "{kind}".'
+        )
+    assert isinstance(facts, PairFacts | TokenFacts)
+    if facts.sequence_length != found.sequence_length:
+        raise UserError(
+            f"[data] sequence_length={facts.sequence_length} and [model] "
+            f"sequence_length={found.sequence_length} differ. Make them equal."
+        )
+    own = facts.mask if isinstance(facts, PairFacts) else facts.vocabulary
+    mask = own if section.mask_id is None else section.mask_id
+    if max(facts.vocabulary, mask + 1) > found.vocabulary:
+        raise UserError(
+            f"[data] has token ids up to {facts.vocabulary - 1}, and [MASK] is {mask}, but "
+            f"[model] vocabulary={found.vocabulary}. Set [model] vocabulary = "
+            f"{max(facts.vocabulary, mask + 1)}."
+        )
+    drops = dropout.drops(model_spec(section, model))
+    return MaskedToken(found, facts, mask, section.mask_share, drops)
 
 
 @dataclass(frozen=True)

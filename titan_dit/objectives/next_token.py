@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -15,17 +15,16 @@ from titan_dit.config.training import SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field
 from titan_dit.data.codec import codec_of
 from titan_dit.data.token_windows import TokenFacts
-from titan_dit.models.base import ModelConfig, ModelSpec
+from titan_dit.models.base import ModelConfig
 from titan_dit.objectives import dropout, text_drawing
 from titan_dit.objectives.base import (
     DataShare,
     Forward,
     Objective,
-    ObjectiveConfig,
     Prepared,
     Preview,
 )
-from titan_dit.objectives.keys import NextTokenKeys
+from titan_dit.objectives.sections import NextTokenConfig
 from titan_dit.objectives.text_drawing import Windowed
 from titan_dit.rng import SampleRNG
 
@@ -39,55 +38,6 @@ class CausalModel(Windowed, Protocol):
         """The name in the catalog."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NextTokenConfig(NextTokenKeys, ObjectiveConfig):
-    """The [objective] section of next-token prediction."""
-
-    previews = True
-
-    def model_spec(self, model: ModelConfig) -> ModelSpec:
-        """The model's spec; its head must return `cross_entropy`."""
-        return causal(model).spec()
-
-    def facts(self, values: Mapping[str, Any]) -> DataFacts:
-        """Facts of token windows, from a checkpoint's record."""
-        return TokenFacts.from_json(values)
-
-    def example(self, model: ModelConfig) -> tuple[DataFacts, Mapping[str, Field]]:
-        """Facts and fields of windows with the model's own sizes."""
-        found = causal(model)
-        facts = TokenFacts(
-            count=0, sequence_length=found.sequence_length, vocabulary=found.vocabulary
-        )
-        return facts, facts.fields
-
-    def build(self, model: ModelConfig, facts: DataFacts) -> NextToken:
-        """Build the objective; UserError if the data do not fit the model."""
-        found = causal(model)
-        if not isinstance(facts, TokenFacts):
-            raise UserError(
-                f"[objective] name={show(self.name)} trains on tokens, which [data] does not hold. "
-                'Set [data] name = "tokens".'
-            )
-        if facts.sequence_length != found.sequence_length:
-            raise UserError(
-                f"[data] sequence_length={facts.sequence_length} and [model] "
-                f"sequence_length={found.sequence_length} differ. Make them equal."
-            )
-        if facts.vocabulary > found.vocabulary:
-            raise UserError(
-                f"[data] has token ids up to {facts.vocabulary - 1}, but [model] "
-                f"vocabulary={found.vocabulary}. Set [model] vocabulary = {facts.vocabulary}."
-            )
-        if self.mask_end_of_document and facts.end_of_document is None:
-            raise UserError(
-                "[objective] mask_end_of_document=true needs the id of the token that ends a "
-                "document. Set [data] end_of_document."
-            )
-        masked = facts.end_of_document if self.mask_end_of_document else None
-        return NextToken(found, facts, masked, dropout.drops(found.spec()))
-
-
 def causal(model: ModelConfig) -> CausalModel:
     """The section, if it describes a language model."""
     if not isinstance(model, CausalModel) or model.spec().mask != "causal":
@@ -96,6 +46,40 @@ def causal(model: ModelConfig) -> CausalModel:
             'name="next_token" needs. Set [model] name = "gpt".'
         )
     return model
+
+
+def example(model: ModelConfig) -> tuple[DataFacts, Mapping[str, Field]]:
+    """Facts and fields of windows with the model's own sizes."""
+    found = causal(model)
+    facts = TokenFacts(count=0, sequence_length=found.sequence_length, vocabulary=found.vocabulary)
+    return facts, facts.fields
+
+
+def build(section: NextTokenConfig, model: ModelConfig, facts: DataFacts) -> NextToken:
+    """Build the objective; UserError if the data do not fit the model."""
+    found = causal(model)
+    if not isinstance(facts, TokenFacts):
+        raise UserError(
+            f"[objective] name={show(section.name)} trains on tokens, which [data] does not hold. "
+            'Set [data] name = "tokens".'
+        )
+    if facts.sequence_length != found.sequence_length:
+        raise UserError(
+            f"[data] sequence_length={facts.sequence_length} and [model] "
+            f"sequence_length={found.sequence_length} differ. Make them equal."
+        )
+    if facts.vocabulary > found.vocabulary:
+        raise UserError(
+            f"[data] has token ids up to {facts.vocabulary - 1}, but [model] "
+            f"vocabulary={found.vocabulary}. Set [model] vocabulary = {facts.vocabulary}."
+        )
+    if section.mask_end_of_document and facts.end_of_document is None:
+        raise UserError(
+            "[objective] mask_end_of_document=true needs the id of the token that ends a "
+            "document. Set [data] end_of_document."
+        )
+    masked = facts.end_of_document if section.mask_end_of_document else None
+    return NextToken(found, facts, masked, dropout.drops(found.spec()))
 
 
 @dataclass(frozen=True)

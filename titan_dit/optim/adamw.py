@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from titan_dit.models.base import ModelSpec
-from titan_dit.optim.keys import AdamWKeys
-from titan_dit.optim.optimizer import Group, Optimizer, OptimizerConfig, Parameters, State
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamWConfig(AdamWKeys, OptimizerConfig):
-    """AdamW (arXiv:1711.05101)."""
-
-    def build(self, parameters: Parameters, model_spec: ModelSpec) -> Optimizer:
-        """AdamW over plain or sharded parameters."""
-        return AdamW(self.grouped(parameters), self.defaults)
-
-    def num_moments(self, name: str, shape: Sequence[int]) -> int:
-        """The first and the second moment."""
-        return 2
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Settings of all groups."""
-        keys = ("lr", "betas", "eps", "fused")
-        return {key: getattr(self, key) for key in keys}
+from titan_dit.optim.optimizer import Group, Optimizer, State
 
 
 class AdamW(Optimizer):

@@ -7,9 +7,8 @@ the ranks that hold its shards, and sent back.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -17,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from titan_dit.config.section import UserError, show
+from titan_dit.config.section import UserError
 from titan_dit.models.base import ModelSpec
-from titan_dit.optim.adamw import AdamW, AdamWConfig
-from titan_dit.optim.keys import MuonKeys
-from titan_dit.optim.optimizer import Group, Optimizer, Parameters, State
+from titan_dit.optim.adamw import AdamW
+from titan_dit.optim.optimizer import Group, Parameters, State
+from titan_dit.optim.sections import MuonConfig
 from titan_dit.optim.shards import shards_of
 
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -197,79 +196,18 @@ def places(owner: int, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-PROJECTIONS = 3
-"""Queries, keys and values."""
+def build(config: MuonConfig, parameters: Parameters, model_spec: ModelSpec) -> Muon:
+    """Muon over plain or sharded parameters."""
 
+    def settings(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+        if not config.takes(name, parameter.shape):
+            return {"matrices": False, "lr_factor": (config.adamw_lr or config.lr) / config.lr}
+        layout = None
+        if isinstance(parameter, DTensor):
+            layout = parameter.device_mesh, parameter.placements
+        return {"matrices": True, "layout": layout}
 
-@dataclass(frozen=True, kw_only=True)
-class MuonConfig(MuonKeys, AdamWConfig):
-    """Muon for matrices (arXiv:2502.16982), AdamW for all other parameters."""
-
-    def takes(self, name: str, shape: Sequence[int]) -> bool:
-        """True if a parameter takes Muon."""
-        return len(shape) == 2 and any(fnmatchcase(name, p) for p in self.matrices)
-
-    def num_moments(self, name: str, shape: Sequence[int]) -> int:
-        """One momentum, or AdamW's two."""
-        return 1 if self.takes(name, shape) else super().num_moments(name, shape)
-
-    def projections(self, name: str) -> int:
-        """Number of matrices in a parameter's rows: 3 for a fused qkv, else 1."""
-        return PROJECTIONS if any(fnmatchcase(name, p) for p in self.fused_qkv) else 1
-
-    def check(self, shapes: Mapping[str, torch.Size], model_spec: ModelSpec) -> None:
-        """Refuse patterns that match no matrix, and fused_qkv for rows of another layout."""
-        own = {name: shape for name, shape in shapes.items() if self.takes(name, shape)}
-        if not own:
-            raise UserError(
-                f"[optimizer] matrices={show(self.matrices)} matches no parameter with two dims: "
-                'nothing takes Muon. Set other patterns, or name = "adamw".'
-            )
-        for pattern in self.matrices:
-            if not any(fnmatchcase(name, pattern) for name in own):
-                raise UserError(
-                    f"[optimizer] matrices: the pattern {show(pattern)} matches no parameter with "
-                    "two dims. Remove it, or correct it."
-                )
-        for pattern in self.fused_qkv:
-            is_default = self.fused_qkv == type(self).fused_qkv
-            if not is_default and not any(fnmatchcase(name, pattern) for name in own):
-                raise UserError(
-                    f"[optimizer] fused_qkv: the pattern {show(pattern)} matches no matrix that "
-                    "takes Muon. Remove it, or correct it."
-                )
-        # With grouped queries the rows can be as many, in another order.
-        grouped = model_spec.query_groups not in (0, model_spec.num_heads)
-        for name, shape in own.items():
-            fits = not grouped and shape[0] % (PROJECTIONS * model_spec.head_dim) == 0
-            if self.projections(name) > 1 and not fits:
-                raise UserError(
-                    f"[optimizer] fused_qkv={show(self.fused_qkv)} matches {name} with {shape[0]} "
-                    f"rows, which are not [heads, 3, {model_spec.head_dim}]. Narrow the pattern, "
-                    "or set fused_qkv = []."
-                )
-
-    def lines(self, shapes: Mapping[str, torch.Size]) -> Iterator[str]:
-        """Console line: number of matrices that take Muon, and of fused qkv among them."""
-        own = [name for name, shape in shapes.items() if self.takes(name, shape)]
-        split = sum(self.projections(name) > 1 for name in own)
-        yield (
-            f"muon    {len(own)} matrices, {split} of them as queries, keys and values; AdamW for "
-            f"{len(shapes) - len(own)} tensors"
-        )
-
-    def build(self, parameters: Parameters, model_spec: ModelSpec) -> Optimizer:
-        """Muon over plain or sharded parameters."""
-
-        def settings(name: str, parameter: nn.Parameter) -> dict[str, Any]:
-            if not self.takes(name, parameter.shape):
-                return {"matrices": False, "lr_factor": (self.adamw_lr or self.lr) / self.lr}
-            layout = None
-            if isinstance(parameter, DTensor):
-                layout = parameter.device_mesh, parameter.placements
-            return {"matrices": True, "layout": layout}
-
-        return Muon(self.grouped(parameters, settings), self, model_spec.head_dim)
+    return Muon(config.grouped(parameters, settings), config, model_spec.head_dim)
 
 
 class Muon(AdamW):

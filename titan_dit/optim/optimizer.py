@@ -3,79 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_dit.config.parameter_groups import GroupConfig, groups_of
 from titan_dit.config.section import UserError
 from titan_dit.models.base import ModelSpec
-from titan_dit.optim.keys import OptimizerKeys
+from titan_dit.optim.sections import Group as Group
+from titan_dit.optim.sections import OptimizerConfig as OptimizerConfig
+from titan_dit.optim.sections import Parameters as Parameters
 from titan_dit.optim.shards import sharded_like, shards_of
 
 State = dict[str, Tensor]
 """An optimizer's tensors of one parameter by name, such as "exp_avg"."""
-Parameters = Mapping[str, nn.Parameter]
 NOTHING: Parameters = MappingProxyType({})
-Group = dict[str, Any]
-"""Parameters with equal settings: "params", "lr", "lr_factor", "weight_decay" and others."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(OptimizerKeys):
-    """The [optimizer] section: keys of every optimizer, and what builds it."""
-
-    whole_tensors: ClassVar[bool] = False
-    """True if it cannot update a part of a tensor. Layouts that shard tensors are then refused."""
-
-    def build(self, parameters: Parameters, model_spec: ModelSpec) -> Optimizer:
-        """The optimizer of these parameters of a rank: all that are trained, plain or sharded."""
-        raise NotImplementedError
-
-    def num_moments(self, name: str, shape: Sequence[int]) -> int:
-        """Tensors of a parameter's shape in its state, to refuse early what cannot fit."""
-        return 1
-
-    def check(self, shapes: Mapping[str, torch.Size], model_spec: ModelSpec) -> None:
-        """Raise UserError if the optimizer cannot train these parameters of the whole model."""
-
-    def lines(self, shapes: Mapping[str, torch.Size]) -> Iterator[str]:
-        """Console lines about `shapes`, all trained parameters of the whole model."""
-        return iter(())
-
-    def grouped(
-        self,
-        parameters: Parameters,
-        settings: Callable[[str, nn.Parameter], Mapping[str, Hashable]] = lambda *_: {},
-    ) -> list[Group]:
-        """Groups of parameters with equal settings and dtype, for torch.
-
-        `settings`: (name, parameter) -> what an optimizer adds to [optimizer] groups.
-        """
-        special = groups_of(parameters, self.groups)
-        found: dict[Hashable, Group] = {}
-        for name, parameter in parameters.items():
-            group = special.get(name)
-            decay = None if group is None else group.weight_decay
-            keys: dict[str, Any] = {
-                "lr_factor": 1.0 if group is None else group.factor(self.lr),
-                "weight_decay": self.weight_decay if decay is None else decay,
-            }
-            own = dict(settings(name, parameter))
-            factor: Any = own.pop("lr_factor", 1.0)
-            if group is None or group.lr is None:  # A group's lr is absolute.
-                keys["lr_factor"] *= factor
-            keys |= own
-            made = found.setdefault(
-                (parameter.dtype, *keys.items()), {"params": [], "names": [], **keys}
-            )
-            made["params"].append(parameter)
-            made["names"].append(name)
-        return list(found.values())
 
 
 class Optimizer(torch.optim.Optimizer, ABC):

@@ -18,7 +18,7 @@ from titan_dit.config.parameter_groups import groups_of
 from titan_dit.dry_run.memory import StorageKind
 from titan_dit.dry_run.pipeline import most_held
 from titan_dit.execution.planned import AHEAD
-from titan_dit.optim.muon import MuonConfig
+from titan_dit.optim.sections import MuonConfig
 from titan_dit.parallel.compute_copies import CHUNK, FLOAT8
 from titan_dit.parallel.fsdp import unit_sizes
 from titan_dit.plan import RunPlan
