@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from titan_dit.config import catalog, config_file
 from titan_dit.config.layout import PrecisionConfig
-from titan_dit.diffusion.rectified_flow import RectifiedFlow
+from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.launcher import process_group
 from titan_dit.models.base import Model
 from titan_dit.models.dit import DiTConfig
@@ -91,7 +91,7 @@ def products_of(
         return hook
 
     hooks = [layer.register_forward_hook(watch(name)) for name, layer in layers.items()]
-    objective, batch = learning(config, RectifiedFlow()), resident_batch(config, 8, device)
+    objective, batch = learning(config, RectifiedFlowConfig()), resident_batch(config, 8, device)
     prepared = objective.prepare(batch, SampleRNG(0, batch.sample_numbers))
     prediction = model(prepared.inputs, prepared.static)
     objective.loss({"prediction": prediction}, prepared.targets).mean().backward()

@@ -19,8 +19,7 @@ from torch import Tensor
 from titan_dit.checks.device import check_matmuls
 from titan_dit.config.layout import CompileConfig, ParallelConfig, PrecisionConfig
 from titan_dit.config.section import UserError
-from titan_dit.diffusion.objective import DiffusionConfig
-from titan_dit.diffusion.rectified_flow import RectifiedFlow
+from titan_dit.diffusion.sections import DiffusionConfig, RectifiedFlowConfig
 from titan_dit.kernels import attention
 from titan_dit.kernels.attention_choice import AttentionShape
 from titan_dit.launcher import allocator
@@ -35,7 +34,7 @@ Row = dict[str, Any]
 Step = Callable[[], Tensor]
 
 OBJECTIVES: dict[str, tuple[DiffusionConfig, plain_dit.Learn]] = {
-    "rectified_flow": (RectifiedFlow(), plain_dit.RectifiedFlow()),
+    "rectified_flow": (RectifiedFlowConfig(), plain_dit.RectifiedFlow()),
 }
 """Objectives by name: (titan_dit's, the plain network's)."""
 

@@ -23,9 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_dit.config.layout import CompileConfig
 from titan_dit.config.operation import FaultsConfig
-from titan_dit.diffusion.ddpm import DDPM
-from titan_dit.diffusion.objective import DiffusionConfig
-from titan_dit.diffusion.rectified_flow import RectifiedFlow
+from titan_dit.diffusion.sections import DDPMConfig, DiffusionConfig, RectifiedFlowConfig
 from titan_dit.execution.base import scored
 from titan_dit.models.dit import DiTConfig
 from titan_dit.optim.ema import move_together
@@ -146,9 +144,9 @@ def of_objective(path: DiffusionConfig, config: DiTConfig, batch: int) -> dict[s
 
 def of_ends(config: DiTConfig, batch: int) -> dict[str, list[int]]:
     """Launches of embed and head with their backwards: uncompiled, compiled by [compile] ends."""
-    model = network(config, RectifiedFlow())
+    model = network(config, RectifiedFlowConfig())
     initialize(model, model.initializers(), 0, CPU)
-    objective, data = learning(config, RectifiedFlow()), resident_batch(config, batch, CPU)
+    objective, data = learning(config, RectifiedFlowConfig()), resident_batch(config, batch, CPU)
     prepared = objective.prepare(data, SampleRNG(0, data.sample_numbers))
     tokens = torch.randn(batch, config.token_shape[0], config.shape[0], requires_grad=True)
     stream = tokens, torch.randn(batch, config.shape[0], requires_grad=True)
@@ -170,7 +168,7 @@ def of_ends(config: DiTConfig, batch: int) -> dict[str, list[int]]:
 
 def of_clip(config: DiTConfig) -> dict[str, list[int]]:
     """Launches of clipping: uncompiled, as on a GPU with [compile]."""
-    parameters = list(network(config, RectifiedFlow()).to_empty(device=CPU).parameters())
+    parameters = list(network(config, RectifiedFlowConfig()).to_empty(device=CPU).parameters())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     norms = torch.ones(len(parameters))
@@ -182,7 +180,7 @@ def of_clip(config: DiTConfig) -> dict[str, list[int]]:
 
 def of_update(config: DiTConfig) -> dict[str, list[int]]:
     """Launches after clipping, as on a GPU. They are not compiled."""
-    model = network(config, RectifiedFlow())
+    model = network(config, RectifiedFlowConfig())
     initialize(model, model.initializers(), 0, CPU)
     parameters = list(model.parameters())
     optimizer = build_optimizer(dict(model.named_parameters()), AdamWConfig(), config.spec())
@@ -220,14 +218,14 @@ def main() -> None:
         hidden=16, layers=2, heads=2, patch=2, latent_size=8, channels=4, num_classes=10
     )
     found: dict[str, list[int]] = {}
-    for path in (RectifiedFlow(), DDPM()):
+    for path in (RectifiedFlowConfig(), DDPMConfig()):
         found |= of_objective(path, config, options.batch)
     found |= of_ends(config, options.batch) | of_clip(config) | of_update(config)
     rows = [
         {"part": name, "uncompiled": counts[0], "compiled": counts[1]}
         for name, counts in found.items()
     ]
-    for path in (RectifiedFlow(), DDPM()):
+    for path in (RectifiedFlowConfig(), DDPMConfig()):
         mine = [counts for name, counts in found.items() if name.split(":")[0] in (name, path.name)]
         ends = sum(found[name][0] - found[name][1] for name in ("embed", "head"))
         total = [sum(column) for column in zip(*mine, strict=True)]

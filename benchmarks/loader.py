@@ -33,7 +33,7 @@ from titan_dit.data import loader
 from titan_dit.data.latents import LatentShards, write_shards
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.data.sections import Latents
-from titan_dit.diffusion.rectified_flow import RectifiedFlow
+from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.models.dit import DiTConfig
 from titan_dit.rng import SampleRNG
 
@@ -98,7 +98,7 @@ def ours(
         assert isinstance(source, LatentShards)
         source = mapped(source)
     order = RankOrder(BatchPlan(batch), EpochOrder(0, len(source)), 0, 1)
-    objective, cpu = RectifiedFlow().build(model, source.facts), torch.device("cpu")
+    objective, cpu = RectifiedFlowConfig().build(model, source.facts), torch.device("cpu")
     for read in loader.load(source, order, 0, objective.inspect, cpu, workers=workers):
         clean = objective.clean(read.fields, SampleRNG(0, read.sample_numbers))
         yield clean.tokens, clean.labels

@@ -17,7 +17,8 @@ from titan_dit.config.layout import CompileConfig, ParallelConfig, PrecisionConf
 from titan_dit.config.training import EMAConfig
 from titan_dit.data.base import Batch
 from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.diffusion.objective import Diffusion, DiffusionConfig
+from titan_dit.diffusion.objective import Diffusion
+from titan_dit.diffusion.sections import DiffusionConfig
 from titan_dit.execution.base import Output, TokenLoss
 from titan_dit.execution.local import LocalExecutor
 from titan_dit.kernels import attention

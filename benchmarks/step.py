@@ -27,7 +27,7 @@ from report import finish
 from torch import Tensor, nn
 
 from titan_dit.config.layout import CompileConfig
-from titan_dit.diffusion.rectified_flow import RectifiedFlow
+from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.execution.local import LocalExecutor
 from titan_dit.kernels import linear
 from titan_dit.launcher import process_group
@@ -58,7 +58,10 @@ def ours(
     change: Callable[[nn.Module], None] = eager,
 ) -> Callable[[], Tensor]:
     """titan_dit's step in fp32, with its random numbers; `change` modifies the model."""
-    model, objective = network(config, RectifiedFlow()), learning(config, RectifiedFlow())
+    model, objective = (
+        network(config, RectifiedFlowConfig()),
+        learning(config, RectifiedFlowConfig()),
+    )
     change(model)
     initialize(model, model.initializers(), 0, device)
     if device.type == "cpu":
@@ -119,7 +122,7 @@ def ours_bf16(
 ) -> Callable[[], Tensor]:
     """The trainer's step, on a mesh of one rank."""
     mesh = Mesh(AxisSizes(), device.type)
-    return trainer_step(config, batch, device, RectifiedFlow(), mesh, compiled=compiled)
+    return trainer_step(config, batch, device, RectifiedFlowConfig(), mesh, compiled=compiled)
 
 
 def ours_bf16_compiled(config: DiTConfig, batch: int, device: torch.device) -> Callable[[], Tensor]:

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_dit.config.layout import CompileConfig, ParallelConfig, PrecisionConfig, RematConfig
-from titan_dit.diffusion.rectified_flow import RectifiedFlow
+from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.execution.local import LocalExecutor
 from titan_dit.launcher import process_group
 from titan_dit.models.dit import DiTConfig
@@ -86,7 +86,10 @@ def step_of(way: str, options: argparse.Namespace, mesh: Mesh) -> Callable[[], T
     """Forward and backward of a network with this order of tokens."""
     device = torch.device(mesh.whole.device_type)
     config = DiTConfig(size=options.size, latent_size=options.latent, channels=4, num_classes=1000)
-    model, objective = network(config, RectifiedFlow()), learning(config, RectifiedFlow())
+    model, objective = (
+        network(config, RectifiedFlowConfig()),
+        learning(config, RectifiedFlowConfig()),
+    )
     precision = PrecisionConfig(dtype=options.dtype)
     compilation = CompileConfig(enabled=options.compile)
     parallel = ParallelConfig(tp=mesh.sizes.tp)

@@ -112,7 +112,7 @@ def converted_again(cwd, name, **flags):
     run, file, back = (str(cwd / part) for part in (name, f"{name}.safetensors", f"{name}_back"))
     convert.main(convert.ConvertFlags(source=run, to=file))
     convert.main(convert.ConvertFlags(source=file, to=back, **flags))
-    return load_trained(find_checkpoint(Path(back), None), "ema", None, CPU).objective.path
+    return load_trained(find_checkpoint(Path(back), None), "ema", None, CPU).objective.config
 
 
 def test_what_the_weights_were_trained_for_goes_with_them(converted, capsys):
@@ -144,7 +144,7 @@ def test_a_network_without_learned_sigma_is_read_and_drawn_from(converted):
     save_file(state, converted / "fixed.safetensors")
     source, target = str(converted / "fixed.safetensors"), str(converted / "fixed")
     convert.main(convert.ConvertFlags(source=source, to=target, heads=4))
-    assert not load_trained(Path(target), "ema", None, CPU).objective.path.learn_sigma
+    assert not load_trained(Path(target), "ema", None, CPU).objective.config.learn_sigma
     out = str(converted / "fixed_samples.safetensors")
     sampling.main(sampling.SampleFlags(run=target, out=out, num=2, steps=3, sampler="ddpm"))
     assert load_file(out)["samples"].isfinite().all()

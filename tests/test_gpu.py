@@ -180,6 +180,7 @@ def test_diffusion_draws_the_samples_of_the_cpu(name):
     config = tiny_config(objective={"name": "ddpm"})
     model = config.objective.model_spec(config.model).build()
     randomize(dict(model.named_parameters()))
+    objective = config.objective.build(config.model, config.objective.example(config.model)[0])
     drawn = []
     for device in ("cpu", "cuda"):
         numbers = torch.arange(4, device=device)
@@ -187,7 +188,7 @@ def test_diffusion_draws_the_samples_of_the_cpu(name):
         sampler = sampler_of(config.objective, name)
         with torch.no_grad():
             tokens = generate(
-                model.to(device), config.objective, config.model, numbers, numbers, sampler=sampler,
+                model.to(device), objective, numbers, numbers, sampler=sampler,
                 **settings,
             )  # fmt: skip
         drawn.append(tokens.cpu())

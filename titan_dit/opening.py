@@ -123,12 +123,7 @@ class Opened:
         if self.evaluation and scores:
             with ema.swapped_in():
                 found |= self.evaluation.scores(
-                    self.objective,
-                    executor.predict,
-                    config.sampling,
-                    seed,
-                    share,
-                    alive,
+                    executor.predict, config.sampling, seed, share, alive
                 )
         return found
 

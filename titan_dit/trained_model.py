@@ -76,7 +76,7 @@ class LatentNetwork(nn.Module):
     ) -> Float[Tensor, "b k h w"]:
         """Predict for noisy latents `x` in the model's units, (stored - shift) * scale.
 
-        `t`: 0 to `diffusion.path.last_timestep`, as the network takes it; the path's `noise_level`
+        `t`: 0 to `diffusion.last_timestep`, as the network takes it; `diffusion.noise_level`
         says which end is noise. `y`: labels; -1 is unconditional. k: the channels of x, twice as
         many with a learned sigma.
         """

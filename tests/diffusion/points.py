@@ -59,15 +59,15 @@ def batch_of(numbers, tokens=6, pixels=1, channels=4, total_weight=None):
     )
 
 
-def built(path, tokens=6, pixels=1, channels=4):
-    """The objective of a path over the points."""
+def built(section, tokens=6, pixels=1, channels=4):
+    """The objective of a section over the points."""
     model = Points(tokens, pixels, channels)
     facts = LatentFacts(shape=model.sample_shape, count=1 << 20, num_classes=7)
-    return path.build(model, facts)
+    return section.build(model, facts)
 
 
-def prepare(path, numbers, seed=0, tokens=6, pixels=1, channels=4, total_weight=None):
+def prepare(section, numbers, seed=0, tokens=6, pixels=1, channels=4, total_weight=None):
     """The points prepared with the random numbers of their sample numbers."""
     shape = {"tokens": tokens, "pixels": pixels, "channels": channels}
     batch = batch_of(numbers, **shape, total_weight=total_weight)
-    return built(path, **shape).prepare(batch, SampleRNG(seed, numbers))
+    return built(section, **shape).prepare(batch, SampleRNG(seed, numbers))

@@ -1,22 +1,31 @@
 import pytest
 import torch
-from points import prepare as prepared_points
-from points import tokens_of
+from points import batch_of, built, tokens_of
 
 from titan_dit.config.section import UserError
-from titan_dit.diffusion.base import NO_LABEL
-from titan_dit.diffusion.ddpm import DDPM, bits_per_value, by_channel
+from titan_dit.diffusion.base import NO_LABEL, by_channel
+from titan_dit.diffusion.ddpm import bits_per_value
 from titan_dit.diffusion.noise_schedule import named
 from titan_dit.diffusion.samplers.base import Settings
 from titan_dit.diffusion.samplers.discrete import ddim, ddpm
+from titan_dit.diffusion.sections import DDPMConfig
+from titan_dit.rng import SampleRNG
 
 KINDS = ["eps", "v", "x"]
 CPU = torch.device("cpu")
 SHAPE = {"tokens": 6, "pixels": 2, "channels": 3}
 
 
-def prepare(path, numbers, seed=0):
-    return prepared_points(path, numbers, seed, **SHAPE)
+def of(**keys):
+    return built(DDPMConfig(**keys), **SHAPE)
+
+
+def prepare(objective, numbers, seed=0):
+    return objective.prepare(batch_of(numbers, **SHAPE), SampleRNG(seed, numbers))
+
+
+def predicted(tensor):
+    return {"prediction": tensor}
 
 
 def exact(objective, targets):
@@ -27,7 +36,7 @@ def exact(objective, targets):
         "eps": targets["noise"],
         "x": targets["clean"],
         "v": signal * targets["noise"] - sigma * targets["clean"],
-    }[objective.prediction]
+    }[objective.config.prediction]
 
 
 def with_variance(values, spread):
@@ -37,7 +46,7 @@ def with_variance(values, spread):
 
 def test_inputs_are_the_sample_and_its_noise_at_the_level_of_the_step():
     numbers = torch.arange(40, 72)
-    objective, alpha_bars = DDPM(label_dropout=0.0), named("linear", 1000).alpha_bar
+    objective, alpha_bars = of(label_dropout=0.0), named("linear", 1000).alpha_bar
     prepared = prepare(objective, numbers)
     clean, noise, step = (prepared.targets[name] for name in ("clean", "noise", "step"))
     assert torch.equal(clean.flatten(2), tokens_of(numbers, **SHAPE))
@@ -52,7 +61,7 @@ def test_inputs_are_the_sample_and_its_noise_at_the_level_of_the_step():
 @pytest.mark.parametrize("steps", [50, 1000])
 def test_every_step_is_drawn_equally_often(steps):
     count = 40_000
-    step = prepare(DDPM(steps=steps), torch.arange(count)).targets["step"]
+    step = prepare(of(steps=steps), torch.arange(count)).targets["step"]
     assert step.dtype == torch.int64
     assert (step.min(), step.max()) == (0, steps - 1)
     found = step.bincount(minlength=50).view(50, -1).sum(1).double()
@@ -61,13 +70,13 @@ def test_every_step_is_drawn_equally_often(steps):
 
 
 def test_labels_are_dropped_in_their_share():
-    labels = prepare(DDPM(label_dropout=0.25), torch.arange(20_000)).inputs["labels"]
+    labels = prepare(of(label_dropout=0.25), torch.arange(20_000)).inputs["labels"]
     assert (labels == NO_LABEL).double().mean().item() == pytest.approx(0.25, abs=0.012)
 
 
 def test_dropping_labels_does_not_depend_on_the_step():
     """With one stream for both, labels would be dropped at some steps only."""
-    prepared = prepare(DDPM(label_dropout=0.5), torch.arange(20_000))
+    prepared = prepare(of(label_dropout=0.5), torch.arange(20_000))
     dropped = prepared.inputs["labels"] == NO_LABEL
     low = prepared.targets["step"] < 500
     assert dropped[low].double().mean().item() == pytest.approx(0.5, abs=0.02)
@@ -75,14 +84,16 @@ def test_dropping_labels_does_not_depend_on_the_step():
 
 
 def test_the_bound_has_no_min_snr_weight_and_no_weight_by_the_number_of_steps():
-    targets = prepare(DDPM(), torch.arange(16)).targets
+    targets = prepare(of(), torch.arange(16)).targets
     prediction = torch.randn(16, 6, 12)
-    plain, weighted = (DDPM(min_snr_gamma=g).terms(prediction, targets) for g in (None, 5.0))
+    plain, weighted = (
+        of(min_snr_gamma=g).terms(predicted(prediction), targets) for g in (None, 5.0)
+    )
     assert torch.equal(plain["vb"], weighted["vb"])
     assert not torch.equal(plain["mse"], weighted["mse"])
-    few = DDPM(steps=400)
+    few = of(steps=400)
     targets = prepare(few, torch.arange(16)).targets
-    values, spread = few.split(prediction, 3)
+    values, spread = few.split(prediction)
     tables, step = few.tables(CPU), targets["step"]
     signal, sigma = (t[step].view(-1, 1, 1, 1) for t in (tables.signal, tables.sigma))
     noisy = signal * targets["clean"] + sigma * targets["noise"]
@@ -90,16 +101,16 @@ def test_the_bound_has_no_min_snr_weight_and_no_weight_by_the_number_of_steps():
         targets["clean"], noisy, step, few.clean(values, noisy, step, tables),
         few.log_variance(spread, step, tables), tables,
     )  # fmt: skip
-    torch.testing.assert_close(few.terms(prediction, targets)["vb"], bits.mean((2, 3)))
+    torch.testing.assert_close(few.terms(predicted(prediction), targets)["vb"], bits.mean((2, 3)))
 
 
 def test_a_draw_depends_on_seed_and_sample_number_alone():
-    whole = prepare(DDPM(), torch.arange(10))
-    part = prepare(DDPM(), torch.tensor([7, 2]))
+    whole = prepare(of(), torch.arange(10))
+    part = prepare(of(), torch.tensor([7, 2]))
     for where in ("inputs", "targets"):
         for name, value in getattr(whole, where).items():
             assert torch.equal(getattr(part, where)[name], value[[7, 2]])
-    other = prepare(DDPM(), torch.arange(10), seed=1)
+    other = prepare(of(), torch.arange(10), seed=1)
     assert (other.targets["noise"] - whole.targets["noise"]).abs().max() > 1
     assert not torch.equal(other.targets["step"], whole.targets["step"])
 
@@ -107,10 +118,10 @@ def test_a_draw_depends_on_seed_and_sample_number_alone():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_an_exact_prediction_has_no_error_and_stands_for_the_sample(kind, schedule):
-    objective = DDPM(prediction=kind, noise_schedule=schedule)
+    objective = of(prediction=kind, noise_schedule=schedule)
     targets = prepare(objective, torch.arange(64)).targets
     values = exact(objective, targets)
-    terms = objective.terms(with_variance(values, -1.0), targets)
+    terms = objective.terms(predicted(with_variance(values, -1.0)), targets)
     assert terms["mse"].abs().max() < 1e-12
     # Only the negative log-likelihood of step 0 is left of the bound.
     assert terms["vb"][targets["step"] > 0].abs().max() < 1e-4
@@ -127,7 +138,7 @@ def test_the_same_network_has_the_same_weighted_error_of_x_0_whatever_it_predict
     """Without weights, the errors of eps, v and x are SNR, SNR + 1 and 1 times that of x_0."""
     found = {}
     for kind in KINDS:
-        objective = DDPM(prediction=kind, min_snr_gamma=gamma, learn_sigma=False)
+        objective = of(prediction=kind, min_snr_gamma=gamma, learn_sigma=False)
         targets = prepare(objective, torch.arange(64)).targets
         step, tables = targets["step"], objective.tables(CPU)
         signal, sigma = (t[step].view(-1, 1, 1, 1) for t in (tables.signal, tables.sigma))
@@ -139,7 +150,7 @@ def test_the_same_network_has_the_same_weighted_error_of_x_0_whatever_it_predict
         expected = 0.01 * {"eps": snr, "v": snr + 1, "x": torch.ones_like(snr)}[kind]
         if gamma is not None:
             expected = 0.01 * snr.clamp(max=gamma)
-        found[kind] = objective.loss(values.flatten(2), targets)
+        found[kind] = objective.loss(predicted(values.flatten(2)), targets)
         torch.testing.assert_close(
             found[kind], expected.expand_as(found[kind]), rtol=2e-3, atol=1e-6
         )
@@ -170,29 +181,31 @@ def test_the_same_network_draws_the_same_samples_whatever_it_predicts(kind, samp
         return torch.randn(noise.shape, generator=torch.Generator().manual_seed(step))
 
     settings = Settings(20, 0.3, fresh)
-    expected = sampler(DDPM().process(predicts_noise, 3), noise, settings)
-    found = sampler(DDPM(prediction=kind).process(predicts_other, 3), noise, settings)
+    expected = sampler(of().process(predicts_noise), noise, settings)
+    found = sampler(of(prediction=kind).process(predicts_other), noise, settings)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
 
 
 def test_the_bound_teaches_the_variance_and_the_error_the_prediction():
-    objective = DDPM()
+    objective = of()
     targets = prepare(objective, torch.arange(16)).targets
     values = (exact(objective, targets) + 0.1).requires_grad_()
     spread = torch.zeros_like(values).requires_grad_()
     prediction = torch.cat((values, spread), -1).flatten(2)
-    terms = objective.terms(prediction, targets)
+    terms = objective.terms(predicted(prediction), targets)
     for name, taught, untouched in (("mse", values, spread), ("vb", spread, values)):
         gradients = torch.autograd.grad(
             terms[name].sum(), (taught, untouched), allow_unused=True, retain_graph=True
         )
         assert gradients[0].abs().max() > 0
         assert gradients[1] is None or gradients[1].abs().max() == 0
-    torch.testing.assert_close(objective.loss(prediction, targets), terms["mse"] + terms["vb"])
+    torch.testing.assert_close(
+        objective.loss(predicted(prediction), targets), terms["mse"] + terms["vb"]
+    )
 
 
 def test_the_variance_lies_between_the_posterior_and_beta():
-    objective, tables = DDPM(), named("linear", 1000).tables(CPU)
+    objective, tables = of(), named("linear", 1000).tables(CPU)
     step = torch.tensor([0, 1, 500, 999])
     for spread, expected in (
         (-1.0, tables.posterior_log_variance[step]),
@@ -204,31 +217,31 @@ def test_the_variance_lies_between_the_posterior_and_beta():
 
 
 def test_channels_and_variance_are_told_apart_within_every_pixel():
-    objective = DDPM()
-    assert objective.output_channels(3) == 6
-    assert DDPM(learn_sigma=False).output_channels(3) == 3
+    objective = of()
+    assert objective.config.output_channels(3) == 6
+    assert DDPMConfig(learn_sigma=False).output_channels(3) == 3
     prediction = torch.arange(2 * 6.0).view(1, 1, 12)  # Two pixels of three channels.
-    values, spread = objective.split(prediction, 3)
+    values, spread = objective.split(prediction)
     assert values.flatten().tolist() == [0, 1, 2, 6, 7, 8]
     assert spread.flatten().tolist() == [3, 4, 5, 9, 10, 11]
 
 
 def test_the_loss_of_a_token_does_not_depend_on_the_other_tokens():
-    objective = DDPM()
+    objective = of()
     targets = prepare(objective, torch.arange(8)).targets
     prediction = torch.randn(8, 6, 12)
-    whole = objective.loss(prediction, targets)
+    whole = objective.loss(predicted(prediction), targets)
     part = {k: v[:, 2:4] if v.ndim > 1 else v for k, v in targets.items()}
-    torch.testing.assert_close(objective.loss(prediction[:, 2:4], part), whole[:, 2:4])
+    torch.testing.assert_close(objective.loss(predicted(prediction[:, 2:4]), part), whole[:, 2:4])
 
 
 def test_losses_are_taken_in_fp32():
-    objective = DDPM()
+    objective = of()
     targets = prepare(objective, torch.arange(8)).targets
     prediction = torch.randn(8, 6, 12).bfloat16()
-    found = objective.loss(prediction, targets)
+    found = objective.loss(predicted(prediction), targets)
     assert found.dtype == torch.float32
-    assert torch.equal(found, objective.loss(prediction.float(), targets))
+    assert torch.equal(found, objective.loss(predicted(prediction.float()), targets))
 
 
 @pytest.mark.parametrize(
@@ -241,5 +254,5 @@ def test_losses_are_taken_in_fp32():
 )
 def test_impossible_values_are_refused(key, value, words):
     with pytest.raises(UserError, match=r"\[objective\]") as caught:
-        DDPM(**{key: value})
+        DDPMConfig(**{key: value})
     assert words in str(caught.value)

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from points import Points, batch_of, built, prepare
+from points import batch_of, built, prepare
 
 from titan_dit.commands import sample_inputs
 from titan_dit.config import catalog
 from titan_dit.config.section import UserError
 from titan_dit.config.training import SamplingConfig
-from titan_dit.data.latent_facts import LatentFacts, VAEFacts
+from titan_dit.data.latent_facts import VAEFacts
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.drawing import generate, sampler_of
 from titan_dit.diffusion.guidance import Guidance
-from titan_dit.diffusion.rectified_flow import RectifiedFlow
+from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.objectives.base import DataShare
 from titan_dit.rng import SampleRNG
 
@@ -27,7 +27,6 @@ DIFFUSERS = [
     "diffusers:FlowMatchEulerDiscreteScheduler",
     "diffusers:UniPCMultistepScheduler",
 ]
-MODEL = Points(6, 1, 4)
 NUMBERS = torch.arange(40, 48)
 
 
@@ -59,7 +58,7 @@ class Network(torch.nn.Module):
 
 
 def flow(direction="to_noise", time_scale=1000.0, **settings):
-    return RectifiedFlow(direction=direction, time_scale=time_scale, **settings)
+    return RectifiedFlowConfig(direction=direction, time_scale=time_scale, **settings)
 
 
 def trained(path):
@@ -95,7 +94,7 @@ def test_losses_and_gradients_are_equal(direction, scale, settings):
 
 
 def test_the_network_sees_time_as_its_keys_say():
-    t = flow().times(SampleRNG(3, NUMBERS))
+    t = built(flow()).times(SampleRNG(3, NUMBERS))
     for direction, scale in OTHERS:
         inputs = prepare(flow(direction, scale), NUMBERS, seed=3).inputs
         expected = (1 - t if direction == "to_data" else t) * scale
@@ -106,7 +105,7 @@ def test_sit_sees_data_at_time_1_and_predicts_data_minus_noise():
     """arXiv:2401.08740 sec. 2 with its released code's times: x_t = t x + (1 - t) noise."""
     path = flow("to_data", 1.0)
     prepared = prepare(path, NUMBERS, seed=3)
-    clean = built(path).clean(batch_of(NUMBERS).fields, SampleRNG(3, NUMBERS)).tokens
+    clean = built(path).clean_tokens(batch_of(NUMBERS).fields, SampleRNG(3, NUMBERS))
     noise = SampleRNG(3, NUMBERS).normal("noise", (6, 4))
     t = prepared.inputs["timestep"][:, None, None]
     expected = t * clean + (1 - t) * noise
@@ -124,8 +123,7 @@ def drawn(path, sampler, guidance, steps=5):
             )
         return generate(
             Network().written(path),
-            path,
-            MODEL,
+            built(path),
             torch.tensor([1, 5, 2]),
             torch.arange(3),
             seed=0,
@@ -170,11 +168,10 @@ def check_samples(sampler, guidance):
 
 
 def test_previews_are_the_same_picture(tmp_path):
-    facts = LatentFacts(shape=MODEL.sample_shape, count=1, num_classes=7)
     sampling = SamplingConfig(num=4, steps=3, cfg_scale=2.0)
     pictures = []
     for path in (flow(), flow("to_data", 1.0, learn_sigma=True)):
-        given = path, MODEL, facts, sampling, 0, DataShare(torch.device("cpu"))
+        given = built(path), sampling, 0, DataShare(torch.device("cpu"))
         with torch.no_grad():
             drawing.preview(Network().written(path), *given).write(tmp_path / "a.png")
         picture = Image.open(tmp_path / "a.png").convert("L")
@@ -184,14 +181,15 @@ def test_previews_are_the_same_picture(tmp_path):
 
 
 def test_what_learn_sigma_adds_is_not_trained():
-    path = RectifiedFlow(learn_sigma=True)
+    path = RectifiedFlowConfig(learn_sigma=True)
     prepared = prepare(path, NUMBERS, pixels=2)
     prediction = torch.randn(8, 6, 16, requires_grad=True)
-    loss = path.loss(prediction, prepared.targets)
-    plain = prepare(RectifiedFlow(), NUMBERS, pixels=2)
+    loss = built(path, pixels=2).loss({"prediction": prediction}, prepared.targets)
+    plain = prepare(RectifiedFlowConfig(), NUMBERS, pixels=2)
     # Two pixels of eight values: four of the velocity, four that are ignored.
     pixels = prediction.unflatten(-1, (2, 8))
-    expected = RectifiedFlow().loss(pixels[..., :4].flatten(2), plain.targets)
+    velocity = {"prediction": pixels[..., :4].flatten(2)}
+    expected = built(RectifiedFlowConfig(), pixels=2).loss(velocity, plain.targets)
     torch.testing.assert_close(loss, expected)
     (gradient,) = torch.autograd.grad(loss.sum(), prediction)
     gradient = gradient.unflatten(-1, (2, 8))

@@ -3,8 +3,6 @@ import torch
 
 from titan_dit.config.section import UserError
 from titan_dit.config.training import SamplingConfig
-from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.diffusion.ddpm import DDPM
 from titan_dit.diffusion.drawing import (
     check,
     generate,
@@ -15,15 +13,19 @@ from titan_dit.diffusion.drawing import (
     spread_labels,
 )
 from titan_dit.diffusion.guidance import Guidance
-from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.diffusion.samplers.discrete import ddim, ddpm
 from titan_dit.diffusion.samplers.ode import euler, heun
+from titan_dit.diffusion.sections import DDPMConfig, RectifiedFlowConfig
 from titan_dit.models.dit import DiTConfig
 from titan_dit.objectives.base import DataShare
 from titan_dit.rng import SampleRNG
 
 CONFIG = DiTConfig(hidden=16, layers=1, heads=2, patch=2, latent_size=4, channels=2, num_classes=5)
 STATIC = CONFIG.static(torch.device("cpu"))
+
+
+def built(section):
+    return section.build(CONFIG, section.example(CONFIG)[0])
 
 
 def network():
@@ -38,8 +40,7 @@ def draw(forward, labels, numbers, seed=0, sampler=heun, steps=4, cfg_scale=2.0)
     with torch.no_grad():
         return generate(
             forward,
-            RectifiedFlow(),
-            CONFIG,
+            built(RectifiedFlowConfig()),
             torch.tensor(labels),
             torch.tensor(numbers),
             seed=seed,
@@ -121,7 +122,7 @@ def guided_parts(cfg_channels):
         return noise
 
     generate(
-        forward, DDPM(), CONFIG, torch.tensor([1]), torch.tensor([0]), seed=0, sampler=sampler,
+        forward, built(DDPMConfig()), torch.tensor([1]), torch.tensor([0]), seed=0, sampler=sampler,
         steps=1, guidance=Guidance(3.0, cfg_channels),
     )  # fmt: skip
     return parts[0], parts[1], seen[0].unflatten(-1, (4, 4))
@@ -152,7 +153,7 @@ def test_a_sampler_is_given_eta_and_other_noise_for_every_step():
         return noise
 
     generate(
-        network(), RectifiedFlow(), CONFIG, torch.tensor([1]), torch.tensor([0]), seed=0,
+        network(), built(RectifiedFlowConfig()), torch.tensor([1]), torch.tensor([0]), seed=0,
         sampler=sampler, steps=7, eta=0.25,
     )  # fmt: skip
 
@@ -161,50 +162,50 @@ def test_a_sampler_is_given_eta_and_other_noise_for_every_step():
     ("path", "keys", "words"),
     [
         (
-            DDPM(steps=100),
+            DDPMConfig(steps=100),
             {"steps": 101},
             "[sampling] steps=101: the network is trained with 100",
         ),
         (
-            DDPM(),
+            DDPMConfig(),
             {"steps": 25, "cfg_channels": 3},
             "[sampling] cfg_channels=3: a latent has 2 channels",
         ),
         (
-            DDPM(),
+            DDPMConfig(),
             {"sampler": "heun"},
             '[sampling] sampler="heun" does not fit [objective] name="ddpm". '
             "Valid: auto, ddim, ddpm, dpmpp_2m.",
         ),
-        (RectifiedFlow(), {"steps": 5000}, None),
+        (RectifiedFlowConfig(), {"steps": 5000}, None),
         # Schedulers of diffusers that go to the data, and that do not.
-        (DDPM(prediction="v"), {"sampler": "diffusers:PNDMScheduler"}, None),
-        (RectifiedFlow(), {"sampler": "diffusers:DPMSolverMultistepScheduler"}, None),
+        (DDPMConfig(prediction="v"), {"sampler": "diffusers:PNDMScheduler"}, None),
+        (RectifiedFlowConfig(), {"sampler": "diffusers:DPMSolverMultistepScheduler"}, None),
         # Leaves the noise of the first step of training, 3% in 100 steps.
-        (DDPM(steps=100), {"sampler": "diffusers:DEISMultistepScheduler"}, None),
+        (DDPMConfig(steps=100), {"sampler": "diffusers:DEISMultistepScheduler"}, None),
         (
-            RectifiedFlow(),
+            RectifiedFlowConfig(),
             {"sampler": "diffusers:DEISMultistepScheduler"},
             '[sampling] sampler="diffusers:DEISMultistepScheduler" does not end at the data in 25 '
             "steps: it misses them by 0.098.",
         ),
         (
-            DDPM(),
+            DDPMConfig(),
             {"sampler": "diffusers:DDIMInverseScheduler"},
             '[sampling] sampler="diffusers:DDIMInverseScheduler" does not end at the data',
         ),
         (
-            DDPM(),
+            DDPMConfig(),
             {"sampler": "diffusers:IPNDMScheduler"},
             '[sampling] sampler="diffusers:IPNDMScheduler" does not end at the data',
         ),
         (
-            DDPM(),
+            DDPMConfig(),
             {"sampler": "diffusers:PNDMScheduler", "steps": 2},
             '[sampling] sampler="diffusers:PNDMScheduler" cannot draw in 2 steps (operands',
         ),
         (
-            DDPM(prediction="v"),
+            DDPMConfig(prediction="v"),
             {"sampler": "diffusers:IPNDMScheduler"},
             '[sampling] sampler="diffusers:IPNDMScheduler" predicts the noise only.',
         ),
@@ -212,10 +213,10 @@ def test_a_sampler_is_given_eta_and_other_noise_for_every_step():
 )
 def test_what_cannot_be_drawn_is_refused_before_it_is_tried(path, keys, words):
     if words is None:
-        check(path, CONFIG, SamplingConfig(**keys), "[sampling] {}")
+        check(built(path), SamplingConfig(**keys), "[sampling] {}")
         return
     with pytest.raises(UserError) as caught:
-        check(path, CONFIG, SamplingConfig(**keys), "[sampling] {}")
+        check(built(path), SamplingConfig(**keys), "[sampling] {}")
     assert str(caught.value).startswith(words)
 
 
@@ -244,11 +245,11 @@ def test_a_preview_shows_few_classes_several_times(num, num_classes, shown):
 @pytest.mark.parametrize(
     ("path", "name", "expected"),
     [
-        (DDPM(), "auto", ddim),
-        (DDPM(), "ddpm", ddpm),
-        (RectifiedFlow(), "auto", heun),
-        (RectifiedFlow(), "euler", euler),
-        (RectifiedFlow(), "titan_dit.diffusion.samplers.ode:euler", euler),
+        (DDPMConfig(), "auto", ddim),
+        (DDPMConfig(), "ddpm", ddpm),
+        (RectifiedFlowConfig(), "auto", heun),
+        (RectifiedFlowConfig(), "euler", euler),
+        (RectifiedFlowConfig(), "titan_dit.diffusion.samplers.ode:euler", euler),
     ],
 )
 def test_a_sampler_is_chosen_by_name_or_is_a_users_own(path, name, expected):
@@ -256,21 +257,25 @@ def test_a_sampler_is_chosen_by_name_or_is_a_users_own(path, name, expected):
 
 
 def test_samplers_are_found_by_name_and_objective():
-    flow = [sampler_of(RectifiedFlow(), name) for name in ("euler", "heun", "auto")]
+    flow = [sampler_of(RectifiedFlowConfig(), name) for name in ("euler", "heun", "auto")]
     assert flow == [euler, heun, heun]
-    assert [sampler_of(DDPM(), name) for name in ("ddpm", "ddim", "auto")] == [ddpm, ddim, ddim]
-    assert name_of_sampler(RectifiedFlow(), "auto") == "heun"
+    assert [sampler_of(DDPMConfig(), name) for name in ("ddpm", "ddim", "auto")] == [
+        ddpm,
+        ddim,
+        ddim,
+    ]
+    assert name_of_sampler(RectifiedFlowConfig(), "auto") == "heun"
     with pytest.raises(
         UserError, match=r"\[sampling\] sampler=.huen. is unknown. Did you mean heun"
     ):
-        sampler_of(RectifiedFlow(), "huen")
+        sampler_of(RectifiedFlowConfig(), "huen")
 
 
 def test_a_sampler_of_another_objective_is_refused_with_those_that_fit():
     with pytest.raises(
         UserError, match=r"sampler=.heun. does not fit \[objective\] name=.ddpm.*auto, ddim, ddpm"
     ):
-        sampler_of(DDPM(), "heun")
+        sampler_of(DDPMConfig(), "heun")
 
 
 def test_a_path_of_a_users_own_has_no_sampler_to_choose():
@@ -283,14 +288,13 @@ def test_a_path_of_a_users_own_has_no_sampler_to_choose():
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_preview_is_the_same_on_any_number_of_ranks(tmp_path, ranks):
-    facts = LatentFacts(shape=(2, 4, 4), count=9, num_classes=5)
     sampling, model = SamplingConfig(num=8, steps=2), network()
     shares = {}
 
     def picture(rank, gather):
         share = DataShare(torch.device("cpu"), rank, ranks, gather)
         with torch.no_grad():
-            made = preview(model, RectifiedFlow(), CONFIG, facts, sampling, 0, share)
+            made = preview(model, built(RectifiedFlowConfig()), sampling, 0, share)
         made.write(tmp_path / f"{ranks}-{rank}{made.suffix}")
         return (tmp_path / f"{ranks}-{rank}{made.suffix}").read_bytes()
 

@@ -5,15 +5,17 @@ import math
 
 import pytest
 import torch
+from points import built
 
 from titan_dit.config.section import UserError
-from titan_dit.diffusion.ddpm import DDPM, Reverse
+from titan_dit.diffusion.ddpm import Reverse
 from titan_dit.diffusion.drawing import sampler_of
-from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.diffusion.samplers import multistep
 from titan_dit.diffusion.samplers.base import Settings
+from titan_dit.diffusion.sections import DDPMConfig, RectifiedFlowConfig
 
 MEAN, STD = 0.7, 0.3
+LINEAR = built(DDPMConfig(), channels=1)
 
 
 def velocity(x, t):
@@ -25,7 +27,7 @@ def velocity(x, t):
 
 def eps(x, timestep):
     """The noise of such data at a step of the linear schedule: the optimal network of a DDPM."""
-    bar = torch.tensor(Reverse(DDPM(), eps, 1).schedule.alpha_bar)
+    bar = torch.tensor(Reverse(LINEAR, eps).schedule.alpha_bar)
     # Between two steps a scheduler may ask, too.
     low = timestep.floor().long().clamp(0, 999)
     high = (low + 1).clamp(max=999)
@@ -36,16 +38,16 @@ def eps(x, timestep):
 
 def reverse(prediction="eps"):
     """A network that predicts the noise, x_0 or v of the data."""
-    path = DDPM(learn_sigma=False, prediction=prediction)
+    objective = built(DDPMConfig(learn_sigma=False, prediction=prediction), channels=1)
 
     def predict(x, timestep):
         noise = eps(x, timestep)
-        bar = torch.tensor(Reverse(path, eps, 1).schedule.alpha_bar)[timestep.long()]
+        bar = torch.tensor(Reverse(objective, eps).schedule.alpha_bar)[timestep.long()]
         signal, sigma = bar.sqrt()[:, None, None], (1 - bar).sqrt()[:, None, None]
         clean = (x - sigma * noise) / signal
         return {"eps": noise, "x": clean, "v": signal * noise - sigma * clean}[prediction]
 
-    return Reverse(path, predict, 1)
+    return Reverse(objective, predict)
 
 
 def noise(dtype=torch.float32):
@@ -55,7 +57,7 @@ def noise(dtype=torch.float32):
 @pytest.mark.parametrize("steps", [1, 2, 10, 37])
 def test_flow_steps_are_those_of_diffusers(steps):
     """On its levels, and at its times: rounded down to thousandths."""
-    theirs = sampler_of(RectifiedFlow(), "diffusers:DPMSolverMultistepScheduler")
+    theirs = sampler_of(RectifiedFlowConfig(), "diffusers:DPMSolverMultistepScheduler")
     assert theirs.__name__ == "DPMSolverMultistepScheduler"
     asked = []
 
@@ -89,7 +91,7 @@ def test_the_solver_is_exact_on_a_straight_path(steps):
 @pytest.mark.parametrize("prediction", ["eps", "v", "x"])
 @pytest.mark.parametrize("steps", [1, 2, 10, 37])
 def test_discrete_steps_are_those_of_diffusers(steps, prediction):
-    theirs = sampler_of(DDPM(), "diffusers:DPMSolverMultistepScheduler")
+    theirs = sampler_of(DDPMConfig(), "diffusers:DPMSolverMultistepScheduler")
     expected = theirs(reverse(prediction), noise(), Settings(steps, keys=seeds))
     found = multistep.discrete(reverse(prediction), noise(), Settings(steps))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -100,10 +102,10 @@ def seeds():
 
 
 def test_ten_ddim_steps_are_those_of_diffusers():
-    expected = sampler_of(DDPM(), "diffusers:DDIMScheduler")(
+    expected = sampler_of(DDPMConfig(), "diffusers:DDIMScheduler")(
         reverse(), noise(), Settings(10, keys=seeds)
     )
-    found = sampler_of(DDPM(), "ddim")(reverse(), noise(), Settings(10))
+    found = sampler_of(DDPMConfig(), "ddim")(reverse(), noise(), Settings(10))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -144,23 +146,25 @@ def test_twice_the_steps_quarter_the_error():
 )
 def test_other_schedulers_end_at_the_data(name):
     """Of the optimal network: the exact end of the path of each noise."""
-    start, bar = noise(), Reverse(DDPM(), eps, 1).schedule.alpha_bar[-1]
+    start, bar = noise(), Reverse(LINEAR, eps).schedule.alpha_bar[-1]
     spread = math.sqrt(bar * STD**2 + 1 - bar)
     exact = MEAN + STD / spread * (start - math.sqrt(bar) * MEAN)
-    found = sampler_of(DDPM(), f"diffusers:{name}")(reverse(), start, Settings(200, keys=seeds))
+    found = sampler_of(DDPMConfig(), f"diffusers:{name}")(
+        reverse(), start, Settings(200, keys=seeds)
+    )
     torch.testing.assert_close(found, exact, rtol=0, atol=0.02)
 
 
 def test_flow_schedulers_end_at_the_data():
     exact = MEAN + STD * noise()
     for name in ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"):
-        sampler = sampler_of(RectifiedFlow(), f"diffusers:{name}")
+        sampler = sampler_of(RectifiedFlowConfig(), f"diffusers:{name}")
         found = sampler(velocity, noise(), Settings(200, keys=seeds))
         torch.testing.assert_close(found, exact, rtol=0, atol=0.02)
 
 
 def test_a_scheduler_that_draws_noise_draws_it_by_sample():
-    sampler = sampler_of(DDPM(), "diffusers:DDPMScheduler")
+    sampler = sampler_of(DDPMConfig(), "diffusers:DDPMScheduler")
     whole = sampler(reverse(), noise(), Settings(8, keys=seeds))
     part = sampler(reverse(), noise()[2:4], Settings(8, keys=lambda: seeds()[2:4]))
     torch.testing.assert_close(part, whole[2:4], rtol=0, atol=1e-6)
@@ -170,8 +174,8 @@ def test_a_scheduler_that_draws_noise_draws_it_by_sample():
 
 def test_what_cannot_solve_is_refused_by_name():
     with pytest.raises(UserError, match=r"diffusers has no scheduler Wrong\. Name one of its"):
-        sampler_of(DDPM(), "diffusers:Wrong")
+        sampler_of(DDPMConfig(), "diffusers:Wrong")
     with pytest.raises(UserError, match="does not solve flows"):
-        sampler_of(RectifiedFlow(), "diffusers:DDIMScheduler")
+        sampler_of(RectifiedFlowConfig(), "diffusers:DDIMScheduler")
     with pytest.raises(UserError, match="not for discrete diffusion"):
-        sampler_of(DDPM(), "diffusers:FlowMatchEulerDiscreteScheduler", "--sampler")
+        sampler_of(DDPMConfig(), "diffusers:FlowMatchEulerDiscreteScheduler", "--sampler")

@@ -14,9 +14,8 @@ from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.latents import LatentShards, write_shards
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.data.sections import Latents
-from titan_dit.diffusion.ddpm import DDPM
 from titan_dit.diffusion.objective import check_data, check_std, scale_hint, to_model_units
-from titan_dit.diffusion.rectified_flow import RectifiedFlow
+from titan_dit.diffusion.sections import DDPMConfig, RectifiedFlowConfig
 from titan_dit.models.dit import DiTConfig
 from titan_dit.rng import SampleRNG
 
@@ -30,16 +29,16 @@ def opened(root, **keys):
 
 def batches(source, count, rank=0, ranks=1, cursor=0, workers=0):
     order = RankOrder(BatchPlan(6), EpochOrder(5, len(source)), rank, ranks)
-    inspect = DDPM().build(MODEL, source.facts).inspect
+    inspect = DDPMConfig().build(MODEL, source.facts).inspect
     endless = loader.load(source, order, cursor, inspect, CPU, workers=workers)
     return list(itertools.islice(endless, count))
 
 
 def seen(source, *args, **kwargs):
     """The clean tokens of the first batches."""
-    objective = DDPM().build(MODEL, source.facts)
+    objective = DDPMConfig().build(MODEL, source.facts)
     given = [(b.fields, SampleRNG(5, b.sample_numbers)) for b in batches(source, *args, **kwargs)]
-    return [objective.clean(*of).tokens for of in given]
+    return [objective.clean_tokens(*of) for of in given]
 
 
 def test_a_batch_is_tokens_in_fp32_whatever_is_stored(tmp_path):
@@ -48,7 +47,7 @@ def test_a_batch_is_tokens_in_fp32_whatever_is_stored(tmp_path):
         scale=0.5,
     )  # fmt: skip
     source = LatentShards(tmp_path / "a")
-    objective = RectifiedFlow(label_dropout=0.0).build(MODEL, source.facts)
+    objective = RectifiedFlowConfig(label_dropout=0.0).build(MODEL, source.facts)
     (batch,) = batches(source, 1)
     prepared = objective.prepare(batch, SampleRNG(5, batch.sample_numbers))
     t = prepared.inputs["timestep"][:, None, None] / 1000
@@ -67,7 +66,7 @@ def test_what_is_said_of_samples_are_the_draws_of_their_training(tmp_path):
     write_shards(tmp_path / "a", latents_of(12), torch.arange(12) % 3, num_classes=3, source="test")
     source = LatentShards(tmp_path / "a")
     (batch,) = batches(source, 1)
-    for path in (DDPM(), RectifiedFlow()):
+    for path in (DDPMConfig(), RectifiedFlowConfig()):
         objective, rng = path.build(MODEL, source.facts), SampleRNG(5, batch.sample_numbers)
         timestep = objective.prepare(batch, rng).inputs["timestep"]
         assert torch.equal(objective.describe({}, rng)["timestep"], timestep)
@@ -78,9 +77,9 @@ def test_what_is_said_of_samples_are_the_draws_of_their_training(tmp_path):
 @pytest.mark.parametrize(
     ("path", "middles"),
     [
-        (RectifiedFlow(), [63, 188, 313, 438, 563, 688, 813, 938]),
-        (DDPM(), [62, 188, 312, 438, 562, 688, 812, 938]),
-        (DDPM(steps=80), [5, 15, 25, 35, 45, 55, 65, 75]),
+        (RectifiedFlowConfig(), [63, 188, 313, 438, 563, 688, 813, 938]),
+        (DDPMConfig(), [62, 188, 312, 438, 562, 688, 812, 938]),
+        (DDPMConfig(steps=80), [5, 15, 25, 35, 45, 55, 65, 75]),
     ],
 )
 def test_validation_takes_every_sample_with_its_label_at_the_middle_of_every_bin(
@@ -96,13 +95,13 @@ def test_validation_takes_every_sample_with_its_label_at_the_middle_of_every_bin
     for middle, prepared in zip(middles, found.values(), strict=True):
         assert (prepared.inputs["timestep"] == middle).all()
         assert torch.equal(prepared.inputs["labels"], batch.fields["label"])
-        if isinstance(path, DDPM):
+        if isinstance(path, DDPMConfig):
             assert prepared.targets["step"].tolist() == [middle] * 6
-        noises.append(prepared.targets["noise" if isinstance(path, DDPM) else "velocity"])
+        noises.append(prepared.targets["noise" if isinstance(path, DDPMConfig) else "velocity"])
     assert all(torch.equal(noise, noises[0]) for noise in noises)
 
 
-@pytest.mark.parametrize("path", [RectifiedFlow(), DDPM()])
+@pytest.mark.parametrize("path", [RectifiedFlowConfig(), DDPMConfig()])
 def test_what_cannot_be_drawn_is_refused_of_the_section_sampling(path):
     path.check_sampling(MODEL, SamplingConfig(cfg_channels=4))
     with pytest.raises(UserError, match=r"\[sampling\] cfg_channels=5: a latent has 4 channels"):

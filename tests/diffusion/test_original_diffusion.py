@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from points import built
 from safetensors.torch import load_file
 
-from titan_dit.diffusion.base import Clean
-from titan_dit.diffusion.ddpm import DDPM
 from titan_dit.diffusion.drawing import generate
 from titan_dit.diffusion.samplers.base import Settings
 from titan_dit.diffusion.samplers.discrete import ddim, ddpm
+from titan_dit.diffusion.sections import DDPMConfig
 from titan_dit.interop import original_dit, tensor_file
 from titan_dit.models.dit import DiTConfig
 from titan_dit.models.layers import patchify, unpatchify
@@ -28,12 +28,17 @@ def stand_in(x, t, channels=8):
     return torch.cat((eps, torch.tanh(x + a)), 1)[:, :channels]
 
 
+def of(**keys):
+    """The objective of latents with 4 channels."""
+    return built(DDPMConfig(**keys), channels=4)
+
+
 def on_tokens(objective):
     """The stand-in on tokens with patch 2."""
 
     def predict(tokens, timestep):
         return patchify(
-            stand_in(unpatchify(tokens, 2, 4), timestep, objective.output_channels(4)), 2
+            stand_in(unpatchify(tokens, 2, 4), timestep, objective.config.output_channels(4)), 2
         )
 
     return predict
@@ -41,20 +46,20 @@ def on_tokens(objective):
 
 def draw(objective, sampler, steps, eta=0.0):
     settings = Settings(steps, eta, lambda step: patchify(SPACE["fresh"][step], 2))
-    process = objective.process(on_tokens(objective), 4)
+    process = objective.process(on_tokens(objective))
     return unpatchify(sampler(process, patchify(SPACE["z"], 2), settings), 2, 4)
 
 
 @pytest.mark.parametrize(
     ("name", "objective", "sampler", "steps", "eta"),
     [
-        ("ancestral_25", DDPM(), ddpm, 25, 0),
-        ("ancestral_7", DDPM(), ddpm, 7, 0),
-        ("cosine_ancestral_25", DDPM(noise_schedule="cosine"), ddpm, 25, 0),
-        ("x_ancestral_25", DDPM(prediction="x"), ddpm, 25, 0),
-        ("fixed_ancestral_25", DDPM(learn_sigma=False), ddpm, 25, 0),
-        ("ddim_25", DDPM(), ddim, 25, 0),
-        ("ddim_20_eta_half", DDPM(), ddim, 20, 0.5),
+        ("ancestral_25", of(), ddpm, 25, 0),
+        ("ancestral_7", of(), ddpm, 7, 0),
+        ("cosine_ancestral_25", of(noise_schedule="cosine"), ddpm, 25, 0),
+        ("x_ancestral_25", of(prediction="x"), ddpm, 25, 0),
+        ("fixed_ancestral_25", of(learn_sigma=False), ddpm, 25, 0),
+        ("ddim_25", of(), ddim, 25, 0),
+        ("ddim_20_eta_half", of(), ddim, 20, 0.5),
     ],
 )
 def test_samples_are_those_of_the_original(name, objective, sampler, steps, eta):
@@ -64,18 +69,16 @@ def test_samples_are_those_of_the_original(name, objective, sampler, steps, eta)
 
 def terms(objective, latents, noise, t, network):
     """Every term of the loss and their sum, per sample."""
-    labels = torch.zeros(len(t), dtype=torch.int64)
-    clean = Clean(patchify(latents, 2), labels, channels=latents.shape[1])
-    corrupted = objective.corrupt(clean, t.float(), patchify(noise, 2), labels)
+    corrupted = objective.corrupt(patchify(latents, 2), t.float(), patchify(noise, 2))
     prediction = network(corrupted.inputs["tokens"], corrupted.inputs["timestep"])
-    found = dict(objective.terms(prediction, corrupted.targets))
-    found["loss"] = objective.loss(prediction, corrupted.targets)
+    found = dict(objective.terms({"prediction": prediction}, corrupted.targets))
+    found["loss"] = objective.loss({"prediction": prediction}, corrupted.targets)
     return {name: term.mean(1) for name, term in found.items()}
 
 
 @pytest.mark.parametrize(
     ("name", "objective"),
-    [("linear", DDPM()), ("cosine", DDPM(noise_schedule="cosine")), ("x", DDPM(prediction="x"))],
+    [("linear", of()), ("cosine", of(noise_schedule="cosine")), ("x", of(prediction="x"))],
 )
 def test_the_loss_and_its_parts_are_those_of_the_original(name, objective):
     found = terms(objective, SPACE["x0"], SPACE["noise"], SPACE["t"], on_tokens(objective))
@@ -118,18 +121,17 @@ def test_the_imported_network_predicts_what_the_original_does(imported):
 
 def test_the_imported_network_has_the_losses_of_the_original(imported):
     network = call(imported, NETWORK["io.y"])
-    found = terms(DDPM(), NETWORK["io.x"], NETWORK["io.noise"], NETWORK["io.t"], network)
+    found = terms(of(), NETWORK["io.x"], NETWORK["io.noise"], NETWORK["io.t"], network)
     for part in ("mse", "vb", "loss"):
         torch.testing.assert_close(found[part], NETWORK[f"io.loss_{part}"], rtol=1e-5, atol=1e-6)
 
 
 def test_ddim_through_the_imported_network_ends_where_the_original_ends(imported):
-    config, model = imported
+    (config, model), section = imported, DDPMConfig()
     with torch.no_grad():
         found = generate(
             model,
-            DDPM(),
-            config,
+            section.build(config, section.example(config)[0]),
             NETWORK["io.y"],
             torch.arange(5),
             seed=0,

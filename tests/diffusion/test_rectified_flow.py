@@ -5,13 +5,17 @@ import torch
 from points import batch_of, built, prepare, tokens_of
 
 from titan_dit.config.section import UserError
-from titan_dit.diffusion.rectified_flow import RectifiedFlow
+from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.objectives.base import Prepared
 from titan_dit.rng import SampleRNG
 
 
 def times(count=20_000, **settings):
-    return RectifiedFlow(**settings).times(SampleRNG(0, torch.arange(count))).double()
+    return built(RectifiedFlowConfig(**settings)).times(SampleRNG(0, torch.arange(count))).double()
+
+
+def loss_of(prediction, targets):
+    return built(RectifiedFlowConfig()).loss({"prediction": prediction}, targets)
 
 
 def kolmogorov(values, cdf):
@@ -24,7 +28,7 @@ def kolmogorov(values, cdf):
 def test_inputs_lie_on_the_straight_path_and_the_target_is_its_velocity():
     numbers = torch.arange(50, 58)
     rng, clean = SampleRNG(3, numbers), tokens_of(numbers)
-    prepared = prepare(RectifiedFlow(), numbers, seed=3)
+    prepared = prepare(RectifiedFlowConfig(), numbers, seed=3)
     noise = rng.normal("noise", (6, 4))
     t = prepared.inputs["timestep"][:, None, None] / 1000
     expected = (1 - t) * clean + t * noise
@@ -34,7 +38,7 @@ def test_inputs_lie_on_the_straight_path_and_the_target_is_its_velocity():
 
 def test_following_the_velocity_from_any_time_leads_to_the_data():
     numbers = torch.arange(8)
-    prepared = prepare(RectifiedFlow(), numbers)
+    prepared = prepare(RectifiedFlowConfig(), numbers)
     t = prepared.inputs["timestep"][:, None, None] / 1000
     data = prepared.inputs["tokens"] - t * prepared.targets["velocity"]
     torch.testing.assert_close(data, tokens_of(numbers), rtol=0, atol=1e-5)
@@ -73,15 +77,15 @@ def test_times_stay_inside_zero_and_one(timesteps):
 
 def test_the_network_is_told_the_time_in_steps_of_the_original():
     numbers = torch.arange(1000)
-    timestep = prepare(RectifiedFlow(), numbers).inputs["timestep"]
-    assert torch.equal(timestep, 1000 * RectifiedFlow().times(SampleRNG(0, numbers)))
+    timestep = prepare(RectifiedFlowConfig(), numbers).inputs["timestep"]
+    assert torch.equal(timestep, 1000 * built(RectifiedFlowConfig()).times(SampleRNG(0, numbers)))
     assert timestep.dtype == torch.float32
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_labels_are_dropped_at_the_given_rate_whatever_the_label(share):
     numbers = torch.arange(21_000)
-    labels = prepare(RectifiedFlow(label_dropout=share), numbers, tokens=1).inputs["labels"]
+    labels = prepare(RectifiedFlowConfig(label_dropout=share), numbers, tokens=1).inputs["labels"]
     dropped = labels == -1
     assert torch.equal(labels[~dropped], (numbers % 7)[~dropped])
     for label in range(7):
@@ -91,14 +95,14 @@ def test_labels_are_dropped_at_the_given_rate_whatever_the_label(share):
 
 @pytest.mark.parametrize("share", [0, 1])
 def test_label_dropout_of_zero_and_one_is_none_and_all(share):
-    labels = prepare(RectifiedFlow(label_dropout=share), torch.arange(5000)).inputs["labels"]
+    labels = prepare(RectifiedFlowConfig(label_dropout=share), torch.arange(5000)).inputs["labels"]
     assert (labels == -1).float().mean() == share
 
 
 @pytest.mark.parametrize("timesteps", ["uniform", "logit_normal"])
 def test_time_noise_and_label_dropout_are_independent(timesteps):
     numbers = torch.arange(20_000)
-    objective = RectifiedFlow(timesteps=timesteps, label_dropout=0.5)
+    objective = RectifiedFlowConfig(timesteps=timesteps, label_dropout=0.5)
     prepared = prepare(objective, numbers, tokens=1, channels=1)
     noise = prepared.targets["velocity"] + tokens_of(numbers, tokens=1, channels=1)
     dropped = (prepared.inputs["labels"] == -1).float()
@@ -112,10 +116,10 @@ def test_time_noise_and_label_dropout_are_independent(timesteps):
 
 def test_a_sample_is_prepared_the_same_in_any_batch():
     numbers = torch.arange(100, 124)
-    whole = prepare(RectifiedFlow(label_dropout=0.5), numbers)
+    whole = prepare(RectifiedFlowConfig(label_dropout=0.5), numbers)
     order = torch.arange(24).flip(0)
     for part in (order, order[:5], order[7:8], order[::3]):
-        again = prepare(RectifiedFlow(label_dropout=0.5), numbers[part])
+        again = prepare(RectifiedFlowConfig(label_dropout=0.5), numbers[part])
         for name, values in again.inputs.items():
             assert torch.equal(values, whole.inputs[name][part])
         assert torch.equal(again.targets["velocity"], whole.targets["velocity"][part])
@@ -123,7 +127,7 @@ def test_a_sample_is_prepared_the_same_in_any_batch():
 
 def test_another_seed_draws_another_time_and_noise():
     numbers = torch.arange(8)
-    a, b = (prepare(RectifiedFlow(), numbers, seed=seed) for seed in (0, 1))
+    a, b = (prepare(RectifiedFlowConfig(), numbers, seed=seed) for seed in (0, 1))
     assert not torch.isclose(a.inputs["timestep"], b.inputs["timestep"]).any()
     assert (a.targets["velocity"] - b.targets["velocity"]).abs().mean() > 0.5
 
@@ -131,26 +135,26 @@ def test_another_seed_draws_another_time_and_noise():
 def test_preparing_leaves_the_batch_alone():
     numbers = torch.arange(64)
     batch = batch_of(numbers)
-    built(RectifiedFlow(label_dropout=1)).prepare(batch, SampleRNG(0, numbers))
+    built(RectifiedFlowConfig(label_dropout=1)).prepare(batch, SampleRNG(0, numbers))
     assert torch.equal(batch.fields["latent"], batch_of(numbers).fields["latent"])
     assert torch.equal(batch.fields["label"], numbers % 7)
 
 
 def test_the_loss_is_the_mean_square_over_channels_one_for_each_token():
     numbers = torch.arange(8)
-    prepared = prepare(RectifiedFlow(), numbers)
+    prepared = prepare(RectifiedFlowConfig(), numbers)
     prediction = torch.randn(8, 6, 4)
-    loss = RectifiedFlow().loss(prediction, prepared.targets)
+    loss = loss_of(prediction, prepared.targets)
     expected = ((prediction.double() - prepared.targets["velocity"].double()) ** 2).sum(-1) / 4
     assert loss.shape == (8, 6)
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-7)
-    assert RectifiedFlow().loss(prepared.targets["velocity"], prepared.targets).abs().max() == 0
+    assert loss_of(prepared.targets["velocity"], prepared.targets).abs().max() == 0
 
 
 def test_the_loss_of_a_bf16_prediction_is_taken_in_fp32():
     targets = {"velocity": torch.randn(2, 3, 4)}
     prediction = targets["velocity"].bfloat16()
-    loss = RectifiedFlow().loss(prediction, targets)
+    loss = loss_of(prediction, targets)
     assert loss.dtype == torch.float32
     # In bf16 the difference would be rounded away.
     expected = (prediction.float() - targets["velocity"]).square().mean(-1)
@@ -159,11 +163,11 @@ def test_the_loss_of_a_bf16_prediction_is_taken_in_fp32():
 
 
 def test_the_loss_counts_the_tokens_of_all_ranks():
-    assert prepare(RectifiedFlow(), torch.arange(4), total_weight=32).total_tokens == 32 * 6
+    assert prepare(RectifiedFlowConfig(), torch.arange(4), total_weight=32).total_tokens == 32 * 6
 
 
 def test_the_network_predicts_as_many_channels_as_it_is_given():
-    assert RectifiedFlow().output_channels(4) == 4
+    assert RectifiedFlowConfig().output_channels(4) == 4
 
 
 @pytest.mark.parametrize("size", [None, 1, 2, 3, 4, 5, 7, 100])
@@ -198,5 +202,5 @@ def test_microbatches_cover_every_row_once_and_in_order(size):
 )
 def test_impossible_settings_are_refused(settings, words):
     with pytest.raises(UserError) as caught:
-        RectifiedFlow(**settings)
+        RectifiedFlowConfig(**settings)
     assert f"[objective] {words}" in str(caught.value)

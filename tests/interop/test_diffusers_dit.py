@@ -14,7 +14,7 @@ from titan_dit.commands import convert
 from titan_dit.config.section import UserError
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.guidance import Guidance
-from titan_dit.diffusion.rectified_flow import RectifiedFlow
+from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.interop import diffusers_dit, hugging_face
 from titan_dit.models.dit import DiTConfig
 from titan_dit.pictures.library import diffusers
@@ -319,7 +319,7 @@ def test_a_scheduler_of_other_noise_is_refused_by_name(case):
 
 def test_an_objective_of_ones_own_has_no_scheduler():
     @dataclass(frozen=True, kw_only=True)
-    class Own(RectifiedFlow):
+    class Own(RectifiedFlowConfig):
         name = "own:Own"
 
     with pytest.raises(UserError, match=r'\[objective\] name="own:Own": a pipeline has schedulers'):

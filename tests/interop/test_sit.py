@@ -108,7 +108,7 @@ def test_predictions_are_those_of_sit(files, name, which, seed):
         found = run.model(x, t, torch.tensor([1, 6, -1]))
     assert found.shape == (3, 2 * CHANNELS, 8, 8)
     assert (found[:, :CHANNELS] - expected).abs().max() <= 1e-5 * expected.abs().max()
-    path = run.diffusion("test").path
+    path = run.diffusion("test").config
     assert (path.direction, path.time_scale, path.learn_sigma) == ("to_data", 1.0, True)
     assert (path.timesteps, path.shift) == ("uniform", 1.0)
     assert run.diffusion("test").data.scale == 0.18215
@@ -127,12 +127,11 @@ def test_samples_are_those_of_sits_own_way_from_noise_to_data(files):
             x = x + (without + 4 * (with_label - without)) / steps
         tokens = drawing.generate(
             lambda inputs, static: first_of(run.network(inputs, static)),
-            diffusion.path,
-            diffusion.model,
+            diffusion,
             labels,
             torch.arange(2),
             seed=0,
-            sampler=drawing.sampler_of(diffusion.path, "euler"),
+            sampler=drawing.sampler_of(diffusion.config, "euler"),
             steps=steps,
             guidance=drawing.Guidance(4.0),
             noise=diffusion.model.tokenize(noise),
@@ -147,14 +146,12 @@ def test_training_goes_on_with_sits_loss(files):
     run = load_trained(files / "plain", "ema", None, CPU)
     diffusion, rng = run.diffusion("test"), SampleRNG(0, torch.arange(3))
     clean, noise, y = torch.randn(3, 4, 8, 8), torch.randn(3, 4, 8, 8), torch.tensor([0, 3, 6])
-    t = diffusion.path.timesteps_of(rng)
+    t = diffusion.timesteps_of(rng)
     model = diffusion.model
-    from titan_dit.diffusion.base import Clean
-
-    given = Clean(model.tokenize(clean), y, CHANNELS), t, model.tokenize(noise), y
-    corrupted = diffusion.path.corrupt(*given)
+    corrupted = diffusion.corrupt(model.tokenize(clean), t, model.tokenize(noise))
     with torch.no_grad():
-        prediction = first_of(run.network(corrupted.inputs, model.static(CPU)))
+        inputs = {**corrupted.inputs, "labels": y}
+        prediction = first_of(run.network(inputs, model.static(CPU)))
         loss = diffusion.loss({"prediction": prediction}, corrupted.targets).mean(1)
         share = t[:, None, None, None]
         found = velocity(state(), share * clean + (1 - share) * noise, t, y)
@@ -188,8 +185,8 @@ def test_what_wrote_a_file_is_known_without_a_flag(files, tmp_path, capsys):
     assert "a file of SiT" in capsys.readouterr().out
     again = load_trained(converted(tmp_path / "a.safetensors", tmp_path / "a"), "ema", None, CPU)
     assert (
-        again.diffusion("test").path
-        == load_trained(files / "trained", "ema", None, CPU).diffusion("test").path
+        again.diffusion("test").config
+        == load_trained(files / "trained", "ema", None, CPU).diffusion("test").config
     )
     with pytest.raises(UserError, match="--format dit, but it is a file of SiT"):
         converted(tmp_path / "a.safetensors", tmp_path / "x", format="dit")
@@ -208,7 +205,7 @@ def test_what_wrote_a_file_is_known_without_a_flag(files, tmp_path, capsys):
 def test_a_network_without_the_second_half_is_read(tmp_path):
     save_file(state(outputs=CHANNELS), tmp_path / "a.safetensors")
     run = converted(tmp_path / "a.safetensors", tmp_path / "a", format="sit", heads=HEADS)
-    assert not load_trained(run, "ema", None, CPU).diffusion("test").path.learn_sigma
+    assert not load_trained(run, "ema", None, CPU).diffusion("test").config.learn_sigma
 
 
 BAD = {

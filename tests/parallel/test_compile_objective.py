@@ -15,8 +15,7 @@ from titan_dit.config.layout import CompileConfig
 from titan_dit.config.section import UserError
 from titan_dit.data.base import Batch
 from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.diffusion.ddpm import DDPM
-from titan_dit.diffusion.rectified_flow import RectifiedFlow
+from titan_dit.diffusion.sections import DDPMConfig, RectifiedFlowConfig
 from titan_dit.execution.base import by_name, scored
 from titan_dit.models.dit import DiTConfig
 from titan_dit.objectives.base import Prepared
@@ -27,9 +26,9 @@ ENABLED = CompileConfig(enabled=True)
 CPU = torch.device("cpu")
 MODEL = DiTConfig(hidden=8, layers=1, heads=2, patch=2, latent_size=6, channels=3, num_classes=10)
 PATHS = {
-    "rectified flow": RectifiedFlow(shift=3.0),
-    "ddpm": DDPM(min_snr_gamma=5.0),
-    "ddpm v": DDPM(prediction="v", learn_sigma=False),
+    "rectified flow": RectifiedFlowConfig(shift=3.0),
+    "ddpm": DDPMConfig(min_snr_gamma=5.0),
+    "ddpm v": DDPMConfig(prediction="v", learn_sigma=False),
 }
 
 

@@ -8,8 +8,7 @@ from tiny import tiny_config
 from titan_dit.config import config_file
 from titan_dit.config.operation import FaultsConfig
 from titan_dit.data.base import Batch
-from titan_dit.diffusion.ddpm import DDPM
-from titan_dit.diffusion.rectified_flow import RectifiedFlow
+from titan_dit.diffusion.sections import DDPMConfig, RectifiedFlowConfig
 from titan_dit.observe.run_log import RunLog
 from titan_dit.recovery import bad_steps
 from titan_dit.recovery.bad_steps import Guard
@@ -151,7 +150,9 @@ def test_a_checkpoint_from_before_there_was_a_guard_is_taken():
     assert (guard.nan_steps, guard.spike_steps, guard.num_consecutive) == (3, 0, 0)
 
 
-@pytest.mark.parametrize("section", [RectifiedFlow(shift=3.0), DDPM()], ids=lambda o: o.name)
+@pytest.mark.parametrize(
+    "section", [RectifiedFlowConfig(shift=3.0), DDPMConfig()], ids=lambda o: o.name
+)
 def test_the_timesteps_on_record_are_those_of_training(section):
     numbers, model = torch.tensor([5, 6, 9, 2**40]), tiny_config().model
     objective = section.build(model, section.example(model)[0])

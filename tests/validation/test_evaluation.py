@@ -1,7 +1,9 @@
 """[evaluation]: samples that are no numbers are not scored."""
 
+import pytest
 import torch
 
+from titan_dit.config.section import UserError
 from titan_dit.config.training import EvaluationConfig, SamplingConfig
 from titan_dit.objectives.base import DataShare, Objective
 from titan_dit.scores.features import Features
@@ -14,6 +16,12 @@ class Drawing(Objective):
 
     def __init__(self, lost=None):
         self.lost = lost
+
+    def picture_size(self, sampling):
+        return 2
+
+    def knows_classes(self, like):
+        return False
 
     def picture_labels(self, num, like):
         return torch.zeros(num, dtype=torch.int64)
@@ -28,12 +36,19 @@ def scores(objective):
     config = EvaluationConfig(every=1, reference="x", num=70, metrics=("fid",))
     network = Features("own", "0", lambda pictures: (pictures.flatten(1).float(), None))
     real = described(torch.rand(70, 12), None)
-    chosen = evaluation.Evaluation(config, network, real, {})
+    chosen = evaluation.Evaluation(
+        evaluation.drawing_pictures(objective), config, network, real, {}
+    )
     share = DataShare(torch.device("cpu"))
-    return chosen.scores(objective, lambda *_: None, SamplingConfig(), 0, share, lambda: None)
+    return chosen.scores(lambda *_: None, SamplingConfig(), 0, share, lambda: None)
 
 
 def test_samples_that_are_not_finite_are_counted_and_not_scored(capsys):
     assert len(scores(Drawing())) == 1
     assert scores(Drawing(lost=69)) == {}
     assert "1 of 70 samples are NaN or infinite: no scores" in capsys.readouterr().out
+
+
+def test_an_objective_without_pictures_is_refused_by_what_it_lacks():
+    with pytest.raises(UserError, match=r"Objective has no picture_size, knows_classes, picture_"):
+        evaluation.drawing_pictures(Objective())

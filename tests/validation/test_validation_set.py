@@ -71,14 +71,15 @@ def test_the_loss_is_the_mean_over_rows_and_over_fixed_timesteps(tmp_path):
         objective, cpu = trainer.objective, torch.device("cpu")
         batch = load_samples(trainer.source, pairs, objective.inspect, cpu, len(pairs))
         rng = SampleRNG(0, torch.arange(11))
-        clean, noise = objective.clean(batch.fields, rng), rng.normal("noise", (16, 4))
+        clean, noise = objective.clean_tokens(batch.fields, rng), rng.normal("noise", (16, 4))
         model = trainer.executor.model
         for name in BINS:
             timestep = torch.full((11,), float(name[1:]))
-            corrupted = objective.path.corrupt(clean, timestep, noise, clean.labels)
+            corrupted = objective.corrupt(clean, timestep, noise)
             with torch.no_grad():
-                out = model(corrupted.inputs, trainer.config.model.static(cpu))
-                loss = objective.path.loss(out, corrupted.targets).mean().item()
+                inputs = {**corrupted.inputs, "labels": batch.fields["label"]}
+                out = model(inputs, trainer.config.model.static(cpu))
+                loss = objective.loss({"prediction": out}, corrupted.targets).mean().item()
             assert found[f"validation_loss_{name}"] == pytest.approx(loss, rel=1e-6)
         mean = sum(found[name] for name in names) / 8
         assert found["validation_loss"] == pytest.approx(mean, rel=1e-12)

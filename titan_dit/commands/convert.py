@@ -25,7 +25,6 @@ from titan_dit.config.training import LoRAConfig
 from titan_dit.data.latent_facts import LatentFacts, shown
 from titan_dit.data.sentence_pairs import PairFacts
 from titan_dit.data.tokenizer_file import TokenizerFile, read_tokenizer
-from titan_dit.diffusion.objective import DiffusionConfig
 from titan_dit.interop import (
     diffusers_dit,
     hugging_face,
@@ -53,8 +52,8 @@ def counterpart(run: SavedWeights, where: str) -> DiffusersDiT:
     config = run.model_config
     if type(config) is not DiTConfig:
         raise UserError(f"{where} is a {config.name} model: peft's names are known for a DiT only.")
-    path = run.diffusion("convert").path
-    return DiffusersDiT(config, path.output_channels(config.channels))
+    objective = run.diffusion("convert").config
+    return DiffusersDiT(config, objective.output_channels(config.channels))
 
 
 def write_adapter(source: str, target: Path, run: SavedWeights, as_is: bool) -> None:
@@ -263,7 +262,7 @@ def write_diffusers(
     """Export a DiT as a folder; with --vae or the run's autoencoder as a whole pipeline."""
     diffusers_dit.check_expressible(config, as_is)
     diffusion = run.diffusion("convert")
-    found = DiffusersDiT(config, diffusion.path.output_channels(config.channels))
+    found = DiffusersDiT(config, diffusion.config.output_channels(config.channels))
     recorded = diffusion.data.vae_source
     vae = given or (recorded if Path(recorded or "-").expanduser().is_dir() else NO_VAE)
     outline = found.outline()
@@ -280,7 +279,7 @@ def write_diffusers(
         if not place_of_vae.is_dir():
             raise UserError(f"--vae {vae}: no such folder. Its files are copied.")
         check_autoencoder(place_of_vae, diffusion.data)
-        scheduler = diffusers_dit.scheduler_json(diffusion.path)
+        scheduler = diffusers_dit.scheduler_json(diffusion.config)
         inside = (place_of_vae / autoencoder.CONFIG).is_file()
         folder = place_of_vae if inside else place_of_vae / autoencoder.INSIDE
         names = diffusion.data.class_names or map(str, range(config.num_classes))
@@ -540,12 +539,11 @@ def stored_objective(weights: tensor_file.Weights, trust: bool) -> dict[str, Any
 
 def write_original(target: Path, run: SavedWeights, config: DiTConfig, form: str | None) -> None:
     """Export a DiT as a file of the original or of SiT, whose names are the same."""
-    objective = run.diffusion("convert").path
-    assert isinstance(objective, DiffusionConfig)
+    objective = run.diffusion("convert").config
     table = {"name": objective.name, **asdict(objective)}
     if form == "sit":
         original_dit.check_expressible_as_sit(table)
-    original = Original(config, objective.path.output_channels(config.channels))
+    original = Original(config, objective.output_channels(config.channels))
     theirs, outline = original.to_original(run.tensors), original.outline()
     # A .pt file is made from a .safetensors file beside it, which is memory-mapped.
     passes = 1 if target.suffix == ".safetensors" else 2

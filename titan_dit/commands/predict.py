@@ -13,7 +13,6 @@ from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.store import location
 from titan_dit.commands.flags import PredictFlags
 from titan_dit.config.section import UserError
-from titan_dit.diffusion.base import Clean
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.execution.base import first_of
 from titan_dit.interop.tensor_file import (
@@ -143,17 +142,16 @@ def predict(
     run: TrainedModel, diffusion: Diffusion, inputs: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return `out` [b, c_out, h, w]; with noise, also the loss per sample and its terms [b]."""
-    model, path = diffusion.model, diffusion.path
+    model = diffusion.model
     x, t, y = model.tokenize(inputs["x"]), inputs["t"], inputs["y"]
     static = model.static(x.device)
     if "noise" not in inputs:
         prediction = first_of(run.network({"tokens": x, "timestep": t, "labels": y}, static))
         return {"out": model.detokenize(prediction).contiguous()}
-    clean = Clean(x, y, model.sample_shape[0])
-    corrupted = path.corrupt(clean, t, model.tokenize(inputs["noise"]), y)
+    corrupted = diffusion.corrupt(x, t, model.tokenize(inputs["noise"]))
     if not torch.equal(corrupted.inputs["timestep"], t):
         raise UserError("--inputs: with noise, t must be integer diffusion timesteps.")
-    prediction = first_of(run.network(corrupted.inputs, static))
+    prediction = first_of(run.network({**corrupted.inputs, "labels": y}, static))
     given = {"prediction": prediction}, corrupted.targets
     losses = {f"loss_{name}": term.mean(1) for name, term in diffusion.terms(*given).items()}
     losses["loss"] = diffusion.loss(*given).mean(1)
@@ -178,7 +176,7 @@ def read_inputs(path: Path, diffusion: Diffusion) -> dict[str, Tensor]:
                 f"{list(shape)} for x {list(x.shape)}."
             )
     check_labels(path, "--inputs", y, diffusion.model.num_classes)
-    last = diffusion.path.last_timestep
+    last = diffusion.last_timestep
     if not (t.min() >= 0 and t.max() <= last):
         raise UserError(f"--inputs {path}: t must be between 0 and {last:g}.")
     given = {"x": x.float(), "t": t.float(), "y": y.long()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,6 @@ from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.launcher import process_group
 from titan_dit.launcher.ranks import Ranks
-from titan_dit.objectives.base import Objective
 from titan_dit.objectives.next_token import NextToken
 from titan_dit.trained_model import TrainedModel, device_of, load_trained
 
@@ -31,7 +30,7 @@ from titan_dit.trained_model import TrainedModel, device_of, load_trained
 class Family(NamedTuple):
     """How the runs of one kind of objective are sampled."""
 
-    objective: type[Objective]
+    objective: type[Any]
     flags: type[CommonFlags]
     """Its own flags beside the common ones."""
     command: ModuleType

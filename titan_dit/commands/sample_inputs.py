@@ -151,7 +151,7 @@ def weak_network(weak: TrainedModel, diffusion: Diffusion) -> Conditional:
     theirs = weak.diffusion("--guide")
     check_guide(f"{weak.path}", diffusion, theirs)
     channels, static = diffusion.model.sample_shape[0], theirs.model.static(weak.device)
-    outputs = diffusion.path.output_channels(channels)
+    outputs = diffusion.config.output_channels(channels)
 
     def predict(x: Tensor, timestep: Tensor, labels: Tensor) -> Tensor:
         latents = diffusion.model.detokenize(x)
@@ -189,7 +189,7 @@ def check_guide(guide: str, ours: Diffusion, theirs: Diffusion) -> None:
                 f"--guide {guide} has {show(name)} as class {number}, but --run as class "
                 f"{names.index(name)}: its labels mean something else."
             )
-    a, b = keys_of(ours.path), keys_of(theirs.path)
+    a, b = keys_of(ours.config), keys_of(theirs.config)
     for key in MEANING:
         if a.get(key) != b.get(key):
             raise UserError(
@@ -204,7 +204,6 @@ def latents_of(diffusion: Diffusion) -> str:
     return f"latents of {data.vae} with scale {shown(data.scale)} and shift {shown(data.shift)}"
 
 
-def keys_of(path: object) -> Mapping[str, Any]:
+def keys_of(section: Named) -> Mapping[str, Any]:
     """The keys of an [objective] section."""
-    assert isinstance(path, Named)
-    return {"name": path.name, **asdict(path)}
+    return {"name": section.name, **asdict(section)}

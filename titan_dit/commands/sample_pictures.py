@@ -84,7 +84,7 @@ class Job:
     @property
     def sampler_name(self) -> str:
         """As --sampler names it."""
-        return drawing.name_of_sampler(self.diffusion.path, self.flags.sampler)
+        return drawing.name_of_sampler(self.diffusion.config, self.flags.sampler)
 
     @property
     def keeps_latents(self) -> bool:
@@ -172,8 +172,8 @@ def told_how_to_go_on(parts: Parts) -> Iterator[None]:
 
 def job_of(run: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> Job:
     """Check the flags and load what they name."""
-    drawing.check(diffusion.path, diffusion.model, flags, "--{}")
-    sampler = drawing.sampler_of(diffusion.path, flags.sampler, "--sampler")
+    drawing.check(diffusion, flags, "--{}")
+    sampler = drawing.sampler_of(diffusion.config, flags.sampler, "--sampler")
     names = diffusion.data.class_names
     labels = labels_of(flags.labels, flags.num or NUM, diffusion.model.num_classes, names)
     noise = None
@@ -233,8 +233,7 @@ def drawn(job: Job, rows: range, report: Callable[[int], None]) -> dict[str, Ten
     at = slice(rows.start, rows.stop)
     tokens = drawing.generate(
         Counted(job.run.network, report),
-        job.diffusion.path,
-        model,
+        job.diffusion,
         job.labels[at].to(device),
         torch.arange(rows.start, rows.stop, device=device),
         seed=job.flags.seed,

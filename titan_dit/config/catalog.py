@@ -25,10 +25,10 @@ SECTIONS = {
         "gpt": "titan_dit.models.gpt:GPTConfig",
     },
     "objective": {
-        "ddpm": "titan_dit.diffusion.ddpm:DDPM",
+        "ddpm": "titan_dit.diffusion.sections:DDPMConfig",
         "masked_token": "titan_dit.objectives.sections:MaskedTokenConfig",
         "next_token": "titan_dit.objectives.sections:NextTokenConfig",
-        "rectified_flow": "titan_dit.diffusion.rectified_flow:RectifiedFlow",
+        "rectified_flow": "titan_dit.diffusion.sections:RectifiedFlowConfig",
     },
     "data": {
         "digits": "titan_dit.data.sections:Digits",
@@ -50,10 +50,6 @@ KEYS = {
         "bert": "titan_dit.models.bert_sizes:BERTSizes",
         "dit": "titan_dit.models.dit_sizes:DiTSizes",
         "gpt": "titan_dit.models.gpt_sizes:GPTSizes",
-    },
-    "objective": {
-        "ddpm": "titan_dit.diffusion.keys:DDPMKeys",
-        "rectified_flow": "titan_dit.diffusion.keys:RectifiedFlowKeys",
     },
 }
 """Section -> name -> the base class of its dataclass with the keys, for a `--help` without torch.

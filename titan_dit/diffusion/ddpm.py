@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit.diffusion.base import Clean, Corrupted, Predict, by_channel
-from titan_dit.diffusion.keys import DDPMKeys
+from titan_dit.diffusion.base import Corrupted, Predict, by_channel
 from titan_dit.diffusion.noise_schedule import (
     Denoised,
     NoiseSchedule,
@@ -23,7 +22,8 @@ from titan_dit.diffusion.noise_schedule import (
     per_sample,
     rows_of,
 )
-from titan_dit.diffusion.objective import DiffusionConfig
+from titan_dit.diffusion.objective import Diffusion
+from titan_dit.diffusion.sections import DDPMConfig
 from titan_dit.objectives.base import at_least_fp32
 from titan_dit.rng import SampleRNG
 
@@ -89,73 +89,71 @@ def normal_cdf(x: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
     return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class DDPM(DDPMKeys, DiffusionConfig):
-    """Discrete diffusion; the defaults are those of the original DiT."""
+@dataclass(frozen=True)
+class DDPM(Diffusion):
+    """Discrete diffusion as the original DiT trains it."""
 
     token_targets = ("clean", "noise")
     constants = (rows_of,)
 
+    config: DDPMConfig
+
     @property
     def last_timestep(self) -> int:
         """T - 1: steps count from 0."""
-        return self.steps - 1
+        return self.config.steps - 1
 
     @property
     def most_sampling_steps(self) -> int:
         """All T steps."""
-        return self.steps
-
-    def output_channels(self, channels: int) -> int:
-        """The prediction's channels, then those of a learned variance."""
-        return 2 * channels if self.learn_sigma else channels
+        return self.config.steps
 
     def tables(self, device: torch.device) -> Tables:
         """The tables of the noise schedule, on a device."""
-        return Tables.on(device, rows_of(self.noise_schedule, self.steps))
+        return Tables.on(device, rows_of(self.config.noise_schedule, self.config.steps))
 
     def timesteps_of(self, rng: SampleRNG) -> Float[Tensor, " b"]:
         """Draw an integer step for every sample."""
-        return (rng.uniform("t") * self.steps).floor()
+        return (rng.uniform("t") * self.config.steps).floor()
 
     def corrupt(
         self,
-        clean: Clean,
+        clean: Float[Tensor, "b n d"],
         timestep: Float[Tensor, " b"],
         noise: Float[Tensor, "b n d"],
-        labels: Int64[Tensor, " b"],
     ) -> Corrupted:
         """Inputs and targets for a given noise and timestep (an integer step)."""
-        step, tables = timestep.long(), self.tables(clean.tokens.device)
+        step, tables = timestep.long(), self.tables(clean.device)
         signal = per_sample(tables.signal, step, noise)
-        noisy = signal * clean.tokens + per_sample(tables.sigma, step, noise) * noise
+        noisy = signal * clean + per_sample(tables.sigma, step, noise) * noise
         return Corrupted(
-            inputs={"tokens": noisy, "timestep": step.float(), "labels": labels},
+            inputs={"tokens": noisy, "timestep": step.float()},
             targets={
-                "clean": by_channel(clean.tokens, clean.channels),
-                "noise": by_channel(noise, clean.channels),
+                "clean": by_channel(clean, self.channels),
+                "noise": by_channel(noise, self.channels),
                 "step": step,
             },
         )
 
     def loss(
-        self, prediction: Float[Tensor, "b n d"], targets: Mapping[str, Tensor]
+        self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]
     ) -> Float[Tensor, "b n"]:
         """Squared error, plus the variational bound in bits if the variance is learned."""
-        return torch.stack(tuple(self.terms(prediction, targets).values())).sum(0)
+        return torch.stack(tuple(self.terms(predictions, targets).values())).sum(0)
 
     def terms(
-        self, prediction: Float[Tensor, "b n d"], targets: Mapping[str, Tensor]
+        self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]
     ) -> dict[str, Float[Tensor, "b n"]]:
         """The terms of the loss, "mse" and "vb", each a mean over the elements of a token."""
         clean, noise, step = targets["clean"], targets["noise"], targets["step"]
         tables = self.tables(clean.device)
         signal, sigma = (per_sample(t, step, clean) for t in (tables.signal, tables.sigma))
         # fp32: bf16 squares lose the digits in which two runs differ.
-        values, spread = self.split(at_least_fp32(prediction), clean.shape[-1])
-        target = {"eps": noise, "x": clean, "v": signal * noise - sigma * clean}[self.prediction]
+        values, spread = self.split(at_least_fp32(predictions["prediction"]))
+        kinds = {"eps": noise, "x": clean, "v": signal * noise - sigma * clean}
+        target = kinds[self.config.prediction]
         mse = (values - target).square().mean((2, 3)) * self.weight(tables.snr[step])[:, None]
-        if not self.learn_sigma:
+        if not self.config.learn_sigma:
             return {"mse": mse}
         noisy = signal * clean + sigma * noise
         # Detached: the bound trains the variance only (arXiv:2102.09672 sec. 3.1).
@@ -166,21 +164,22 @@ class DDPM(DDPMKeys, DiffusionConfig):
         return {"mse": mse, "vb": bits.mean((2, 3))}
 
     def split(
-        self, prediction: Float[Tensor, "b n d"], channels: int
+        self, prediction: Float[Tensor, "b n _"]
     ) -> tuple[Float[Tensor, "b n p c"], Float[Tensor, "b n p _"]]:
-        """Split the channels of a latent pixel: the first `channels`, and those of the variance."""
-        pixels = by_channel(prediction, self.output_channels(channels))
-        return pixels[..., :channels], pixels[..., channels:]
+        """Split a latent pixel's values: the first `channels`, and those of the variance."""
+        pixels = by_channel(prediction, self.config.output_channels(self.channels))
+        return pixels[..., : self.channels], pixels[..., self.channels :]
 
     def weight(self, snr: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
         """Min-SNR weight m = min(SNR, gamma): m for x_0, m / SNR for eps, m / (SNR + 1) for v.
 
         All three give the error of x_0 the same weight (arXiv:2303.09556 sec. 3.4).
         """
-        if self.min_snr_gamma is None:
+        if self.config.min_snr_gamma is None:
             return torch.ones_like(snr)
-        per_clean = snr.clamp(max=self.min_snr_gamma)
-        return per_clean / {"eps": snr, "v": snr + 1, "x": torch.ones_like(snr)}[self.prediction]
+        per_clean = snr.clamp(max=self.config.min_snr_gamma)
+        per_kind = {"eps": snr, "v": snr + 1, "x": torch.ones_like(snr)}
+        return per_clean / per_kind[self.config.prediction]
 
     def clean(
         self,
@@ -191,9 +190,9 @@ class DDPM(DDPMKeys, DiffusionConfig):
     ) -> Float[Tensor, "b n p c"]:
         """Convert a prediction to x_0."""
         signal, sigma = (per_sample(t, step, noisy) for t in (tables.signal, tables.sigma))
-        if self.prediction == "eps":
+        if self.config.prediction == "eps":
             return (noisy - sigma * values) / signal
-        return values if self.prediction == "x" else signal * noisy - sigma * values
+        return values if self.config.prediction == "x" else signal * noisy - sigma * values
 
     def log_variance(
         self, spread: Float[Tensor, "b n p _"], step: Int64[Tensor, " b"], tables: Tables
@@ -206,9 +205,9 @@ class DDPM(DDPMKeys, DiffusionConfig):
         least = per_sample(tables.posterior_log_variance, step, spread)
         return least + (spread + 1) / 2 * (most - least)
 
-    def process(self, predict: Predict, channels: int) -> Reverse:
+    def process(self, predict: Predict) -> Reverse:
         """The `Denoiser` that the samplers of discrete diffusion call."""
-        return Reverse(self, predict, channels)
+        return Reverse(self, predict)
 
 
 @dataclass(frozen=True)
@@ -217,30 +216,29 @@ class Reverse:
 
     objective: DDPM
     predict: Predict
-    channels: int
 
     @property
     def schedule(self) -> NoiseSchedule:
         """The noise schedule of training."""
-        return named(self.objective.noise_schedule, self.objective.steps)
+        return named(self.objective.config.noise_schedule, self.objective.config.steps)
 
     @property
     def prediction(self) -> str:
         """The network's prediction: "eps", "v" or "x"."""
-        return self.objective.prediction
+        return self.objective.config.prediction
 
     def values(self, x: Float[Tensor, "b n d"], timestep: Float[Tensor, " b"]) -> Tensor:
         """The network's prediction at any timestep, without a variance."""
-        return self.objective.split(self.predict(x, timestep), self.channels)[0].flatten(2)
+        return self.objective.split(self.predict(x, timestep))[0].flatten(2)
 
     def __call__(
         self, x: Float[Tensor, "b n d"], step: Int64[Tensor, " b"], tables: Tables
     ) -> Denoised:
         """Estimate x_0 and the log variance of the reverse step, at a step of `tables`."""
         prediction = self.predict(x, tables.timestep[step])
-        noisy = by_channel(x, self.channels)
-        values, spread = self.objective.split(prediction, self.channels)
-        if not self.objective.learn_sigma:
+        noisy = by_channel(x, self.objective.channels)
+        values, spread = self.objective.split(prediction)
+        if not self.objective.config.learn_sigma:
             spread = torch.ones_like(values)
         clean = self.objective.clean(values, noisy, step, tables)
         log_variance = self.objective.log_variance(spread, step, tables)

@@ -14,12 +14,12 @@ from titan_dit.config import catalog
 from titan_dit.config.dotted_names import look_up
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import SamplingConfig
-from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.listing import few
-from titan_dit.diffusion.base import LatentModel, ProbabilityPath
 from titan_dit.diffusion.guidance import Conditional, Guidance, guided, scales
+from titan_dit.diffusion.objective import Diffusion
 from titan_dit.diffusion.samplers import from_diffusers
 from titan_dit.diffusion.samplers.base import Sampler, Settings
+from titan_dit.diffusion.sections import DiffusionConfig
 from titan_dit.objectives.base import DataShare, Forward, Preview
 from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.rng import SampleRNG
@@ -59,28 +59,28 @@ class Drawing(Protocol):
         """How far the guided prediction is rescaled to the std of the conditional one, 0 to 1."""
 
 
-def sampler_of(path: ProbabilityPath, name: str, where: str = "[sampling] sampler") -> Sampler:
-    """The sampler `name` of a path ("auto": its first); UserError if it does not fit."""
+def sampler_of(objective: DiffusionConfig, name: str, where: str = "[sampling] sampler") -> Sampler:
+    """The sampler `name` of an objective ("auto": its first); UserError if it does not fit."""
     if name.startswith(from_diffusers.PREFIX):
-        return from_diffusers.sampler(name, path.name, where)
-    table = catalog.SAMPLERS.get(path.name, {})
+        return from_diffusers.sampler(name, objective.name, where)
+    table = catalog.SAMPLERS.get(objective.name, {})
     if name not in table and any(name in others for others in catalog.SAMPLERS.values()):
         raise UserError(
-            f"{where}={show(name)} does not fit [objective] name={show(path.name)}. "
+            f"{where}={show(name)} does not fit [objective] name={show(objective.name)}. "
             f"Valid: auto, {', '.join(table)}."
         )
     if name == "auto" and not table:
         raise UserError(
-            f'{where}="auto": [objective] name={show(path.name)} has no default sampler. Set one: '
-            '"package.module:function".'
+            f'{where}="auto": [objective] name={show(objective.name)} has no default sampler. Set '
+            'one: "package.module:function".'
         )
-    found: Sampler = look_up(table, where, name_of_sampler(path, name))
+    found: Sampler = look_up(table, where, name_of_sampler(objective, name))
     return found
 
 
-def name_of_sampler(path: ProbabilityPath, name: str) -> str:
-    """The sampler's name, with "auto" replaced by the path's first sampler."""
-    return next(iter(catalog.SAMPLERS[path.name])) if name == "auto" else name
+def name_of_sampler(objective: DiffusionConfig, name: str) -> str:
+    """The sampler's name, with "auto" replaced by the objective's first sampler."""
+    return next(iter(catalog.SAMPLERS[objective.name])) if name == "auto" else name
 
 
 def spread_labels(num: int, classes: list[int]) -> Int64[Tensor, " num"]:
@@ -115,10 +115,10 @@ def preview_labels(num: int, num_classes: int) -> Int64[Tensor, " num"]:
     return spread_labels(num, list(range(shown)))
 
 
-def check(path: ProbabilityPath, model: LatentModel, drawing: Drawing, where: str) -> None:
+def check(objective: Diffusion, drawing: Drawing, where: str) -> None:
     """Raise UserError on settings that cannot work; `where` formats a key, "[sampling] {}"."""
-    sampler = sampler_of(path, drawing.sampler, where.format("sampler"))
-    most, channels = path.most_sampling_steps, model.sample_shape[0]
+    sampler = sampler_of(objective.config, drawing.sampler, where.format("sampler"))
+    most, channels = objective.most_sampling_steps, objective.channels
     if most is not None and drawing.steps > most:
         raise UserError(
             f"{where.format('steps')}={drawing.steps}: the network is trained with {most} steps. "
@@ -126,7 +126,7 @@ def check(path: ProbabilityPath, model: LatentModel, drawing: Drawing, where: st
         )
     if drawing.sampler.startswith(from_diffusers.PREFIX):
         what = f"{where.format('sampler')}={show(drawing.sampler)}"
-        process = path.process(lambda x, timestep: x, channels)
+        process = objective.process(lambda x, timestep: x)
         from_diffusers.check(sampler, process, drawing.steps, what)
     if drawing.cfg_channels is not None and drawing.cfg_channels > channels:
         key = where.format("cfg_channels" if "[" in where else "cfg-channels")
@@ -153,8 +153,7 @@ def guidance_of(drawing: Drawing, weak: Conditional | None = None) -> Guidance:
 
 def generate(
     forward: Forward,
-    path: ProbabilityPath,
-    model: LatentModel,
+    objective: Diffusion,
     labels: Int64[Tensor, " b"],
     numbers: Int64[Tensor, " b"],
     *,
@@ -170,8 +169,8 @@ def generate(
     The noise of a sample depends only on `seed` and on its entry in `numbers`, not on the batch or
     the number of ranks. `noise`: initial noise instead of the seed's.
     """
-    rng, static = SampleRNG(seed, numbers), model.static(labels.device)
-    channels, (_, values) = model.sample_shape[0], model.token_shape
+    rng, static = SampleRNG(seed, numbers), objective.static(labels.device)
+    channels, shape = objective.channels, objective.model.token_shape
 
     def predict(x: Tensor, timestep: Tensor, of: Tensor) -> Tensor:
         return forward({"tokens": x, "timestep": timestep, "labels": of}, static).float()
@@ -179,17 +178,17 @@ def generate(
     scale = scales(
         guidance.scale,
         guided=channels if guidance.channels is None else guidance.channels,
-        outputs=path.output_channels(channels),
-        pixels=values // channels,
+        outputs=objective.config.output_channels(channels),
+        pixels=shape[1] // channels,
         device=labels.device,
     )
     return sampler(
-        path.process(guided(predict, labels, scale, guidance, path.noise_level), channels),
-        rng.normal("sample", model.token_shape) if noise is None else noise,
+        objective.process(guided(predict, labels, scale, guidance, objective.noise_level)),
+        rng.normal("sample", shape) if noise is None else noise,
         Settings(
             steps,
             eta,
-            lambda step: rng.normal(f"sample/{step}", model.token_shape),
+            lambda step: rng.normal(f"sample/{step}", shape),
             lambda: rng.keys("sample/keys"),
         ),
     )
@@ -197,9 +196,7 @@ def generate(
 
 def samples(
     forward: Forward,
-    path: ProbabilityPath,
-    model: LatentModel,
-    facts: LatentFacts,
+    objective: Diffusion,
     sampling: SamplingConfig,
     seed: int,
     labels: Int64[Tensor, " b"],
@@ -208,24 +205,21 @@ def samples(
     """Draw samples in stored units, as [sampling] says."""
     tokens = generate(
         forward,
-        path,
-        model,
+        objective,
         labels,
         numbers,
         seed=seed,
-        sampler=sampler_of(path, sampling.sampler),
+        sampler=sampler_of(objective.config, sampling.sampler),
         steps=sampling.steps,
         eta=sampling.eta,
         guidance=guidance_of(sampling),
     )
-    return facts.to_stored_units(model.detokenize(tokens))
+    return objective.data.to_stored_units(objective.model.detokenize(tokens))
 
 
 def preview(
     forward: Forward,
-    path: ProbabilityPath,
-    model: LatentModel,
-    facts: LatentFacts,
+    objective: Diffusion,
     sampling: SamplingConfig,
     seed: int,
     share: DataShare,
@@ -235,13 +229,13 @@ def preview(
     num, device = sampling.num or NUM, share.device
     rows = -(-num // share.num_ranks)
     numbers = torch.arange(rows * share.num_ranks, device=device)
-    labels = preview_labels(num, model.num_classes).to(device)
+    labels = preview_labels(num, objective.model.num_classes).to(device)
     mine = numbers[share.rank * rows :][:rows]
     # Numbers from `num` on are padding, cut off below.
     own_labels = labels[mine.clamp(max=num - 1)]
-    drawn = samples(forward, path, model, facts, sampling, seed, own_labels, mine)
+    drawn = samples(forward, objective, sampling, seed, own_labels, mine)
     finite = share.gather(drawn.isfinite().flatten(1).all(1).float())[:num]
-    value_range = facts.value_range
+    value_range = objective.data.value_range
     if vae is not None:
         drawn, value_range = vae.decode(drawn).float(), PIXELS
     drawn = share.gather(drawn)[:num]
@@ -250,7 +244,8 @@ def preview(
         # Imported late: the benchmarks train on machines without Pillow.
         from titan_dit.pictures import output
 
-        output.draw_grid(file, drawn, labels.tolist(), value_range, facts.class_names)
+        names = objective.data.class_names
+        output.draw_grid(file, drawn, labels.tolist(), value_range, names)
 
     lost = (finite == 0).nonzero()[:, 0].tolist()
     note = f"samples {few(lost)} of the preview are NaN or infinite" if lost else ""

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit.diffusion.keys import ScheduleName
+from titan_dit.diffusion.sections import ScheduleName
 
 
 class Tables(NamedTuple):

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from titan_dit.config.section import UserError, show
-from titan_dit.config.training import EvaluationConfig, SamplingConfig
+from titan_dit.config.training import SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.data.latent_facts import LatentFacts, shown
-from titan_dit.diffusion import drawing
-from titan_dit.diffusion.base import NO_LABEL, Clean, LatentModel, ProbabilityPath
-from titan_dit.models.base import ModelConfig, ModelSpec
-from titan_dit.objectives.base import (
-    DataShare,
-    Forward,
-    Objective,
-    ObjectiveConfig,
-    Prepared,
-    Preview,
-)
-from titan_dit.pictures import autoencoder
+from titan_dit.diffusion.base import NO_LABEL, Corrupted, LatentModel, Predict
+from titan_dit.diffusion.sections import DiffusionConfig as DiffusionConfig
+from titan_dit.models.base import ModelConfig
+from titan_dit.objectives.base import DataShare, Forward, Objective, Prepared, Preview
 from titan_dit.rng import SampleRNG
+
+if TYPE_CHECKING:
+    from titan_dit.pictures.autoencoder import Autoencoder
 
 
 def as_latent_model(model: ModelConfig, objective: str) -> LatentModel:
@@ -39,17 +35,6 @@ def as_latent_model(model: ModelConfig, objective: str) -> LatentModel:
         f"[objective] name={show(objective)} trains models of latents with labels, but [model] "
         f"name={show(model.name)} has no {missing_members(model, LatentModel)}. Choose another "
         "objective, or add them to the model (titan_dit/diffusion/base.py: LatentModel)."
-    )
-
-
-def as_path(section: object, objective: str) -> ProbabilityPath:
-    """Return the [objective] section as a path; UserError names missing members."""
-    if isinstance(section, ProbabilityPath):
-        return section
-    raise UserError(
-        f"[objective] name={show(objective)} derives from DiffusionConfig, but has no "
-        f"{missing_members(section, ProbabilityPath)}. Add them "
-        "(titan_dit/diffusion/base.py: ProbabilityPath)."
     )
 
 
@@ -109,117 +94,120 @@ VALIDATION_BINS = 8
 """Equal bins of the timestep range; validation evaluates the loss at the middle of each."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DiffusionConfig(ObjectiveConfig):
-    """Base class of the diffusion sections; each subclass is a `ProbabilityPath`."""
-
-    previews = True
-    constants: ClassVar[tuple[Callable[..., Any], ...]] = ()
-
-    @property
-    def path(self) -> ProbabilityPath:
-        """The section itself."""
-        return as_path(self, self.name)
-
-    def noise_level(self, timestep: float) -> float:
-        """The timestep as a fraction of the last one, 0 (data) to 1 (noise)."""
-        return timestep / self.path.last_timestep
-
-    def validation_timesteps(self, bins: int) -> dict[str, float]:
-        """The middles of equal bins, rounded to whole timesteps; key "t125" is timestep 125."""
-        width = (self.path.last_timestep + 1) / bins
-        middles = [round((number + 0.5) * width) for number in range(bins)]
-        return {f"t{middle}": float(middle) for middle in middles}
-
-    def model_spec(self, model: ModelConfig) -> ModelSpec:
-        """The model's spec with the output channels of the path."""
-        latent = as_latent_model(model, self.name)
-        return latent.spec(self.path.output_channels(latent.sample_shape[0]))
-
-    def facts(self, values: Mapping[str, Any]) -> LatentFacts:
-        """Facts of labelled latents, from a checkpoint's record."""
-        return LatentFacts.from_json(values)
-
-    def example(self, model: ModelConfig) -> tuple[DataFacts, Mapping[str, Field]]:
-        """Facts and fields of latents with the model's own shape."""
-        latent = as_latent_model(model, self.name)
-        shape, classes = latent.sample_shape, latent.num_classes
-        facts = LatentFacts(count=0, shape=shape, num_classes=classes)
-        return facts, facts.fields(torch.float32)
-
-    def build(self, model: ModelConfig, facts: DataFacts) -> Diffusion:
-        """Build the objective; UserError if the data do not fit the model."""
-        latent = as_latent_model(model, self.name)
-        return Diffusion(self.path, latent, check_data(facts, latent, self.name))
-
-    def check_evaluation(
-        self, model: ModelConfig, sampling: SamplingConfig, evaluation: EvaluationConfig
-    ) -> None:
-        """Check the sampler, as previews do."""
-        if evaluation.every:
-            self.check_sampling(model, sampling)
-
-    def check_sampling(self, model: ModelConfig, sampling: SamplingConfig) -> None:
-        """Check the sampler, its steps and the guided channels."""
-        drawing.check(self.path, as_latent_model(model, self.name), sampling, "[sampling] {}")
+def example(model: ModelConfig, objective: str) -> tuple[LatentFacts, dict[str, Field]]:
+    """Facts and fields of latents with the model's own shape."""
+    latent = as_latent_model(model, objective)
+    facts = LatentFacts(count=0, shape=latent.sample_shape, num_classes=latent.num_classes)
+    return facts, facts.fields(torch.float32)
 
 
 @dataclass(frozen=True)
-class Diffusion(Objective):
-    """Trains a model of latents along a path."""
+class Diffusion(Objective, ABC):
+    """Trains a model of latents; a subclass is one kind of diffusion, on tokens.
+
+    A subclass gives `token_targets`, `last_timestep`, `timesteps_of`, `corrupt`, `loss` and
+    `process`.
+    """
 
     takes = ("latent", "label")
 
-    path: ProbabilityPath
+    config: DiffusionConfig
     model: LatentModel
     data: LatentFacts
     made: dict[torch.device, dict[str, Tensor]] = dataclasses.field(
         default_factory=dict, repr=False
     )
     """Cache of the model's static inputs, which are equal in every step."""
-    loaded: dict[str, autoencoder.Autoencoder] = dataclasses.field(default_factory=dict, repr=False)
+    loaded: dict[str, Autoencoder] = dataclasses.field(default_factory=dict, repr=False)
     """Cache: [sampling] vae -> the autoencoder of previews."""
 
-    @property
-    def token_targets(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The token targets of the path."""
-        return self.path.token_targets
+    @classmethod
+    def of(cls, config: Any, model: ModelConfig, facts: DataFacts) -> Self:
+        """The objective of a section; UserError if the data do not fit the model."""
+        if missing := sorted(cls.__abstractmethods__):
+            raise UserError(
+                f"[objective] name={show(config.name)}: {cls.__name__} derives from Diffusion, but "
+                f"has no {', '.join(missing)}. Add them (titan_dit/diffusion/objective.py)."
+            )
+        latent = as_latent_model(model, config.name)
+        return cls(config, latent, check_data(facts, latent, config.name))
 
     @property
-    def constants(self) -> tuple[Callable[..., Any], ...]:  # type: ignore[override]
-        """The constants of the path."""
-        return self.path.constants
+    @abstractmethod
+    def last_timestep(self) -> float:
+        """The largest timestep, in the network's unit; the smallest one is 0."""
 
-    def clean(self, fields: Fields, rng: SampleRNG) -> Clean:
+    @abstractmethod
+    def timesteps_of(self, rng: SampleRNG) -> Float[Tensor, " b"]:
+        """Draw a timestep for every sample, in the network's unit."""
+
+    @abstractmethod
+    def corrupt(
+        self,
+        clean: Float[Tensor, "b n d"],
+        timestep: Float[Tensor, " b"],
+        noise: Float[Tensor, "b n d"],
+    ) -> Corrupted:
+        """Inputs and targets for a given noise and timestep (in the network's unit)."""
+
+    @abstractmethod
+    def loss(
+        self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]
+    ) -> Float[Tensor, "b n"]:
+        """Loss per token in fp32 of `predictions["prediction"]` [b, n, d_out]."""
+
+    @abstractmethod
+    def process(self, predict: Predict) -> Any:
+        """The function that samplers call: (x, t) -> velocity for flows, a `Denoiser` for DDPM."""
+
+    @property
+    def most_sampling_steps(self) -> int | None:
+        """Maximum number of sampling steps; None for no limit."""
+        return None
+
+    @property
+    def channels(self) -> int:
+        """Channels of a latent: a token holds its patch as (p, p, channels)."""
+        return self.model.sample_shape[0]
+
+    def noise_level(self, timestep: float) -> float:
+        """0 (data) to 1 (noise) at a timestep in the network's unit."""
+        return timestep / self.last_timestep
+
+    def validation_timesteps(self, bins: int) -> dict[str, float]:
+        """The middles of equal bins, rounded to whole timesteps; key "t125" is timestep 125."""
+        width = (self.last_timestep + 1) / bins
+        middles = [round((number + 0.5) * width) for number in range(bins)]
+        return {f"t{middle}": float(middle) for middle in middles}
+
+    def clean_tokens(self, fields: Fields, rng: SampleRNG) -> Float[Tensor, "b n d"]:
         """Stored latents in the model's units, cut into tokens."""
-        channels = self.model.sample_shape[0]
-        latents = to_model_units(fields["latent"], self.data, channels, rng)
-        return Clean(self.model.tokenize(latents), fields["label"], channels)
+        return self.model.tokenize(to_model_units(fields["latent"], self.data, self.channels, rng))
 
     def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:
         """Draw timestep, noise and label dropout by sample number."""
-        clean = self.clean(batch.fields, rng)
-        dropped = rng.uniform("label_dropout") < self.path.label_dropout
-        labels = clean.labels.masked_fill(dropped, NO_LABEL)
-        noise = rng.normal("noise", tuple(clean.tokens.shape[1:]))
-        return self.corrupted(batch, clean, self.path.timesteps_of(rng), noise, labels)
+        clean = self.clean_tokens(batch.fields, rng)
+        dropped = rng.uniform("label_dropout") < self.config.label_dropout
+        labels = batch.fields["label"].masked_fill(dropped, NO_LABEL)
+        noise = rng.normal("noise", tuple(clean.shape[1:]))
+        return self.corrupted(batch, clean, self.timesteps_of(rng), noise, labels)
 
     def corrupted(
         self,
         batch: Batch,
-        clean: Clean,
+        clean: Float[Tensor, "b n d"],
         timestep: Float[Tensor, " b"],
         noise: Float[Tensor, "b n d"],
         labels: Int64[Tensor, " b"],
     ) -> Prepared:
         """Prepare a batch with given timestep, noise and labels."""
-        corrupted = self.path.corrupt(clean, timestep, noise, labels)
+        corrupted = self.corrupt(clean, timestep, noise)
         return Prepared(
-            inputs=corrupted.inputs,
+            inputs={**corrupted.inputs, "labels": labels},
             targets=corrupted.targets,
             weight=batch.weight,
-            total_tokens=batch.total_weight * clean.tokens.shape[1],
-            static=self.static(clean.tokens.device),
+            total_tokens=batch.total_weight * clean.shape[1],
+            static=self.static(clean.device),
         )
 
     def static(self, device: torch.device) -> dict[str, Tensor]:
@@ -228,56 +216,46 @@ class Diffusion(Objective):
             self.made[device] = self.model.static(device)
         return self.made[device]
 
-    def loss(
-        self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]
-    ) -> Float[Tensor, "b n"]:
-        """See `ProbabilityPath.loss`."""
-        return self.path.loss(predictions["prediction"], targets)
-
-    def terms(
-        self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]
-    ) -> dict[str, Float[Tensor, "b n"]]:
-        """See `ProbabilityPath.terms`."""
-        return self.path.terms(predictions["prediction"], targets)
-
     def describe(self, fields: Fields, rng: SampleRNG) -> dict[str, Tensor]:
         """The timestep in the network's unit and, if fields were read, the label."""
         labels = {"label": fields["label"]} if fields else {}
-        return {**labels, "timestep": self.path.timesteps_of(rng)}
+        return {**labels, "timestep": self.timesteps_of(rng)}
 
     def inspect(self, fields: Fields) -> None:
         """Refuse a std below 0."""
-        check_std(fields["latent"], self.data, self.model.sample_shape[0])
+        check_std(fields["latent"], self.data, self.channels)
 
     def evaluations(self, batch: Batch, rng: SampleRNG) -> dict[str, Prepared]:
         """The batch, without label dropout, at the middle timestep of every bin."""
-        clean, found = self.clean(batch.fields, rng), {}
-        noise = rng.normal("noise", tuple(clean.tokens.shape[1:]))
-        for name, middle in self.path.validation_timesteps(VALIDATION_BINS).items():
+        clean, found = self.clean_tokens(batch.fields, rng), {}
+        noise, labels = rng.normal("noise", tuple(clean.shape[1:])), batch.fields["label"]
+        for name, middle in self.validation_timesteps(VALIDATION_BINS).items():
             timestep = torch.full_like(batch.weight, middle)
-            found[name] = self.corrupted(batch, clean, timestep, noise, clean.labels)
+            found[name] = self.corrupted(batch, clean, timestep, noise, labels)
         return found
 
     def hints(self, source: Source) -> Sequence[str]:
         """Warn about latents of an unusual scale."""
-        line = scale_hint(source, self.data, self.model.sample_shape[0])
+        line = scale_hint(source, self.data, self.channels)
         return () if line is None else (line,)
 
     def imported(self, sampling: SamplingConfig) -> Mapping[str, object]:
         """The sampler, if [sampling] every turns previews on."""
+        from titan_dit.diffusion import drawing
+
         if not sampling.every:
             return {}
-        return {"sampling": drawing.sampler_of(self.path, sampling.sampler)}
+        return {"sampling": drawing.sampler_of(self.config, sampling.sampler)}
 
     def preview(
         self, forward: Forward, sampling: SamplingConfig, seed: int, share: DataShare
     ) -> Preview:
         """One picture with samples of up to ten classes; with [sampling] vae they are decoded."""
-        given = self.path, self.model, self.data, sampling, seed, share
-        if not sampling.vae:
-            return drawing.preview(forward, *given)
-        with self.decoder(sampling, share.device) as vae:
-            return drawing.preview(forward, *given, vae)
+        from titan_dit.diffusion import drawing
+
+        decodes = self.decoder(sampling, share.device) if sampling.vae else nullcontext()
+        with decodes as vae:
+            return drawing.preview(forward, self, sampling, seed, share, vae)
 
     def picture_size(self, sampling: SamplingConfig) -> int:
         """Height of a latent, times the autoencoder's factor. Checks [sampling] vae."""
@@ -294,11 +272,15 @@ class Diffusion(Objective):
 
     def knows_classes(self, like: Mapping[str, int]) -> bool:
         """True if all keys of `like` are classes of the data, by name or number."""
+        from titan_dit.diffusion import drawing
+
         names = self.data.class_names
         return drawing.labels_like(like, 1, self.model.num_classes, names) is not None
 
     def picture_labels(self, num: int, like: Mapping[str, int]) -> Int64[Tensor, " num"]:
         """Labels in the proportions of `like`; evenly over all classes if one is unknown."""
+        from titan_dit.diffusion import drawing
+
         classes = self.model.num_classes
         found = drawing.labels_like(like, num, classes, self.data.class_names)
         return drawing.spread_labels(num, list(range(classes))) if found is None else found
@@ -313,6 +295,7 @@ class Diffusion(Objective):
     ) -> Iterator[tuple[UInt8[Tensor, "b h w 3"], Bool[Tensor, " b"]]]:
         """Draw pictures, decoded if they are latents, and whether each sample is finite."""
         # Imported late: the benchmarks train on machines without Pillow.
+        from titan_dit.diffusion import drawing
         from titan_dit.pictures import output
 
         value_range = self.data.value_range
@@ -320,14 +303,7 @@ class Diffusion(Objective):
         with decodes as vae:
             for numbers in batches:
                 samples = drawing.samples(
-                    forward,
-                    self.path,
-                    self.model,
-                    self.data,
-                    sampling,
-                    seed,
-                    labels=labels[numbers],
-                    numbers=numbers,
+                    forward, self, sampling, seed, labels=labels[numbers], numbers=numbers
                 )
                 finite = samples.isfinite().flatten(1).all(1)
                 if vae is None:
@@ -338,13 +314,10 @@ class Diffusion(Objective):
     def check_preview(self, sampling: SamplingConfig) -> None:
         """Load [sampling] vae; UserError if it did not make the data's latents."""
         if sampling.vae:
-            channels = self.model.sample_shape[0]
-            self.autoencoder(sampling).check_fits(self.data, "[sampling] vae", channels)
+            self.autoencoder(sampling).check_fits(self.data, "[sampling] vae", self.channels)
 
     @contextmanager
-    def decoder(
-        self, sampling: SamplingConfig, device: torch.device
-    ) -> Iterator[autoencoder.Autoencoder]:
+    def decoder(self, sampling: SamplingConfig, device: torch.device) -> Iterator[Autoencoder]:
         """The autoencoder of [sampling] vae, on `device` within the block and on the CPU after."""
         vae = self.autoencoder(sampling)
         vae.module.to(device)
@@ -353,8 +326,10 @@ class Diffusion(Objective):
         finally:
             vae.module.cpu()
 
-    def autoencoder(self, sampling: SamplingConfig) -> autoencoder.Autoencoder:
+    def autoencoder(self, sampling: SamplingConfig) -> Autoencoder:
         """The autoencoder of [sampling] vae, on the CPU; loaded once."""
+        from titan_dit.pictures import autoencoder
+
         if sampling.vae not in self.loaded:
             on_cpu = torch.device("cpu")
             self.loaded[sampling.vae] = autoencoder.load(sampling.vae, on_cpu, "[sampling] vae")

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
-from titan_dit.diffusion.base import Clean, Corrupted, Predict, by_channel
-from titan_dit.diffusion.keys import RectifiedFlowKeys
-from titan_dit.diffusion.objective import DiffusionConfig
+from titan_dit.diffusion.base import Corrupted, Predict, by_channel
+from titan_dit.diffusion.objective import Diffusion
+from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.objectives.base import at_least_fp32
 from titan_dit.rng import SampleRNG
 
@@ -25,30 +25,31 @@ LEVELS = 1000
 Time = TypeVar("Time", float, Tensor)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RectifiedFlow(RectifiedFlowKeys, DiffusionConfig):
+@dataclass(frozen=True)
+class RectifiedFlow(Diffusion):
     """Velocity prediction on straight paths."""
 
     token_targets = ("velocity",)
-    most_sampling_steps = None
+
+    config: RectifiedFlowConfig
 
     @property
     def last_timestep(self) -> float:
         """The largest timestep: at the noise, with direction "to_data" at the data."""
-        return self.time_scale
+        return self.config.time_scale
 
     @property
     def to_data(self) -> bool:
         """True if the network's time runs from noise to data."""
-        return self.direction == "to_data"
+        return self.config.direction == "to_data"
 
     def timestep_at(self, t: Time) -> Time:
         """The network's timestep at time t."""
-        return ((1 - t) if self.to_data else t) * self.time_scale
+        return ((1 - t) if self.to_data else t) * self.config.time_scale
 
     def noise_level(self, timestep: Time) -> Time:
         """The time t at a timestep of the network."""
-        along = timestep / self.time_scale
+        along = timestep / self.config.time_scale
         return 1 - along if self.to_data else along
 
     def validation_timesteps(self, bins: int) -> dict[str, float]:
@@ -56,19 +57,16 @@ class RectifiedFlow(RectifiedFlowKeys, DiffusionConfig):
         middles = [round((number + 0.5) * (LEVELS + 1) / bins) for number in range(bins)]
         # Exact, unlike timestep_at(middle / LEVELS).
         along = {middle: LEVELS - middle if self.to_data else middle for middle in middles}
-        return {f"t{middle}": k * self.time_scale / LEVELS for middle, k in along.items()}
-
-    def output_channels(self, channels: int) -> int:
-        """A velocity for every channel, and as many ignored values with `learn_sigma`."""
-        return 2 * channels if self.learn_sigma else channels
+        return {f"t{middle}": k * self.config.time_scale / LEVELS for middle, k in along.items()}
 
     def times(self, rng: SampleRNG) -> Float[Tensor, " b"]:
         """Draw t in (0, 1)."""
-        if self.timesteps == "uniform":
+        config = self.config
+        if config.timesteps == "uniform":
             t = rng.uniform("t")
         else:
-            t = torch.sigmoid(self.logit_mean + self.logit_std * rng.normal("t"))
-        return self.shift * t / (1 + (self.shift - 1) * t)
+            t = torch.sigmoid(config.logit_mean + config.logit_std * rng.normal("t"))
+        return config.shift * t / (1 + (config.shift - 1) * t)
 
     def timesteps_of(self, rng: SampleRNG) -> Float[Tensor, " b"]:
         """`times` in the network's unit."""
@@ -76,52 +74,46 @@ class RectifiedFlow(RectifiedFlowKeys, DiffusionConfig):
 
     def corrupt(
         self,
-        clean: Clean,
+        clean: Float[Tensor, "b n d"],
         timestep: Float[Tensor, " b"],
         noise: Float[Tensor, "b n d"],
-        labels: Int64[Tensor, " b"],
     ) -> Corrupted:
         """Inputs and targets for a noise and a timestep, the latter in the network's unit."""
         t = self.noise_level(timestep)[:, None, None]
-        velocity = noise - clean.tokens
+        velocity = noise - clean
         target = -velocity if self.to_data else velocity
-        if self.learn_sigma:
-            target = by_channel(target, clean.channels)
+        if self.config.learn_sigma:
+            target = by_channel(target, self.channels)
         return Corrupted(
-            inputs={
-                "tokens": torch.lerp(clean.tokens, noise, t),
-                "timestep": timestep,
-                "labels": labels,
-            },
+            inputs={"tokens": torch.lerp(clean, noise, t), "timestep": timestep},
             targets={"velocity": target},
         )
 
     def loss(
-        self, prediction: Float[Tensor, "b n d"], targets: Mapping[str, Tensor]
+        self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]
     ) -> Float[Tensor, "b n"]:
         """Squared error of the velocity, mean over channels."""
-        velocity = targets["velocity"]
         # fp32: bf16 squares lose the digits in which two runs differ.
-        found = self.velocity_of(at_least_fp32(prediction), velocity.shape[-1])
-        return (found - velocity.flatten(2)).square().mean(-1)
+        found = self.velocity_of(at_least_fp32(predictions["prediction"]))
+        return (found - targets["velocity"].flatten(2)).square().mean(-1)
 
-    def velocity_of(self, prediction: Float[Tensor, "b n _"], channels: int) -> Tensor:
+    def velocity_of(self, prediction: Float[Tensor, "b n _"]) -> Tensor:
         """The prediction's velocity [b, n, d], without the channels that are ignored."""
-        if not self.learn_sigma:
+        if not self.config.learn_sigma:
             return prediction
-        return by_channel(prediction, 2 * channels)[..., :channels].flatten(2)
+        return by_channel(prediction, 2 * self.channels)[..., : self.channels].flatten(2)
 
     def terms(
-        self, prediction: Float[Tensor, "b n d"], targets: Mapping[str, Tensor]
+        self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]
     ) -> dict[str, Float[Tensor, "b n"]]:
         """The single term of the loss."""
-        return {"mse": self.loss(prediction, targets)}
+        return {"mse": self.loss(predictions, targets)}
 
-    def process(self, predict: Predict, channels: int) -> Predict:
+    def process(self, predict: Predict) -> Predict:
         """dx/dt at (x, t), towards noise, for the solvers of `samplers.ode`."""
 
         def velocity(x: Tensor, t: Tensor) -> Tensor:
-            found = self.velocity_of(predict(x, self.timestep_at(t)), channels)
+            found = self.velocity_of(predict(x, self.timestep_at(t)))
             return -found if self.to_data else found
 
         return velocity

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from titan_dit.config.section import UserError, show
-from titan_dit.diffusion.keys import RectifiedFlowKeys
+from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.interop import tensor_layouts
 from titan_dit.interop.tensor_file import MAPPED, OnDemand, outline_of
 from titan_dit.interop.tensor_layouts import Kernel, RowsOfQKV, Same
@@ -109,7 +109,7 @@ def misfits(objective: Mapping[str, Any]) -> list[str]:
     if objective["name"] != wanted["name"]:
         wanted = {"name": wanted["name"]}
     # A key that did not exist yet had its default.
-    given = {key: objective.get(key, getattr(RectifiedFlowKeys, key)) for key in wanted}
+    given = {key: objective.get(key, getattr(RectifiedFlowConfig, key)) for key in wanted}
     return [
         f"{key}={show(given[key])}, not {show(value)}"
         for key, value in wanted.items()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import torch
-from jaxtyping import Bool, Float, Int64, UInt8
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from titan_dit.config.training import SamplingConfig
@@ -187,32 +187,6 @@ class Objective:
         self, forward: Forward, sampling: SamplingConfig, seed: int, share: DataShare
     ) -> Preview:
         """Draw the preview of [sampling], on every rank. Needs `ObjectiveConfig.previews`."""
-        raise NotImplementedError
-
-    def picture_size(self, sampling: SamplingConfig) -> int:
-        """Width and height in pixels of what `pictures` draws. UserError if it cannot."""
-        raise NotImplementedError
-
-    def knows_classes(self, like: Mapping[str, int]) -> bool:
-        """True if `picture_labels` can follow the proportions `like`."""
-        raise NotImplementedError
-
-    def picture_labels(self, num: int, like: Mapping[str, int]) -> Int64[Tensor, " num"]:
-        """Classes of `num` pictures, if possible in the proportions `like`: class -> count."""
-        raise NotImplementedError
-
-    def pictures(
-        self,
-        forward: Forward,
-        sampling: SamplingConfig,
-        seed: int,
-        labels: Int64[Tensor, " n"],
-        batches: Iterable[Int64[Tensor, " b"]],
-    ) -> Iterator[tuple[UInt8[Tensor, "b h w 3"], Bool[Tensor, " b"]]]:
-        """Draw the pictures of each batch of numbers, on its device; number i has `labels[i]`.
-
-        With each batch: which samples are finite, without NaN or infinity.
-        """
         raise NotImplementedError
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Bool, Int64, UInt8
 from torch import Tensor
 
+from titan_dit.config.section import UserError
 from titan_dit.config.training import EvaluationConfig, SamplingConfig
 from titan_dit.data.listing import few
 from titan_dit.launcher.ranks import Ranks
@@ -24,10 +27,38 @@ BATCH = 64
 """Pictures that a data rank draws at once."""
 
 
+@runtime_checkable
+class DrawsPictures(Protocol):
+    """An objective whose samples are pictures, as `diffusion.objective.Diffusion`."""
+
+    def picture_size(self, sampling: SamplingConfig) -> int:
+        """Width and height in pixels of what `pictures` draws. UserError if it cannot."""
+
+    def knows_classes(self, like: Mapping[str, int]) -> bool:
+        """True if `picture_labels` can follow the proportions `like`."""
+
+    def picture_labels(self, num: int, like: Mapping[str, int]) -> Int64[Tensor, " num"]:
+        """Classes of `num` pictures, if possible in the proportions `like`: class -> count."""
+
+    def pictures(
+        self,
+        forward: Forward,
+        sampling: SamplingConfig,
+        seed: int,
+        labels: Int64[Tensor, " n"],
+        batches: Iterable[Int64[Tensor, " b"]],
+    ) -> Iterator[tuple[UInt8[Tensor, "b h w 3"], Bool[Tensor, " b"]]]:
+        """Draw the pictures of each batch of numbers, on its device; number i has `labels[i]`.
+
+        With each batch: which samples are finite, without NaN or infinity.
+        """
+
+
 @dataclass(frozen=True)
 class Evaluation:
-    """The feature network, and the features of the reference."""
+    """What draws pictures, the feature network, and the features of the reference."""
 
+    objective: DrawsPictures
     config: EvaluationConfig
     network: Features
     real: Described | None
@@ -37,7 +68,6 @@ class Evaluation:
 
     def scores(
         self,
-        objective: Objective,
         forward: Forward,
         sampling: SamplingConfig,
         seed: int,
@@ -49,13 +79,13 @@ class Evaluation:
         There are no scores if samples are NaN or infinite, which is said with their number.
         """
         num, ranks = self.config.num, Ranks()
-        labels = objective.picture_labels(num, self.classes).to(share.device)
+        labels = self.objective.picture_labels(num, self.classes).to(share.device)
         found: dict[str, list[Tensor]] = {"features": [], "logits": []}
         firsts = range(0, num, BATCH * share.num_ranks)
         rows = BATCH * share.rank + torch.arange(BATCH, device=share.device)
         # Numbers from `num` on are padding, so that all ranks draw as many; it is cut off below.
         batches = [(first + rows).clamp(max=num - 1) for first in firsts]
-        pictures = objective.pictures(forward, sampling, seed, labels, batches)
+        pictures = self.objective.pictures(forward, sampling, seed, labels, batches)
         lost = 0
         for first, (batch, finite) in zip(firsts, pictures, strict=True):
             lost += int((share.gather(finite.float())[: num - first] == 0).sum())
@@ -81,22 +111,35 @@ class Evaluation:
         return ranks.run_on_first(scored)
 
 
+def drawing_pictures(objective: Objective) -> DrawsPictures:
+    """The objective; UserError if it draws no pictures."""
+    if isinstance(objective, DrawsPictures):
+        return objective
+    wanted = [name for name in vars(DrawsPictures) if not name.startswith("_")]
+    missing = ", ".join(name for name in wanted if not hasattr(objective, name))
+    raise UserError(
+        f"{WHERE} needs pictures, but the objective {type(objective).__name__} has no {missing}. "
+        "Set every = 0, or add them (titan_dit/validation/evaluation.py: DrawsPictures)."
+    )
+
+
 def open_evaluation(
     config: EvaluationConfig, sampling: SamplingConfig, objective: Objective, device: torch.device
 ) -> Evaluation:
     """Load the features and describe the reference. Collective."""
+    draws = drawing_pictures(objective)
     key = f"{WHERE} features"
     network = features.load(config.features, config.feature_weights, device, key)
-    size, names = objective.picture_size(sampling), config.metrics
+    size, names = draws.picture_size(sampling), config.metrics
     where = f"{WHERE} reference"
     score.check_network(network, names, size, f"{WHERE} metrics")
     found = reference.open_reference(config.reference, size, network, names, where)
     score.check(names, config.num, reference.counts(found), f"{WHERE} metrics")
     real = reference.describe_reference(network, found, names)
     classes = found.classes if isinstance(found, Pictures) else {}
-    if classes and not objective.knows_classes(classes) and Ranks().is_first:
+    if classes and not draws.knows_classes(classes) and Ranks().is_first:
         console.say(
             f"{where} has other classes than [data] ({few(list(classes))}): all classes of the run "
             "are drawn, evenly"
         )
-    return Evaluation(config, network, real, classes)
+    return Evaluation(draws, config, network, real, classes)

@@ -40,4 +40,4 @@ class Settings:
 
 Sampler: TypeAlias = Callable[[Any, Tensor, Settings], Tensor]
 """(process, noise [b, n, d], settings) -> samples [b, n, d]; the process is the network as wrapped
-by `ProbabilityPath.process`."""
+by `Diffusion.process`."""

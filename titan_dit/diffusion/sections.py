@@ -1,0 +1,144 @@
+"""The [objective] sections of diffusion.
+
+Nothing here imports torch when it is imported, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from titan_dit.config.section import Bound, Finite, Fraction, PositiveFloat
+from titan_dit.config.training import EvaluationConfig, SamplingConfig
+from titan_dit.objectives.sections import ObjectiveConfig
+
+if TYPE_CHECKING:
+    from titan_dit.data.base import DataFacts, Field
+    from titan_dit.data.latent_facts import LatentFacts
+    from titan_dit.diffusion.ddpm import DDPM
+    from titan_dit.diffusion.objective import Diffusion
+    from titan_dit.diffusion.rectified_flow import RectifiedFlow
+    from titan_dit.models.base import ModelConfig, ModelSpec
+
+ScheduleName = Literal["linear", "cosine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionConfig(ObjectiveConfig):
+    """Base class of the diffusion sections; each builds its own `diffusion.objective.Diffusion`."""
+
+    previews = True
+
+    label_dropout: Fraction = 0.1
+    """Fraction of samples trained without their label, for classifier-free guidance."""
+
+    def output_channels(self, channels: int) -> int:
+        """Number of channels that the network predicts for latents with `channels` channels.
+
+        Guidance applies to the first `channels` predicted ones.
+        """
+        return channels
+
+    def model_spec(self, model: ModelConfig) -> ModelSpec:
+        """The model's spec with `output_channels`."""
+        from titan_dit.diffusion.objective import as_latent_model
+
+        latent = as_latent_model(model, self.name)
+        return latent.spec(self.output_channels(latent.sample_shape[0]))
+
+    def facts(self, values: Mapping[str, Any]) -> LatentFacts:
+        """Facts of labelled latents, from a checkpoint's record."""
+        from titan_dit.data.latent_facts import LatentFacts
+
+        return LatentFacts.from_json(values)
+
+    def example(self, model: ModelConfig) -> tuple[DataFacts, Mapping[str, Field]]:
+        """Facts and fields of latents with the model's own shape."""
+        from titan_dit.diffusion.objective import example
+
+        return example(model, self.name)
+
+    @abstractmethod
+    def build(self, model: ModelConfig, facts: DataFacts) -> Diffusion:
+        """Build the objective, as `MyDiffusion.of(self, model, facts)`; see `Diffusion.of`."""
+        raise NotImplementedError
+
+    def check_evaluation(
+        self, model: ModelConfig, sampling: SamplingConfig, evaluation: EvaluationConfig
+    ) -> None:
+        """Check the sampler, as previews do."""
+        if evaluation.every:
+            self.check_sampling(model, sampling)
+
+    def check_sampling(self, model: ModelConfig, sampling: SamplingConfig) -> None:
+        """Check the sampler, its steps and the guided channels."""
+        from titan_dit.diffusion import drawing
+
+        facts, _ = self.example(model)
+        drawing.check(self.build(model, facts), sampling, "[sampling] {}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPMConfig(DiffusionConfig):
+    """Discrete diffusion; the defaults are those of the original DiT."""
+
+    name = "ddpm"
+
+    noise_schedule: ScheduleName = "linear"
+    """Noise schedule (arXiv:2006.11239 sec. 4, arXiv:2102.09672 eq. 17)."""
+    steps: Annotated[int, Bound(least=25, most=100_000)] = 1000
+    """Diffusion steps T. The last beta of the linear schedule, 20 / T, must be below 1."""
+    prediction: Literal["eps", "v", "x"] = "eps"
+    """Prediction of the network. eps: the noise. v: signal noise - sigma x_0 (arXiv:2202.00512
+    app. D). x: x_0."""
+    learn_sigma: bool = True
+    """Learn the variance of the reverse step with the variational bound (arXiv:2102.09672)."""
+    min_snr_gamma: PositiveFloat | None = None
+    """Min-SNR-gamma weighting of the squared error (arXiv:2303.09556 sec. 3.4); usually 5. Unset:
+    no weighting."""
+
+    def output_channels(self, channels: int) -> int:
+        """The prediction's channels, then those of a learned variance."""
+        return 2 * channels if self.learn_sigma else channels
+
+    def build(self, model: ModelConfig, facts: DataFacts) -> DDPM:
+        """Build the objective; UserError if the data do not fit the model."""
+        from titan_dit.diffusion.ddpm import DDPM
+
+        return DDPM.of(self, model, facts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RectifiedFlowConfig(DiffusionConfig):
+    """Velocity prediction on straight paths."""
+
+    name = "rectified_flow"
+
+    timesteps: Literal["uniform", "logit_normal"] = "logit_normal"
+    """Distribution of t before the shift (arXiv:2403.03206 sec. 3.1)."""
+    logit_mean: Finite = 0.0
+    """Mean of logit(t); only for logit_normal."""
+    logit_std: PositiveFloat = 1.0
+    """Standard deviation of logit(t); only for logit_normal."""
+    shift: PositiveFloat = 1.0
+    """t -> shift t / (1 + (shift - 1) t): above 1, more noise (arXiv:2403.03206 eq. 23)."""
+    direction: Literal["to_noise", "to_data"] = "to_noise"
+    """Time and velocity of the network. to_noise: t, 0 at the data, and noise - data. to_data:
+    1 - t and data - noise, as SiT. In all other keys t is the share of noise."""
+    time_scale: PositiveFloat = 1000.0
+    """Timestep of the network = its time x time_scale. 1000 is the range of DiT's steps; SiT's
+    networks take 1."""
+    learn_sigma: bool = False
+    """Predict twice the channels, as SiT's released networks; the loss ignores the second half."""
+
+    def output_channels(self, channels: int) -> int:
+        """A velocity for every channel, and as many ignored values with `learn_sigma`."""
+        return 2 * channels if self.learn_sigma else channels
+
+    def build(self, model: ModelConfig, facts: DataFacts) -> RectifiedFlow:
+        """Build the objective; UserError if the data do not fit the model."""
+        from titan_dit.diffusion.rectified_flow import RectifiedFlow
+
+        return RectifiedFlow.of(self, model, facts)
