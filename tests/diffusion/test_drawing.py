@@ -279,7 +279,7 @@ def test_a_sampler_of_another_objective_is_refused_with_those_that_fit():
 
 
 def test_a_path_of_a_users_own_has_no_sampler_to_choose():
-    class Other(RectifiedFlow):
+    class Other(RectifiedFlowConfig):
         name = "mine:Other"
 
     with pytest.raises(UserError, match=r'sampler="auto": .*name="mine:Other" has no default'):

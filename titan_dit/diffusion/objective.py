@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped, UInt8
@@ -25,6 +25,8 @@ from titan_dit.rng import SampleRNG
 
 if TYPE_CHECKING:
     from titan_dit.pictures.autoencoder import Autoencoder
+
+Kind = TypeVar("Kind", bound="Diffusion")
 
 
 def as_latent_model(model: ModelConfig, objective: str) -> LatentModel:
@@ -122,7 +124,7 @@ class Diffusion(Objective, ABC):
     """Cache: [sampling] vae -> the autoencoder of previews."""
 
     @classmethod
-    def of(cls, config: Any, model: ModelConfig, facts: DataFacts) -> Self:
+    def of(cls: type[Kind], config: Any, model: ModelConfig, facts: DataFacts) -> Kind:
         """The objective of a section; UserError if the data do not fit the model."""
         if missing := sorted(cls.__abstractmethods__):
             raise UserError(
