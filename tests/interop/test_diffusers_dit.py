@@ -66,12 +66,11 @@ def test_the_exported_pipeline_draws_what_sample_draws(library, vae, tmp_path, o
     with torch.no_grad():
         tokens = drawing.generate(
             forward_of(run),
-            diffusion.path,
-            diffusion.model,
+            diffusion,
             torch.tensor(classes),
             torch.arange(2),
             seed=0,
-            sampler=drawing.sampler_of(diffusion.path, name),
+            sampler=drawing.sampler_of(diffusion.config, name),
             steps=10,
             guidance=Guidance(4.0),
             noise=diffusion.model.tokenize(noise),
@@ -150,7 +149,7 @@ def test_a_transformer_without_a_pipeline_has_a_learned_sigma_if_its_outputs_do(
     theirs = library.DiTTransformer2DModel(**sizes, **shape, num_embeds_ada_norm=1000)
     theirs.save_pretrained(tmp_path / "theirs")
     run = load_trained(converted(tmp_path / "theirs", tmp_path / "run"), "ema", None, CPU)
-    assert run.diffusion("test").path.learn_sigma == (outputs == 8)
+    assert run.diffusion("test").config.learn_sigma == (outputs == 8)
     assert run.model(torch.zeros(1, 4, 8, 8), torch.zeros(1), torch.zeros(1).long()).shape[1] == (
         outputs
     )
