@@ -1,1 +1,1 @@
-"""Diffusion objectives: probability paths, losses, guidance, samplers, previews."""
+"""Diffusion objectives: kinds of diffusion, losses, guidance, samplers, previews."""
