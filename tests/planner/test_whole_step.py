@@ -6,7 +6,7 @@ import torch
 from tiny import tiny_config
 from torch import nn
 
-from titan_dit.diffusion.objective import Diffusion
+from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.models import initializers
 from titan_dit.plan import resolve
 from titan_dit.planner.choice import parts_of, peak_of
@@ -18,7 +18,7 @@ def table():
 
 
 @dataclass(frozen=True)
-class Weighed(Diffusion):
+class Weighed(RectifiedFlow):
     """Learns a weight of the loss."""
 
     own: nn.ModuleDict = field(default_factory=table)
@@ -40,7 +40,7 @@ def test_every_whole_step_places_the_modules_of_an_objective_of_its_own():
     @dataclass(frozen=True, kw_only=True)
     class WeighedConfig(type(config.objective)):
         def build(self, model, facts):
-            return Weighed(**vars(super().build(model, facts)))
+            return Weighed.of(self, model, facts)
 
     own = {f.name: getattr(config.objective, f.name) for f in fields(config.objective) if f.init}
     config = replace(config, objective=WeighedConfig(**own))
