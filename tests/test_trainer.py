@@ -11,7 +11,7 @@ from tiny import tiny_config
 from titan_dit.config.layout import CompileConfig
 from titan_dit.config.training import LRScheduleConfig
 from titan_dit.data.order import BatchPlan, EpochOrder
-from titan_dit.opening import Opened
+from titan_dit.opening import OpenedRun
 from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.lr_schedule import learning_rate
 from titan_dit.optim.optimizer import build_optimizer
@@ -112,6 +112,6 @@ def test_the_first_rank_says_what_a_user_had_better_know(is_main, monkeypatch):
     trainer.world.is_main, trainer.built.notes = is_main, ["a note"]
     trainer.objective.hints = lambda source: ["a hint"]
     parts = mock.Mock(objective=trainer.objective)
-    trainer.opened.hints = lambda *given: Opened.hints(parts, *given)
+    trainer.opened.hints = lambda *given: OpenedRun.hints(parts, *given)
     Trainer.open_run_directory(trainer)
     assert (mock.call("a note", "a hint", "a line") in trainer.say.mock_calls) == is_main
