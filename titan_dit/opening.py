@@ -40,7 +40,7 @@ from titan_dit.config.section import UserError, show
 from titan_dit.data.base import DataConfig, DataFacts, Field, SampleOrder, Source
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.execution.base import Executor
-from titan_dit.execution.build import Built
+from titan_dit.execution.build import BuiltNetwork
 from titan_dit.hooks import Hooks
 from titan_dit.launcher.process_group import World, set_deterministic, started_ranks
 from titan_dit.launcher.ranks import Ranks
@@ -158,7 +158,7 @@ class OpenedRun:
         """Optimizer steps of the whole run."""
         return self.config.training.steps
 
-    def lines(self, built: Built, device: torch.device, step: int) -> Iterator[str]:
+    def lines(self, built: BuiltNetwork, device: torch.device, step: int) -> Iterator[str]:
         """The first console lines: software, layout, model, data, steps, folder, user code."""
         config, plan, precision = self.config, self.plan, self.plan.precision
         yield from refitted(plan.parallel, plan.sizes)
@@ -238,7 +238,7 @@ class OpenedRun:
             parts["parallel"] = plan.tensor_plan_function
         return parts | dict(self.objective.imported(config.sampling))
 
-    def hints(self, built: Built, device: torch.device) -> Iterator[str]:
+    def hints(self, built: BuiltNetwork, device: torch.device) -> Iterator[str]:
         """Console warnings about slow or unusual settings. Reads samples: call on one rank."""
         yield from built.notes
         yield from self.objective.hints(self.source)

@@ -28,7 +28,7 @@ from titan_dit.data import loader
 from titan_dit.data.base import SampleOrder, Source
 from titan_dit.data.order import BatchPlan, numbers_of, ranges_of
 from titan_dit.execution.base import Output, first_of
-from titan_dit.execution.build import Built, build
+from titan_dit.execution.build import BuiltNetwork, build
 from titan_dit.execution.local import LocalExecutor
 from titan_dit.launcher import process_group
 from titan_dit.objectives.base import Objective
@@ -296,7 +296,7 @@ def rebuilt(
     source: Source,
     origin: Origin,
     device: torch.device,
-) -> Built:
+) -> BuiltNetwork:
     """Build the network with `origin`'s weights on one device.
 
     It is not compiled, but `prepare` is if the run compiled it: what it draws has the same bits.
@@ -333,7 +333,7 @@ class Replayer:
     objective: Objective
     source: Source
     epochs: SampleOrder
-    built: Built
+    built: BuiltNetwork
     num_samples: int
     """Samples of the whole step, over which the loss is averaged."""
     loss_scale: Tensor | None
