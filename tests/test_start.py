@@ -202,8 +202,6 @@ def test_every_command_has_a_help_that_names_its_flags(monkeypatch, capsys, comm
 
 
 def test_importing_titan_dit_is_instant_and_offers_load():
-    code = (
-        "import sys, titan_dit; assert 'torch' not in sys.modules; print(titan_dit.load.__module__)"
-    )
+    code = "import sys, titan_dit; print('torch' in sys.modules, titan_dit.load.__module__)"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert found.stdout.split() == ["False", "titan_dit.trained_model"], found.stderr
