@@ -10,6 +10,7 @@ from commands import sample, train
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+import titan_dit
 from titan_dit.config.section import UserError
 from titan_dit.trainer import Trainer
 
@@ -86,7 +87,7 @@ def test_a_run_loaded_in_python_predicts_as_the_command_does(trained, monkeypatc
     flags = ("--checkpoint", RUN, "--inputs", "in.safetensors", "--out", "out.safetensors")
     done = commands.run([sys.executable, "-m", "titan_dit", "predict", *flags], trained)
     assert done.returncode == 0, done.stderr
-    run = Trainer.load(trained / RUN, device="cpu")
+    run = titan_dit.load(trained / RUN, device="cpu")
     assert (run.step, run.weights, run.model.training) == (40, "ema 0.9", False)
     with torch.no_grad():
         out = run.model(**inputs)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from tiny import tiny_config
 
-from titan_dit.checks.device import check_memory, state_bytes
+from titan_dit.checks.device import check_memory, host_memory, state_bytes
 from titan_dit.config.config_file import take_dry_run
 from titan_dit.config.section import UserError
 from titan_dit.dry_run import report
 from titan_dit.optim.sections import AdamWConfig
+from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.plan import resolve
 
 FLAGS = {
@@ -51,8 +52,8 @@ def test_the_state_is_estimated_in_closed_form():
 def test_free_memory_is_read_where_linux_says_it(tmp_path):
     file = tmp_path / "meminfo"
     file.write_text("MemTotal:  99 kB\nMemAvailable:   12 kB\n")
-    assert report.host_memory(file) == 12 * 1024
-    assert report.host_memory(tmp_path / "none") > 2**20
+    assert host_memory(file) == 12 * 1024
+    assert host_memory(tmp_path / "none") > 2**20
 
 
 def test_the_script_starts_one_process(tmp_path):

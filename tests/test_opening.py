@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import tiny_config
 
-from titan_dit.opening import VERSIONS, Opened
+from titan_dit.opening import VERSIONS, OpenedRun
 from titan_dit.plan import resolve
 
 
@@ -40,7 +40,7 @@ def test_snapshots_have_the_size_of_what_is_trained():
 
 
 def lines_of(config, held_out=0, about=""):
-    opened = Opened(
+    opened = OpenedRun(
         config,
         resolve(config, 2),
         hooks=SimpleNamespace(origins=lambda: ["a hook"]),

@@ -131,7 +131,7 @@ def test_there_is_no_line_where_nothing_is_simpler_or_nothing_holds_the_layout()
 
 def test_the_memory_of_this_machines_gpu_decides(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(simpler.report, "rank_memory", lambda: (20 * GIB, "the GPU"))
+    monkeypatch.setattr(simpler, "rank_memory", lambda: (20 * GIB, "the GPU"))
     assert simpler.device_for(10 * GIB) == ("the GPU", 18 * GIB)
     assert simpler.device_for(19 * GIB) is None
 

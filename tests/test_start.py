@@ -199,3 +199,9 @@ def test_every_command_has_a_help_that_names_its_flags(monkeypatch, capsys, comm
     shown = capsys.readouterr().out
     for flag in flag_advice.flags_of(hints_of(flags.of_command(command))):
         assert f"--{flag}" in shown
+
+
+def test_importing_titan_dit_is_instant_and_offers_load():
+    code = "import sys, titan_dit; print('torch' in sys.modules, titan_dit.load.__module__)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout.split() == ["False", "titan_dit.trained_model"], found.stderr

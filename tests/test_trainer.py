@@ -12,6 +12,8 @@ from titan_dit.config.layout import CompileConfig
 from titan_dit.config.training import LRScheduleConfig
 from titan_dit.data.order import BatchPlan, EpochOrder
 from titan_dit.opening import Opened
+from titan_dit.opening import OpenedRun
+from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.lr_schedule import learning_rate
 from titan_dit.optim.optimizer import build_optimizer
 from titan_dit.optim.sections import AdamWConfig
@@ -112,6 +114,6 @@ def test_the_first_rank_says_what_a_user_had_better_know(is_main, monkeypatch):
     trainer.world.is_main, trainer.built.notes = is_main, ["a note"]
     trainer.objective.hints = lambda source: ["a hint"]
     parts = mock.Mock(objective=trainer.objective)
-    trainer.opened.hints = lambda *given: Opened.hints(parts, *given)
+    trainer.opened.hints = lambda *given: OpenedRun.hints(parts, *given)
     Trainer.open_run_directory(trainer)
     assert (mock.call("a note", "a hint", "a line") in trainer.say.mock_calls) == is_main

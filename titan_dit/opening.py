@@ -1,16 +1,30 @@
-"""Opens a run: plan, dataset and objective, checked before the model takes any memory."""
+"""Opens the parts of a run: plan, dataset and objective, checked before the model takes any memory.
+
+`plan_run` needs neither ranks nor data, `open_source` and `open_objective` no ranks. Training, the
+dry run, the planner, `evaluate` and `replay` open their parts by these.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from titan_dit import __version__
-from titan_dit.checks import validate
-from titan_dit.checks.device import attention_hint, attention_kernel, format_hint, with_kernel
+from titan_dit.checks import layout, validate
+from titan_dit.checks.device import (
+    attention_hint,
+    attention_kernel,
+    check_memory,
+    format_hint,
+    rank_memory,
+    with_kernel,
+)
 from titan_dit.checks.parts import (
     check_optimizer,
     check_source,
@@ -19,16 +33,16 @@ from titan_dit.checks.parts import (
     validate_parts,
 )
 from titan_dit.checks.pipeline import check_same_file, order_hint
-from titan_dit.checks.same_config import check_same_config
-from titan_dit.config import config_file
+from titan_dit.config.config_file import Tables, to_tables
 from titan_dit.config.dotted_names import origins
 from titan_dit.config.job import JobConfig
-from titan_dit.data.base import SampleOrder, Source
+from titan_dit.config.section import UserError, show
+from titan_dit.data.base import DataConfig, DataFacts, Field, SampleOrder, Source
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.execution.base import Executor
-from titan_dit.execution.build import Built
+from titan_dit.execution.build import BuiltNetwork
 from titan_dit.hooks import Hooks
-from titan_dit.launcher.process_group import World, set_deterministic
+from titan_dit.launcher.process_group import World, set_deterministic, started_ranks
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.objectives.base import DataShare, Objective
 from titan_dit.optim import lr_schedule
@@ -42,11 +56,92 @@ if TYPE_CHECKING:
     from titan_dit.validation.evaluation import Evaluation
 
 VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
+OF_A_HOST = (("pipeline", "network"),)
+"""Keys that may differ between ranks: each host names its own."""
+
+
+def plan_run(
+    config: JobConfig,
+    num_ranks: int,
+    *,
+    resuming: bool = False,
+    device: torch.device | None = None,
+) -> RunPlan:
+    """The plan of a run that passes all checks of its config. Raises UserError.
+
+    `resuming`: see `RunPlan`. With `device` that device is checked, too, and its attention kernel
+    chosen. Needs neither ranks nor data.
+    """
+    plan = resolve(config, num_ranks, resuming)
+    validate(config, plan, device)
+    return plan if device is None else with_kernel(plan, device)
+
+
+def check_launch(config: JobConfig) -> None:
+    """Raise UserError if the run cannot start on the ranks that were launched.
+
+    For every rank before the rendezvous, so that a wrong launch fails at once on all ranks.
+    """
+    # Only rank 0 looks if the run has started: a shared disk may show others less.
+    is_first = os.environ.get("RANK", "0") == "0"
+    resuming = not is_first or resume.has_started(config.job, config.checkpoint)
+    plan = resolve(config, started_ranks(), resuming)
+    try:
+        layout.check_world(plan)
+    except UserError as error:
+        hint = "To try this layout without devices, add --dry-run."
+        raise UserError(f"{error} {hint}") from None
+    validate(config, plan)
+    check_memory(plan, config.optimizer, config.ema, *rank_memory())
 
 
 @dataclass(frozen=True)
-class Opened:
-    """The checked parts of a run; nothing is on the device yet."""
+class DataExample:
+    """What an objective needs to know of a dataset, which need not be there."""
+
+    facts: DataFacts
+    fields: Mapping[str, Field]
+
+
+def example_of(config: JobConfig) -> DataExample:
+    """The objective's example of a dataset; without one [data] is opened."""
+    if found := config.objective.example(config.model):
+        return DataExample(*found)
+    source = open_source(config.data)
+    return DataExample(source.facts, source.fields)
+
+
+def open_source(data: DataConfig) -> Source:
+    """Open [data]; rank 0 lists and checks the files for all ranks. Collective."""
+    source = data.open_surveyed(Ranks().run_on_first(data.survey))
+    check_source(source, data.name)
+    return source
+
+
+def open_objective(
+    config: JobConfig, plan: RunPlan, data: Source | DataExample, *, previews: bool = False
+) -> Objective:
+    """The objective for a dataset, checked with the model, the data and the optimizer.
+
+    Of a source the first row is read. `previews`: it must implement `preview`. Raises UserError.
+    """
+    objective = config.objective.build(config.model, data.facts)
+    source = data if isinstance(data, Source) else None
+    validate_parts(plan, objective, data.fields, config.data.name, source, previews=previews)
+    check_optimizer(plan, objective, config.optimizer)
+    return objective
+
+
+def rows_held_out(config: JobConfig, source: Source) -> tuple[int, ...]:
+    """The rows of [data] that are kept for validation; rank 0 chooses them. Collective."""
+    job = config.job
+    count = config.validation.held_out_of(has_part=config.data.has_validation_part)
+    return Ranks().run_on_first(lambda: held_out_rows(source, job.seed, count, job.data_order))
+
+
+@dataclass(frozen=True)
+class OpenedRun:
+    """The checked parts of a training run; nothing is on the device yet."""
 
     config: JobConfig
     plan: RunPlan
@@ -63,7 +158,7 @@ class Opened:
         """Optimizer steps of the whole run."""
         return self.config.training.steps
 
-    def lines(self, built: Built, device: torch.device, step: int) -> Iterator[str]:
+    def lines(self, built: BuiltNetwork, device: torch.device, step: int) -> Iterator[str]:
         """The first console lines: software, layout, model, data, steps, folder, user code."""
         config, plan, precision = self.config, self.plan, self.plan.precision
         yield from refitted(plan.parallel, plan.sizes)
@@ -138,7 +233,7 @@ class Opened:
             parts["parallel"] = plan.tensor_plan_function
         return parts | dict(self.objective.imported(config.sampling))
 
-    def hints(self, built: Built, device: torch.device) -> Iterator[str]:
+    def hints(self, built: BuiltNetwork, device: torch.device) -> Iterator[str]:
         """Console warnings about slow or unusual settings. Reads samples: call on one rank."""
         yield from built.notes
         yield from self.objective.hints(self.source)
@@ -162,46 +257,79 @@ def open_evaluation(
     return evaluation.open_evaluation(config.evaluation, config.sampling, objective, device)
 
 
-def open_run(config: JobConfig, world: World) -> Opened:
+def open_run(config: JobConfig, world: World) -> OpenedRun:
     """Resolve, check and open everything; does not write to the run directory. Collective."""
     check_same_config(config, world.gather)
     kept = kept_keys.settled(config.job, config.ema, config.checkpoint)
     config = replace(config, job=kept[0], ema=kept[1])
-    job, data, validation = config.job, config.data, config.validation
+    job = config.job
     if config.training.deterministic:
         set_deterministic()
     # Rank 0's view decides, as in `resume`.
     resuming = world.gather(resume.has_started(job, config.checkpoint))[0]
-    plan = resolve(config, world.size, resuming)
-    validate(config, plan, world.device)
+    plan = plan_run(config, world.size, resuming=resuming, device=world.device)
     check_same_file(plan, world.gather)
-    plan = with_kernel(plan, world.device)
     hooks = Hooks(job.hooks, world.is_main)
     hooks.raise_failure(world.gather)
-    on_first = Ranks().run_on_first
-    source = data.open_surveyed(on_first(data.survey))
-    check_source(source, data.name)
-    objective = config.objective.build(config.model, source.facts)
-    validate_parts(
-        plan, objective, source.fields, data.name, source, previews=bool(config.sampling.every)
-    )
+    source = open_source(config.data)
+    objective = open_objective(config, plan, source, previews=bool(config.sampling.every))
     if config.sampling.every:
         objective.check_preview(config.sampling)
-    check_optimizer(plan, objective, config.optimizer)
-    count = validation.held_out_of(has_part=data.has_validation_part)
-    held_out = on_first(lambda: held_out_rows(source, job.seed, count, job.data_order))
+    held_out = rows_held_out(config, source)
     epochs = source.order(job.seed, held_out, job.data_order)
-    training = config.training.resolved(epochs.num_rows)
-    config = replace(config, training=training)
-    lr_schedule.check(config.lr_schedule, training.steps)
-    return Opened(
-        config,
-        plan,
-        hooks,
-        source,
-        objective,
-        epochs,
-        open_checked(validation, data, source, held_out, job, job.folder, world),
-        open_evaluation(config, objective, world.device),
-        run_identity.Identity(config_file.to_tables(config), source.facts.as_json(), len(held_out)),
+    config = replace(config, training=config.training.resolved(epochs.num_rows))
+    lr_schedule.check(config.lr_schedule, config.training.steps)
+    return OpenedRun(
+        config=config,
+        plan=plan,
+        hooks=hooks,
+        source=source,
+        objective=objective,
+        epochs=epochs,
+        validation_set=open_checked(
+            config.validation, config.data, source, held_out, job, job.folder, world
+        ),
+        evaluation=open_evaluation(config, objective, world.device),
+        identity=run_identity.Identity(to_tables(config), source.facts.as_json(), len(held_out)),
     )
+
+
+def check_same_config(config: JobConfig, gather: Callable[[Any], list[Any]]) -> None:
+    """Raise UserError, with the first difference, if a rank's config is not that of rank 0.
+
+    Collective. `gather`: all-gather of a value over the ranks.
+    """
+    mine = shared_keys(config)
+    digests = gather(hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest())
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if not others:
+        return
+    # The whole config travels only if there is something to report.
+    tables, rank = gather(mine), others[0]
+    section, key, first, other, more = next(differences(tables[0], tables[rank]))
+    also = f" ({more} more keys differ)" if more else ""
+    raise UserError(
+        f"[{section}] {key}={show(first)} on rank 0, but {show(other)} on rank {rank}{also}. "
+        "Launch the same command and config file on all hosts."
+    )
+
+
+def differences(first: Tables, other: Tables) -> Iterator[tuple[str, str, Any, Any, int]]:
+    """Keys with different values: section, key, both values, how many follow."""
+    keys = [
+        (section, key)
+        for section, table in first.items()
+        for key in dict.fromkeys([*table, *other.get(section, {})])
+        if table.get(key) != other.get(section, {}).get(key)
+    ]
+    for number, (section, key) in enumerate(keys, start=1):
+        yield section, key, first[section].get(key), other[section].get(key), len(keys) - number
+
+
+def shared_keys(config: JobConfig) -> Tables:
+    """The config as tables without the keys of `OF_A_HOST`."""
+    tables = to_tables(config)
+    return {
+        section: {key: value for key, value in table.items() if (section, key) not in OF_A_HOST}
+        for section, table in tables.items()
+    }

@@ -7,7 +7,6 @@ import sys
 
 from titan_dit.config import catalog, config_file
 from titan_dit.config.job import JobConfig
-from titan_dit.config.section import UserError
 from titan_dit.launcher import allocator, disk_errors, failure, torch_range
 
 
@@ -38,25 +37,11 @@ def train(config: JobConfig) -> int:
     """Start the process group, train; return the exit code."""
     allocator.expand_segments(os.environ, cuda_graphs=config.compile.cuda_graphs)
     # Lazy imports: a wrong config is reported before torch.distributed is loaded.
-    from titan_dit import plan
-    from titan_dit.checks import device, layout, validate
-    from titan_dit.dry_run import report
     from titan_dit.launcher import flight_recorder, orphan, process_group
-    from titan_dit.recovery import resume
+    from titan_dit.opening import check_launch
 
     orphan.die_with_launcher()
-    # Checked before the rendezvous, so that a wrong launch fails at once on all ranks. Only rank 0
-    # looks if the run has started: a shared disk may show others less.
-    is_first = os.environ.get("RANK", "0") == "0"
-    resuming = not is_first or resume.has_started(config.job, config.checkpoint)
-    planned = plan.resolve(config, process_group.started_ranks(), resuming)
-    try:
-        layout.check_world(planned)
-    except UserError as error:
-        hint = "To try this layout without devices, add --dry-run."
-        raise UserError(f"{error} {hint}") from None
-    validate(config, planned)
-    device.check_memory(planned, config.optimizer, config.ema, *report.rank_memory())
+    check_launch(config)
     from titan_dit.trainer import Trainer
 
     flight_recorder.switch_on()

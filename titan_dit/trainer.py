@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from titan_dit import trained_model
+import titan_dit
 from titan_dit.checkpoint import run_lock
 from titan_dit.config.job import JobConfig
 from titan_dit.data import loader
@@ -42,11 +42,18 @@ from titan_dit.recovery.restore import Progress
 from titan_dit.rng import SampleRNG
 from titan_dit.system.garbage_collection import Collector
 
+if TYPE_CHECKING:
+    from titan_dit.trained_model import TrainedModel
+
 
 class Trainer:
     """A run on this rank. The constructor does not write to the run directory."""
 
-    load = staticmethod(trained_model.load)  # Trainer.load("outputs/digits").model(x, t, y)
+    @staticmethod
+    def load(*run: Any, **choice: Any) -> TrainedModel:
+        """`titan_dit.load`, by its older name."""
+        found: TrainedModel = titan_dit.load(*run, **choice)
+        return found
 
     def __init__(self, config: JobConfig, world: World) -> None:
         self.opened = opened = open_run(config, world)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from tiny import tiny_config
 
-from titan_dit.checks.folders import check_folders
+from titan_dit.checks.parts import check_folders
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
 from titan_dit.data.sections import Latents

@@ -3,8 +3,8 @@
 import pytest
 from tiny import tiny_config
 
-from titan_dit.checks.same_config import check_same_config, shared_keys
 from titan_dit.config.section import UserError
+from titan_dit.opening import check_same_config, shared_keys
 
 
 def gather_with(other):

@@ -31,6 +31,8 @@ from titan_dit.checkpoint.torch_files import METADATA, Reader, Writer, WrongTabl
 from titan_dit.config.section import UserError
 from titan_dit.launcher.ranks import Failed, Ranks
 
+OWN = "objective."
+"""Prefix of the parameters of an objective's own modules, which are not the network's."""
 SMALL = 4 << 20
 """Maximum bytes of a `.metadata` that every load compares with tensors.json: 0.5 s."""
 

@@ -17,9 +17,6 @@ from titan_dit.config.section import UserError
 from titan_dit.config.training import LoRAConfig
 from titan_dit.models import lora
 
-OWN = "objective."
-"""Prefix of the parameters of an objective's own modules, which are not the network's."""
-
 
 class Weights:
     """The network's parameters in a checkpoint, by name.
@@ -60,7 +57,7 @@ class Weights:
     @property
     def names(self) -> set[str]:
         """Names of the parameters of the network, without adapters."""
-        own = (name for name in self.keys if not name.startswith(OWN))
+        own = (name for name in self.keys if not name.startswith(checkpoint.OWN))
         return {name for name in own if not lora.is_adapter(name)}
 
     @cached_property

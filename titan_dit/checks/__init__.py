@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from titan_dit.checks import device, folders, formats, layout, parts, pipeline
+from titan_dit.checks import device, formats, layout, parts, pipeline
 from titan_dit.config.job import JobConfig
 from titan_dit.plan import RunPlan
 
@@ -32,7 +32,7 @@ def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -
     config.objective.check_sampling(config.model, config.sampling)
     config.evaluation.check()
     config.objective.check_evaluation(config.model, config.sampling, config.evaluation)
-    folders.check_folders(config)
+    parts.check_folders(config)
     if on is None:
         return
     rings = plan.sizes.cp > 1 and plan.parallel.cp_method == "ring"

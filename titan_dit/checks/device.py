@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -106,6 +108,29 @@ def state_bytes(
         learning = 1 + optimizer.num_moments(name, shape) + num_averages
         elements += shape.numel() * (1 + learning * (name in trained))
     return elements * FP32 // num_shards
+
+
+def rank_memory() -> tuple[int | None, str]:
+    """Bytes available to one rank, and the name of that memory; None if unknown."""
+    if torch.cuda.is_available():
+        device = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        return torch.cuda.get_device_properties(device).total_memory, "the GPU"
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    host = host_memory()
+    return (None if host is None else host // ranks), "this machine's free memory"
+
+
+def host_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Bytes available without swapping (Linux), else the physical memory; None if unknown."""
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name == "MemAvailable":
+                return int(rest.split()[0]) * 1024
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None
 
 
 def check_memory(

@@ -1,11 +1,13 @@
-"""Checks that objective, model, data, optimizer and adapters fit together.
+"""Checks that objective, model, data, optimizer, adapters and folders fit together.
 
 Objective, model spec and data by a run on two samples of zeros.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -22,7 +24,7 @@ from titan_dit.config.parameter_groups import (
     matches,
     place_of,
 )
-from titan_dit.config.section import UserError, show
+from titan_dit.config.section import UserError, paths_of, show
 from titan_dit.config.training import LoRAConfig
 from titan_dit.data.base import Batch, Field, Source
 from titan_dit.data.loader import load_samples
@@ -43,6 +45,8 @@ MEMBERS = {
 }
 """Required members of an objective."""
 ROWS = 2
+OWN = ("checkpoints", "snapshots", "profile", "samples-seen")
+"""Folders of a run."""
 
 
 def validate_parts(
@@ -330,3 +334,36 @@ def optimizer_lines(plan: RunPlan, objective: Objective, config: OptimizerConfig
             f"layers, {some:,} trained parameters"
         )
     yield from group_lines({name: s.numel() for name, s in shapes.items()}, config.groups)
+
+
+def check_folders(config: JobConfig) -> None:
+    """Raise UserError if what a run writes would change what it reads."""
+    for key, folder in folders_written(config):
+        made = Path(os.path.realpath(folder))
+        for name, source in folders_read(config):
+            data = Path(os.path.realpath(source))
+            if data == made or data in made.parents:
+                how = "is" if data == made else "lies in"
+            elif made in data.parents and data.relative_to(made).parts[0] in OWN:
+                how = "holds, among its own files,"
+            else:
+                continue
+            raise UserError(
+                f"{key}={folder} {how} the data {name}={source}, so the run's files would become "
+                "part of it. Choose another --job.dir."
+            )
+
+
+def folders_written(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, folder) of what a run writes."""
+    yield "[job] dir", str(config.job.folder)
+    if config.checkpoint.dir and "://" not in config.checkpoint.dir:
+        yield "[checkpoint] dir", config.checkpoint.dir
+
+
+def folders_read(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, folder) of the data that a run reads."""
+    for section in (config.data, config.validation, config.evaluation):
+        for name, path, _ in paths_of(section):
+            if os.path.isdir(path):  # noqa: PTH112 - of a prefix or a URL it is False.
+                yield f"[{section.section}] {name}", path

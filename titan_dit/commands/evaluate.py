@@ -19,9 +19,7 @@ from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_path import find_checkpoint
 from titan_dit.checkpoint.saved_weights import Weights
 from titan_dit.checkpoint.store import Location, location
-from titan_dit.checks import validate
-from titan_dit.checks.device import replayable_precision, with_kernel
-from titan_dit.checks.parts import validate_parts
+from titan_dit.checks.device import replayable_precision
 from titan_dit.commands import results_file, sample_pictures, train
 from titan_dit.commands.flags import DrawingFlags, EvaluateFlags, PictureFlags, ReferenceFlags
 from titan_dit.commands.results_file import new_file
@@ -31,7 +29,6 @@ from titan_dit.config import catalog, config_file, dotted_names, flags
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import Section, UserError
 from titan_dit.data.base import Source
-from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.listing import few
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.objective import Diffusion
@@ -41,10 +38,10 @@ from titan_dit.launcher.process_group import World
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.objectives.base import DataShare
 from titan_dit.observe import console
+from titan_dit.opening import open_objective, open_source, plan_run, rows_held_out
 from titan_dit.parallel.mesh import Mesh, solve
 from titan_dit.pictures import output
 from titan_dit.pictures.parts import Parts
-from titan_dit.plan import resolve
 from titan_dit.scores import features, pictures, reference, score
 from titan_dit.scores.features import Features
 from titan_dit.scores.pictures import Pictures
@@ -402,12 +399,9 @@ def evaluate(options: EvaluateFlags, keys: Sequence[str], world: World) -> dict[
             global_batch_size=batch_size * size.pp * size.data,
         ),
     )
-    plan = resolve(config, world.size)
-    validate(config, plan, world.device)
-    plan = with_kernel(plan, world.device)
-    source = config.data.open_surveyed(first(config.data.survey))
-    objective = config.objective.build(config.model, source.facts)
-    validate_parts(plan, objective, source.fields, config.data.name, source)
+    plan = plan_run(config, world.size, device=world.device)
+    source = open_source(config.data)
+    objective = open_objective(config, plan, source)
     chosen = validation_set(path, record, config, source)
     mesh = Mesh(plan.sizes, world.device.type)
     built = build(plan, objective, mesh, world.device)
@@ -416,7 +410,11 @@ def evaluate(options: EvaluateFlags, keys: Sequence[str], world: World) -> dict[
     saved.load(tensors)
     share = DataShare(world.device, mesh.data_rank, mesh.sizes.data, mesh.gather_over_data)
     found = losses(
-        *(chosen, objective, built.executor, share, lambda: None),
+        chosen,
+        objective,
+        built.executor,
+        share,
+        alive=lambda: None,
         seed=config.job.seed,
         batch_size=plan.padded_samples_per_rank,
     )
@@ -445,14 +443,12 @@ def validation_set(
     path: Location, record: Mapping[str, Any], config: JobConfig, source: Source
 ) -> ValidationSet:
     """The set that the run validates on, or that of --validation.path. Collective."""
-    validation, job = config.validation, config.job
-    has_part = config.data.has_validation_part
-    num = validation.held_out_of(has_part=has_part)
-    if not (validation.path or has_part):
-        check_held_out(path, record, num, source)
-    held_out = Ranks().run_on_first(lambda: held_out_rows(source, job.seed, num, job.data_order))
+    validation = config.validation
+    if not (validation.path or config.data.has_validation_part):
+        check_held_out(path, record, validation.held_out_of(has_part=False), source)
+    held_out = rows_held_out(config, source)
     enabled = replace(validation, every=1)
-    found = open_set(enabled, config.data, source, held_out, job)
+    found = open_set(enabled, config.data, source, held_out, config.job)
     assert found is not None
     return found
 

@@ -11,17 +11,16 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
-from titan_dit.checks import validate
-from titan_dit.checks.parts import check_optimizer, validate_parts
 from titan_dit.commands.flags import PlanFlags
 from titan_dit.config import catalog, config_file, flags
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
 from titan_dit.observe import console
+from titan_dit.opening import example_of, open_objective, plan_run
 from titan_dit.plan import resolve
 from titan_dit.planner import hardware, links, report
 from titan_dit.planner.candidates import KEYS, Space, alone
-from titan_dit.planner.choice import Choice, parts_of, peak_of, search
+from titan_dit.planner.choice import Choice, peak_of, search
 from titan_dit.planner.counts import Derived, Rehearsals
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.measured import beside, outdated
@@ -135,20 +134,16 @@ def plan(config: JobConfig, gpus: int, device: Device, fixed: Sequence[str], top
     """Search, then rehearse. Raises UserError if nothing can run or fits."""
     device.peak(config.precision.dtype)
     space = Space(config, gpus, device, fixed)
-    parts = parts_of(config)
-    one = resolve(config_alone(config), 1)
-    objective = parts.objective()
-    validate_parts(one, objective, parts.fields, config.data.name)
-    check_optimizer(one, objective, config.optimizer)
+    data = example_of(config)
+    open_objective(config, resolve(config_alone(config), 1), data)
     exact, state = Rehearsals(config).counts, state_of(config)
     model = Model(
         counts=Derived(exact).counts,
         memory=lambda plan, counts: memory(plan, counts, OURS, state, only_fullest=True),
     )
-    choice = search(space, model, exact, partial(peak_of, parts), top, shows=True)
+    choice = search(space, model, exact, partial(peak_of, config, data), top, shows=True)
     # The checks of a start, once more for the very config that is written.
-    best = space.config_of(choice.best.candidate)
-    validate(best, resolve(best, gpus))
+    plan_run(space.config_of(choice.best.candidate), gpus)
     return choice
 
 

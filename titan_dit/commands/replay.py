@@ -26,21 +26,21 @@ from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
 from titan_dit.data import loader
 from titan_dit.data.base import SampleOrder, Source
-from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.order import BatchPlan, numbers_of, ranges_of
 from titan_dit.execution.base import Output, first_of
-from titan_dit.execution.build import Built, build
+from titan_dit.execution.build import BuiltNetwork, build
 from titan_dit.execution.local import LocalExecutor
 from titan_dit.launcher import process_group
 from titan_dit.objectives.base import Objective
 from titan_dit.observe import console, metrics
+from titan_dit.opening import open_objective, open_source, rows_held_out
 from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.optim.optimizer import freeze
 from titan_dit.parallel import compile
 from titan_dit.parallel.compile import compile_prepare, compiles
 from titan_dit.parallel.mesh import AxisSizes, Mesh
-from titan_dit.plan import resolve
+from titan_dit.plan import RunPlan, resolve
 from titan_dit.recovery import bad_steps, initial_weights, ledger, resume, rollback, run_identity
 from titan_dit.recovery.loss_scale import LossScale
 from titan_dit.recovery.restore import Progress
@@ -148,25 +148,25 @@ def main(options: ReplayFlags) -> None:
         scaling.value.fill_(origin.loss_scale)
     if scaling:
         console.say(f"loss scale {scaling.value.item():g}")
-    source = config.data.open()
+    source = open_source(config.data)
     if origin.data_digest not in (None, source.facts.digest):
         raise UserError(
             f"[data] of {run} differs from the dataset that the run was trained on (another "
             "digest). Restore that dataset."
         )
-    objective = config.objective.build(config.model, source.facts)
-    job = config.job
-    num = config.validation.held_out_of(has_part=config.data.has_validation_part)
-    held_out = held_out_rows(source, job.seed, num, job.data_order)
+    job, held_out = config.job, rows_held_out(config, source)
     with process_group.start(device_of(options.device).type) as world:
+        alone = on_one_rank(config, size, world.device)
+        plan = resolve(alone, 1, resuming=True)
+        objective = open_objective(alone, plan, source)
         replayer = Replayer(
-            job.seed,
-            objective,
-            source,
-            source.order(job.seed, held_out, job.data_order),
-            rebuilt(config, objective, source, origin, size, world.device),
-            len(origin.numbers),
-            scaling.value.to(world.device) if scaling else None,
+            seed=job.seed,
+            objective=objective,
+            source=source,
+            epochs=source.order(job.seed, held_out, job.data_order),
+            built=rebuilt(config, plan, objective, source, origin, world.device),
+            num_samples=len(origin.numbers),
+            loss_scale=scaling.value.to(world.device) if scaling else None,
         )
         samples, norms = [], []
         progress = ProgressLine(len(chosen), "microbatches")
@@ -255,8 +255,9 @@ def origin_of(run: Path, step: int, config: JobConfig) -> Origin:
         if line["step"] == step and line["kind"] != "rollback":
             seen = tuple(numbers_of(line["sample_numbers"]))
             found_in = f"{bad_steps.FAULTS}: {line['kind']}"
-            of_step = weights, weights_step, digest, line.get("loss_scale")
-            return Origin(seen, found_in, *of_step)
+            return Origin(
+                seen, found_in, weights, weights_step, digest, loss_scale=line.get("loss_scale")
+            )
     plan = BatchPlan(config.training.global_batch_size, progress.ledger.skipped_ranges)
     cursor = progress.cursor
     for _ in range(step - weights_step):
@@ -277,27 +278,31 @@ def chosen_microbatches(num_samples: int, size: int, chosen: int | None) -> Sequ
     return (chosen,)
 
 
-def rebuilt(
-    config: JobConfig,
-    objective: Objective,
-    source: Source,
-    origin: Origin,
-    size: int,
-    device: torch.device,
-) -> Built:
-    """Build the network with `origin`'s weights on one device, in a replayable precision.
-
-    It is not compiled, but `prepare` is if the run compiled it: what it draws has the same bits.
-    """
-    alone = replace(
+def on_one_rank(config: JobConfig, microbatch_size: int, device: torch.device) -> JobConfig:
+    """Return the config of a run on one rank: not compiled, in a replayable precision."""
+    return replace(
         config,
         parallel=ParallelConfig(),
         compile=CompileConfig(),
         precision=replayable_precision(config.precision, device),
-        training=replace(config.training, microbatch_size=size),
+        training=replace(config.training, microbatch_size=microbatch_size),
     )
+
+
+def rebuilt(
+    config: JobConfig,
+    plan: RunPlan,
+    objective: Objective,
+    source: Source,
+    origin: Origin,
+    device: torch.device,
+) -> BuiltNetwork:
+    """Build the network with `origin`'s weights on one device.
+
+    It is not compiled, but `prepare` is if the run compiled it: what it draws has the same bits.
+    """
     mesh = Mesh(AxisSizes(), device.type)
-    built = build(resolve(alone, 1), objective, mesh, device)
+    built = build(plan, objective, mesh, device)
     if compiles(config.compile):
         try:
             compile.check(replace(config.compile, cuda_graphs=False), device)
@@ -328,7 +333,7 @@ class Replayer:
     objective: Objective
     source: Source
     epochs: SampleOrder
-    built: Built
+    built: BuiltNetwork
     num_samples: int
     """Samples of the whole step, over which the loss is averaged."""
     loss_scale: Tensor | None
@@ -368,7 +373,10 @@ class Replayer:
         losses = seen["loss"].mean(1).tolist()
         return [
             Replayed(
-                *(number, row, its_loss, microbatch),
+                number,
+                row,
+                its_loss,
+                microbatch,
                 described={name: values[i] for name, values in plain.items()},
                 not_finite=tuple(name for name in finite if not finite[name][i]),
             )

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 
-from titan_dit.checks import validate
-from titan_dit.checks.parts import check_optimizer, check_source, optimizer_lines, validate_parts
+from titan_dit.checks.parts import check_optimizer, optimizer_lines
 from titan_dit.config import dotted_names
 from titan_dit.config.job import JobConfig
 from titan_dit.config.layout import ParallelConfig
-from titan_dit.data.base import DataConfig, DataFacts, Field
 from titan_dit.dry_run import report, simpler
 from titan_dit.dry_run.fake_step import Report, take_fake_step
 from titan_dit.observe import console
+from titan_dit.opening import example_of, open_objective, plan_run
 from titan_dit.parallel.mesh import AxisSizes
-from titan_dit.plan import RunPlan, resolve
+from titan_dit.plan import RunPlan
 
 
 def dry_run(config: JobConfig, world_size: int | None) -> None:
@@ -24,12 +22,9 @@ def dry_run(config: JobConfig, world_size: int | None) -> None:
 
     The last line names a simpler layout that fits the same device, if there is one.
     """
-    plan = resolve(config, world_size or smallest_world(config.parallel))
-    validate(config, plan)
-    facts, fields = config.objective.example(config.model) or of_data(config.data)
-    objective = config.objective.build(config.model, facts)
-    validate_parts(plan, objective, fields, config.data.name)
-    check_optimizer(plan, objective, config.optimizer)
+    plan = plan_run(config, world_size or smallest_world(config.parallel))
+    data = example_of(config)
+    objective = open_objective(config, plan, data)
     own = {"model": config.model, "objective": config.objective, "data": config.data}
     own["optimizer"] = config.optimizer
     groups = optimizer_lines(plan, objective, config.optimizer)
@@ -38,8 +33,8 @@ def dry_run(config: JobConfig, world_size: int | None) -> None:
 
     def take(config: JobConfig, plan: RunPlan) -> Report:
         # A new objective: a step places its modules.
-        own = config.objective.build(config.model, facts)
-        return take_fake_step(plan, own, fields, config.training, config.optimizer, config.ema)
+        own = config.objective.build(config.model, data.facts)
+        return take_fake_step(plan, own, data.fields, config.training, config.optimizer, config.ema)
 
     found = take(config, plan)
     for line in report.lines(found):
@@ -51,13 +46,6 @@ def dry_run(config: JobConfig, world_size: int | None) -> None:
 
     for line in simpler.lines(config, plan, found.peak, peak_of):
         console.say(line)
-
-
-def of_data(data: DataConfig) -> tuple[DataFacts, Mapping[str, Field]]:
-    """Facts and fields read from the data source."""
-    source = data.open()
-    check_source(source, data.name)
-    return source.facts, source.fields
 
 
 def smallest_world(parallel: ParallelConfig) -> int:

@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
+from titan_dit.checks.device import rank_memory
 from titan_dit.checks.pipeline import order_hint
 from titan_dit.dry_run.fake_step import RankReport, Report
 from titan_dit.dry_run.memory import StorageKind
 from titan_dit.dry_run.pipeline import most_held, simulated
 from titan_dit.plan import RunPlan
 from titan_dit.schedules.action import peak_activations
-
-
-def rank_memory() -> tuple[int | None, str]:
-    """Bytes available to one rank, and the name of that memory; None if unknown."""
-    if torch.cuda.is_available():
-        device = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-        return torch.cuda.get_device_properties(device).total_memory, "the GPU"
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    host = host_memory()
-    return (None if host is None else host // ranks), "this machine's free memory"
-
-
-def host_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes available without swapping (Linux), else the physical memory; None if unknown."""
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            name, _, rest = line.partition(":")
-            if name == "MemAvailable":
-                return int(rest.split()[0]) * 1024
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError):
-        return None
-
 
 GIB = 2**30
 DEVICES_GIB = {

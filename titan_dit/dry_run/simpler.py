@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from titan_dit.checks import validate
+from titan_dit.checks.device import rank_memory
 from titan_dit.config.job import JobConfig
 from titan_dit.config.layout import as_planned
 from titan_dit.config.section import UserError, show
-from titan_dit.dry_run import report
 from titan_dit.dry_run.report import DEVICES_GIB, GIB, USABLE
-from titan_dit.plan import RunPlan, resolve
+from titan_dit.opening import plan_run
+from titan_dit.plan import RunPlan
 
 GPUS = ("A100, H100, 80 GB", "H200, 141 GB", "MI300X, 192 GB", "B300, 288 GB")
 """One device of each size. Without a GPU here, the smallest that holds the layout is taken."""
@@ -78,7 +78,7 @@ def device_for(peak: int) -> tuple[str, float] | None:
     None if `peak` does not fit.
     """
     if torch.cuda.is_available():
-        size, where = report.rank_memory()
+        size, where = rank_memory()
         found = [(where, USABLE * (size or 0))]
     else:
         sizes = {name.rpartition(", ")[2]: DEVICES_GIB[name] for name in GPUS}
@@ -92,8 +92,7 @@ def candidates(config: JobConfig, plan: RunPlan) -> Iterator[Candidate]:
     for count in range(len(used), 0, -1):
         simpler = without(config, plan, used[:count])
         try:
-            own = resolve(simpler, plan.world_size)
-            validate(simpler, own)
+            own = plan_run(simpler, plan.world_size)
         except UserError:
             continue
         yield Candidate(flags(config, simpler), simpler, own)

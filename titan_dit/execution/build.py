@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,30 +13,28 @@ from torch import Tensor, nn
 from titan_dit.config.section import UserError, show
 from titan_dit.data.base import Batch
 from titan_dit.execution.base import Executor, Shapes, TokenLoss, by_name
-from titan_dit.execution.deciding import DecidingExecutor
 from titan_dit.execution.local import LocalExecutor
-from titan_dit.execution.pipelined import PipelinedExecutor
-from titan_dit.execution.recording import PipelineRecording, recording_of
 from titan_dit.execution.sliced import SlicedExecutor, TokenDims
 from titan_dit.models import lora
 from titan_dit.models.base import Model, ModelSpec, TensorSpec, default_initializer
 from titan_dit.models.layers import Attention
 from titan_dit.objectives.base import Objective, Prepared
-from titan_dit.parallel import float8, fsdp, tensor, tied
+from titan_dit.parallel import fsdp, tensor, tied
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.compile import compile_prepare, compile_score
 from titan_dit.parallel.context import slicing_of
-from titan_dit.parallel.decisions import Decisions
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh
-from titan_dit.parallel.transports.choice import open_transport
 from titan_dit.plan import RunPlan
 from titan_dit.rng import SampleRNG
 from titan_dit.schedules.messages import neighbours
 
+if TYPE_CHECKING:
+    from titan_dit.execution.recording import PipelineRecording
+
 
 @dataclass(frozen=True)
-class Built:
+class BuiltNetwork:
     """A network that is ready to run."""
 
     executor: Executor
@@ -55,7 +54,7 @@ class Built:
     """Recording of the pipeline's timeline; None without a pipeline."""
 
 
-def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device) -> Built:
+def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device) -> BuiltNetwork:
     """Build this rank's part of the network, parallelized, with initial weights."""
     parts, count, flops = build_stages(plan, mesh)
     modules = objective.modules()
@@ -67,10 +66,34 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
     if plan.num_stages - 1 in parts:  # The last stage computes the loss.
         parameters |= place_modules(plan, objective, mesh, device)
     executor = executor_of(plan, objective, mesh, parts, device)
-    notes = [*float8.console_lines(parts.values(), plan.precision), *executor.notes]
-    prepare = compile_prepare(objective, plan.compile, device)
-    recording = recording_of(executor, plan, mesh)
-    return Built(executor, prepare, parameters, copies_of(parts), count, flops, notes, recording)
+    return BuiltNetwork(
+        executor=executor,
+        prepare=compile_prepare(objective, plan.compile, device),
+        parameters=parameters,
+        copies=copies_of(parts),
+        num_parameters=count,
+        flops_per_sample=flops,
+        notes=[*float8_lines(plan, parts), *executor.notes],
+        recording=recording_of(executor, plan, mesh),
+    )
+
+
+def float8_lines(plan: RunPlan, parts: Mapping[int, Model]) -> list[str]:
+    """Console lines about float8 layers; [] without float8."""
+    if plan.precision.float8 == "off":
+        return []
+    from titan_dit.parallel import float8
+
+    return float8.console_lines(parts.values(), plan.precision)
+
+
+def recording_of(executor: Executor, plan: RunPlan, mesh: Mesh) -> PipelineRecording | None:
+    """The recording of a run's first pipeline; None without pp."""
+    if mesh.sizes.pp == 1:
+        return None
+    from titan_dit.execution import recording
+
+    return recording.recording_of(executor, plan, mesh)
 
 
 def own_parameters(parts: Mapping[int, Model]) -> dict[str, nn.Parameter]:
@@ -203,6 +226,9 @@ def whole_token_executor(
     """The pipelined executor, or the local one without pp."""
     if mesh.sizes.pp == 1:
         return LocalExecutor(parts[0], loss, plan.microbatch_size)
+    # Lazy imports: most runs have no pipeline.
+    from titan_dit.execution.pipelined import PipelinedExecutor
+
     shapes, pipeline = shapes_of(plan), plan.pipeline
     given = (
         parts,
@@ -217,6 +243,10 @@ def whole_token_executor(
     )
     if not plan.decides_at_run_time:
         return PipelinedExecutor(*given)
+    from titan_dit.execution.deciding import DecidingExecutor
+    from titan_dit.parallel.decisions import Decisions
+    from titan_dit.parallel.transports.choice import open_transport
+
     transport, line = open_transport(
         mesh.links,
         plan.stage_ranks,

@@ -6,17 +6,7 @@ from titan_dit.config.layout import CompileConfig, ParallelConfig, PrecisionConf
 from titan_dit.config.training import LoRAConfig
 from titan_dit.kernels import attention, cross_entropy, linear, short_attention
 from titan_dit.models.base import Model
-from titan_dit.parallel import (
-    async_tp,
-    compute_copies,
-    context,
-    float8,
-    fsdp,
-    lora,
-    remat,
-    tensor,
-    vocabulary,
-)
+from titan_dit.parallel import async_tp, compute_copies, context, fsdp, remat, tensor
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.tensor import TensorPlan
@@ -46,12 +36,20 @@ def parallelize(
     if device_type == "cpu":
         linear.apply(model)
     cross_entropy.apply(model)
+    # Lazy imports: of float8, vocabulary and lora a plain run needs none.
     if precision.float8 != "off":
+        from titan_dit.parallel import float8
+
         styles = float8.apply(model, styles, precision, mesh.sizes, tokens, device_type, device)
     if mesh.sizes.tp > 1:
+        from titan_dit.parallel import vocabulary
+
         tensor.shard(model, mesh.axis("tp"), styles)
         vocabulary.apply(model, mesh.axis("tp"))
-    lora.apply(model, adapters)
+    if adapters.rank:
+        from titan_dit.parallel import lora
+
+        lora.apply(model, adapters)
     is_async = parallel.async_tp and mesh.sizes.tp > 1
     async_tp.apply(model, styles, mesh.axis("tp") if is_async else None)
     if short_attention.suits(device_type, precision, recompute, compilation):

@@ -16,9 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_dit.config.section import UserError
 from titan_dit.models.base import Mask
 from titan_dit.models.layers import Attention
-from titan_dit.parallel.exchange import Exchange
-from titan_dit.parallel.ring_attention import ring_attention
-from titan_dit.parallel.ulysses_attention import ulysses_attention
 
 Method = Literal["ring", "ulysses"]
 Slicing: TypeAlias = Literal["contiguous", "zigzag"]
@@ -53,6 +50,11 @@ def apply(
             f"[parallel] cp={mesh.size()}: [model] has no titan_dit.models.layers.Attention, so "
             "tokens could not attend to those of other ranks. Use that layer, or set cp = 1."
         )
+    # Lazy imports: most runs have no cp, but all read `slicing_of`.
+    from titan_dit.parallel.exchange import Exchange
+    from titan_dit.parallel.ring_attention import ring_attention
+    from titan_dit.parallel.ulysses_attention import ulysses_attention
+
     peers = Exchange.over(mesh.get_group())
     for layer in layers:
         if method == "ring":

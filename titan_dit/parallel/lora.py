@@ -32,8 +32,6 @@ from titan_dit.models.base import Model
 
 def apply(model: Model, config: LoRAConfig) -> None:
     """Freeze a model on the meta device, after tensor parallelism, and add the adapters."""
-    if not config.rank:
-        return
     for name, parameter in model.named_parameters():
         # A copy of a tied weight on another stage is trained as its owner is.
         parameter.requires_grad_(matches(model.tied.get(name, name), config.trained))

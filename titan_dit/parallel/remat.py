@@ -21,8 +21,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import titan_dit.kernels.linear
-import titan_dit.parallel.ring_attention  # noqa: F401 (these two register operators of KEPT)
+import titan_dit.kernels.linear  # noqa: F401 (registers an operator of KEPT)
 from titan_dit.config.layout import RematConfig
 from titan_dit.kernels.recomputed import recomputed
 from titan_dit.models.base import Model, SideInputs, Stream
@@ -63,7 +62,11 @@ def apply(model: Model, config: RematConfig) -> None:
     elif config.mode != "none":
         # torch warns about in-place operations in compiled graphs; the models have none.
         logging.getLogger("torch._higher_order_ops.wrap").addFilter(is_not_about_in_place)
-        forward = keep_products if config.mode == "selective" else keep_input
+        forward = keep_input
+        if config.mode == "selective":
+            import titan_dit.parallel.ring_attention  # noqa: F401 (registers another one)
+
+            forward = keep_products
         for block in blocks:
             # One function for all blocks, so that torch.compile makes one graph.
             block.forward = MethodType(forward, block)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from titan_dit.checks import formats, layout, validate
+from titan_dit.checks import formats, layout
 from titan_dit.config.catalog import SCHEDULES
 from titan_dit.config.job import JobConfig
 from titan_dit.config.layout import (
@@ -23,6 +23,7 @@ from titan_dit.config.layout import (
 )
 from titan_dit.config.section import UserError
 from titan_dit.dry_run.simpler import word
+from titan_dit.opening import plan_run
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.parallel.tensor import TensorPlan
 from titan_dit.plan import RunPlan, resolve
@@ -135,7 +136,7 @@ class Space:
     def check(self, candidate: Candidate) -> None:
         """The checks of a start. Raises UserError."""
         config = self.config_of(candidate)
-        validate(config, resolve(config, self.gpus))
+        plan_run(config, self.gpus)
 
     def why_empty(self) -> str | None:
         """What the checks say about the fixed values alone, else the last refusal."""
@@ -145,7 +146,7 @@ class Space:
         training = replace(config.training, microbatch_size=size)
         simple = replace(config, parallel=replace(alone(config.parallel), **own), training=training)
         try:
-            validate(simple, resolve(simple, self.gpus))
+            plan_run(simple, self.gpus)
         except UserError as error:
             return str(error)
         return self.refusal

@@ -5,7 +5,7 @@ Also the fewest GPUs that hold a run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,12 +13,10 @@ import torch
 
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
-from titan_dit.data.base import DataFacts, Field
-from titan_dit.dry_run.command import of_data
 from titan_dit.dry_run.fake_step import take_fake_step
 from titan_dit.dry_run.memory import Peak, StorageKind
 from titan_dit.dry_run.simpler import word
-from titan_dit.objectives.base import Objective
+from titan_dit.opening import DataExample
 from titan_dit.plan import RunPlan
 from titan_dit.planner import memory as memory_of
 from titan_dit.planner.candidates import KEYS, MODES, Candidate, Space
@@ -39,30 +37,18 @@ from titan_dit.planner.search import (
 )
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What a fake step takes of a config, whatever the layout."""
-
-    config: JobConfig
-    facts: DataFacts
-    fields: Mapping[str, Field]
-
-    def objective(self) -> Objective:
-        """A new one: a step places its modules."""
-        return self.config.objective.build(self.config.model, self.facts)
-
-
-def parts_of(config: JobConfig) -> Parts:
-    """The objective and the fields of the data; the data need not be there."""
-    facts, fields = config.objective.example(config.model) or of_data(config.data)
-    return Parts(config, facts, fields)
-
-
-def peak_of(parts: Parts, plan: RunPlan, rank: int) -> Peak:
+def peak_of(config: JobConfig, data: DataExample, plan: RunPlan, rank: int) -> Peak:
     """The peak memory of pipeline rank `rank` in a whole fake step."""
-    config = parts.config
-    sections = config.training, config.optimizer, config.ema
-    found = take_fake_step(plan, parts.objective(), parts.fields, *sections, ranks=(rank,))
+    found = take_fake_step(
+        plan,
+        # A new objective: a step places its modules.
+        config.objective.build(config.model, data.facts),
+        data.fields,
+        config.training,
+        config.optimizer,
+        config.ema,
+        ranks=(rank,),
+    )
     return found.ranks[0].peak
 
 

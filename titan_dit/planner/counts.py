@@ -14,8 +14,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from titan_dit.config.job import JobConfig
-from titan_dit.dry_run.command import of_data
 from titan_dit.kernels.cross_entropy import CHUNK_ON_DEVICE
+from titan_dit.opening import example_of
 from titan_dit.parallel import float8
 from titan_dit.parallel.float8_gains import UNIT
 from titan_dit.parallel.mesh import AxisSizes
@@ -132,10 +132,10 @@ class Rehearsals:
     """Counts of a config's model under any layout; keeps what it has rehearsed."""
 
     def __init__(self, config: JobConfig) -> None:
-        facts, fields = config.objective.example(config.model) or of_data(config.data)
+        data = example_of(config)
         sections = Sections(
-            objective=partial(config.objective.build, config.model, facts),
-            fields=fields,
+            objective=partial(config.objective.build, config.model, data.facts),
+            fields=data.fields,
             training=config.training,
             optimizer=config.optimizer,
             ema=config.ema,

@@ -16,7 +16,7 @@ from titan_dit.config.operation import CheckpointConfig, FaultsConfig
 from titan_dit.config.training import EMAConfig
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.optim.ema import EMA
-from titan_dit.recovery import initial_weights, resume, rollback, run_identity
+from titan_dit.recovery import resume, rollback, run_identity
 from titan_dit.recovery.ledger import Ledger
 from titan_dit.recovery.rollback import BadSteps, Rollbacks
 
@@ -91,6 +91,8 @@ def resumed(
         ranks.run_on_first(lambda: resume.check_not_elsewhere(run, settings))
         checkpoints.forget_snapshots_after(0)
         if settings.init:
+            from titan_dit.recovery import initial_weights
+
             say(*initial_weights.load(settings, identity, tensors["model"], ema))
         return None
     say(*start.messages())

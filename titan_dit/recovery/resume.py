@@ -14,7 +14,6 @@ from titan_dit.checkpoint import checkpoint, run_path
 from titan_dit.checkpoint.averages import averages_in
 from titan_dit.checkpoint.record import Damaged, read_record
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
-from titan_dit.checkpoint.saved_weights import OWN
 from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
 from titan_dit.config.config_file import (
@@ -286,4 +285,4 @@ def without_missing(path: Location, tensors: TensorTree) -> tuple[TensorTree, li
 
 def of_the_model(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Drop the parameters of an objective's own modules."""
-    return {name: t for name, t in tensors.items() if not name.startswith(OWN)}
+    return {name: t for name, t in tensors.items() if not name.startswith(checkpoint.OWN)}

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from titan_dit.checkpoint import checkpoint
-from titan_dit.checkpoint.saved_weights import OWN
 from titan_dit.checkpoint.store import Location
 from titan_dit.config import catalog
 from titan_dit.config.config_file import (
@@ -45,7 +44,7 @@ def fits(path: Location, model: Mapping[str, Tensor]) -> bool:
     """Return True if a checkpoint has the parameters of all ranks, in their shapes. Collective."""
     saved = {name: size for name, (size, _) in checkpoint.contents(path).items()}
     # An objective's own modules are in no weight file.
-    ours = {name: t.shape for name, t in model.items() if not name.startswith(OWN)}
+    ours = {name: t.shape for name, t in model.items() if not name.startswith(checkpoint.OWN)}
     return all(Ranks().gather(all(saved.get(f"model.{name}") == ours[name] for name in ours)))
 
 
