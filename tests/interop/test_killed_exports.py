@@ -46,7 +46,7 @@ def convert_and_die(moment, flags):
     elif moment == "copy":
         shutil.copyfile = kill_self
     else:
-        imported.sync_folder = kill_self
+        files.sync_folder = kill_self
     convert.main(ConvertFlags(**flags))
 
 
@@ -89,7 +89,7 @@ def digests(path):
 @pytest.mark.parametrize("case", CASES)
 def test_after_a_kill_the_same_command_makes_the_same_files(case, runs, tmp_path):
     source, name, moments = CASES[case]
-    flags = {"source": str(runs / source), "to": str(tmp_path / name)}
+    flags = {"input": str(runs / source), "out": str(tmp_path / name)}
     for moment in moments:
         process = forked.call(convert_and_die, moment, flags)
         process.join(60)
@@ -123,7 +123,7 @@ def test_what_another_process_is_writing_is_left_alone(tmp_path):
     living, dead, other = (tmp_path / f"a.{n}.partial" for n in ("1", "2", "x"))
     for folder in (living, dead, other):
         folder.mkdir()
-    lock = imported.locked(living)
+    lock = files.locked(living)
     with imported.new_output(tmp_path / "a") as place:
         place.write_text("whole")
     os.close(lock)
@@ -138,7 +138,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(runs, tmp_path, monkeypatch)
     for source, name in (("dit", "a.pt"), ("run", "a"), ("gpt", "b")):
         with pytest.raises(UserError) as caught:
             converted(runs / source, tmp_path / name)
-        expected = f"--to {tmp_path / name} cannot be written: No space left on device."
+        expected = f"--out {tmp_path / name} cannot be written: No space left on device. {FULL}"
         assert str(caught.value) == expected
     assert list(tmp_path.iterdir()) == []
 

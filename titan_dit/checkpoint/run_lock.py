@@ -25,11 +25,12 @@ from pathlib import Path
 
 from titan_dit.checkpoint.store import Location, read_text, store_of
 from titan_dit.config.section import UserError
-from titan_dit.launcher.disk_errors import reason_of, refuse_full
+from titan_dit.launcher.disk_errors import refuse_full
 from titan_dit.launcher.failure import LAUNCH, LEFT, USER_ERROR, report
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.system import process_identity
 from titan_dit.system.file_lock import open_locked
+from titan_dit.system.files import reason_of
 
 FILE = "run.lock"
 BEAT_S = 15.0

@@ -41,7 +41,7 @@ class RunPath:
         runs = [name for name in store.names(self.given) if store.has(self.given / name / CONFIG)]
         if any(store.has(self.given / name) for name in OF_LIBRARIES):
             hint = (
-                f"Import weights first: python -m titan_dit convert --from {self.given} --to DIR."
+                f"Import weights first: python -m titan_dit convert --input {self.given} --out DIR."
             )
         elif runs and not store.has(self.given / CONFIG):
             more = ", ..." if len(runs) > 4 else ""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_dit.commands import results_file
 from titan_dit.commands.flags import BenchAttentionFlags
 from titan_dit.kernels import attention
 from titan_dit.kernels.attention_choice import AttentionShape
@@ -63,10 +64,8 @@ def main(options: BenchAttentionFlags) -> None:
         found = {"benchmark": "attention", **describe_device(device), "batch": options.batch}
         found |= {"heads": heads, "head_dim": head_dim, "dtype": options.dtype}
         found |= {"ring": options.ring, "compiled": options.compiled, "causal": options.causal}
-        path = Path(options.out)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found | {"rows": rows, "refused": refused}, indent=2) + "\n")
-        console.say(f"wrote {options.out}")
+        found |= {"rows": rows, "refused": refused}
+        results_file.write("--out", Path(options.out), json.dumps(found, indent=2) + "\n")
 
 
 @dataclass(frozen=True)

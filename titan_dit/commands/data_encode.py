@@ -1,6 +1,6 @@
 """`python -m titan_dit data encode`: pictures to shards of latents, by an autoencoder.
 
-    python -m titan_dit data encode --input PICTURES --output SET --vae DIR --image-size 256
+    python -m titan_dit data encode --input PICTURES --out SET --vae DIR --image-size 256
     NGPU=8 python -m titan_dit data encode ...
 
 Without NGPU one process runs per GPU, or up to two on a CPU. Under another launcher, such as
@@ -49,7 +49,7 @@ def main(options: DataEncodeFlags) -> None:
 def run(options: DataEncodeFlags, device: torch.device) -> None:
     """Encode this rank's chunks; the first rank writes the manifest. Collective."""
     ranks = Ranks.with_own_group()
-    source, output = Path(options.input), Path(options.output)
+    source, output = Path(options.input), Path(options.out)
     classes = read_classes(options.classes, EncodePlan.command)
     asked = Asked(
         classes=classes,
@@ -110,7 +110,7 @@ def begin(
         stack.enter_context(claimed(output, plan.digest(), plan.command))
         return encode.todo_of(plan, output, verify)
     except OSError as error:
-        raise UserError(f"[data encode] output={output}: {reason_of(error)}.") from None
+        raise UserError(f"[data encode] out={output}: {reason_of(error)}.") from None
 
 
 def encode_share(

@@ -173,7 +173,7 @@ def leave_note(note: dict[str, Any]) -> None:
     """Leave a note for the launcher, if any, in torchrun's error file of this rank."""
     if is_launched():
         # Whole or not at all: torchrun's launcher ends at half a file of a rank that is killed.
-        write_whole(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), json.dumps(note).encode())
+        write_whole(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), json.dumps(note))
 
 
 def show_leaving() -> None:

@@ -84,7 +84,7 @@ def keep_rows(file: Path, resumed_step: int) -> list[Row]:
     """Read the rows up to `resumed_step` and delete later ones from the file."""
     rows = [row for row in read_rows(file) if row["step"] <= resumed_step]
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    write_whole(file, text.encode())
+    write_whole(file, text)
     return rows
 
 
@@ -138,7 +138,7 @@ def wandb_writer(
     # Stored, so that a resumed run continues the same wandb run.
     identity = folder / "wandb_id"
     if not identity.is_file():
-        identity.write_text(uuid.uuid4().hex)
+        write_whole(identity, uuid.uuid4().hex)
     try:
         wandb.init(
             project=project,

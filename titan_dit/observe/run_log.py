@@ -23,6 +23,7 @@ from titan_dit.observe.metrics import (
     tensorboard_writer,
     wandb_writer,
 )
+from titan_dit.system.files import write_whole
 from titan_dit.system.progress import Line, width_of
 
 
@@ -48,7 +49,7 @@ class RunLog:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.toml").write_text(to_toml(tables))
+            write_whole(self.folder / "config.toml", to_toml(tables))
             self.rows, self.is_open = keep_rows(self.metrics_file, resumed_step), True
         except OSError as error:
             refuse_full(error, f"[job] {self.folder}", "--job.dir")
