@@ -189,7 +189,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_works(cwd, tmp_path, monke
     with monkeypatch.context() as patched:
         patched.setattr(torch_files.Digesting, "write", full)
         refused(
-            "^--out .*made cannot be written: No space left on device\. Free some space",
+            r"^--out .*made cannot be written: No space left on device\. Free some space",
             made,
             tmp_path,
             0.1,

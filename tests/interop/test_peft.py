@@ -175,7 +175,7 @@ def test_misfits_name_the_layer_and_the_flag(base, tmp_path):
         converted(run, tmp_path / "to", format="peft")
     with pytest.raises(UserError, match=r"a.safetensors: peft's format is a folder"):
         converted(run, tmp_path / "a.safetensors", format="peft")
-    with pytest.raises(UserError, match="--format peft: --from"):
+    with pytest.raises(UserError, match="--format peft: --input"):
         converted(file, tmp_path / "to", format="peft")
 
 

@@ -112,8 +112,8 @@ def check_base(source: str, run: SavedWeights, given: Mapping[str, Any]) -> None
     before, now = (names_in(record["data"]) for record in (base, run.record))
     if before and now and before != now:
         raise UserError(
-            f"--input {source} has other classes than {given['init']}, where it began: its adapters "
-            f"do not fit that table of classes. {whole}"
+            f"--input {source} has other classes than {given['init']}, where it began: its "
+            f"adapters do not fit that table of classes. {whole}"
         )
 
 

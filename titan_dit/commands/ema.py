@@ -96,8 +96,8 @@ def check_target(target: Location) -> None:
         raise UserError(f"--out {target} exists. Choose another name, or delete it.")
     if others := [n for n in left if n not in OF_CHECKPOINT and ".distcp" not in n]:
         raise UserError(
-            f"--out {target}: {store.aside(target)} holds {others[0]}. Delete it, or choose another "
-            "name."
+            f"--out {target}: {store.aside(target)} holds {others[0]}. Delete it, or choose "
+            "another name."
         )
 
 
