@@ -121,7 +121,7 @@ def test_other_files_and_urls_are_no_conflict(place):
 
 def test_files_that_a_command_names_itself_are_compared_too(place, monkeypatch):
     Path("c_bad_lines.txt").touch()
-    tokenize = built(OPTIONS["data_tokenize"], input=("c_bad_lines.txt",), output_prefix="c")
+    tokenize = built(OPTIONS["data_tokenize"], input=("c_bad_lines.txt",), out="c")
     with pytest.raises(UserError, match=r"is --input c_bad_lines.txt"):
         own_input.check(tokenize)
     Path("x.safetensors.parts").mkdir()

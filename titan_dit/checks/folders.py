@@ -8,9 +8,7 @@ from pathlib import Path
 
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError, paths_of
-
-OWN = ("checkpoints", "snapshots", "profile", "samples-seen")
-"""Folders of a run."""
+from titan_dit.system import run_files
 
 
 def check_folders(config: JobConfig) -> None:
@@ -21,7 +19,7 @@ def check_folders(config: JobConfig) -> None:
             data = Path(os.path.realpath(source))
             if data == made or data in made.parents:
                 how = "is" if data == made else "lies in"
-            elif made in data.parents and data.relative_to(made).parts[0] in OWN:
+            elif made in data.parents and data.relative_to(made).parts[0] in run_files.FOLDERS:
                 how = "holds, among its own files,"
             else:
                 continue

@@ -44,13 +44,21 @@ def main(options: BenchAttentionFlags) -> None:
     rows, refused = [], {}
     progress = ProgressLine(len(options.tokens) * len(options.backends), "kernels")
     for tokens in options.tokens:
-        of_rank = heads, tokens // options.ring, head_dim, DTYPES[options.dtype], device
-        shape = AttentionShape(*of_rank, options.ring > 1, mask)
+        shape = AttentionShape(
+            heads,
+            tokens // options.ring,
+            head_dim,
+            DTYPES[options.dtype],
+            device,
+            options.ring > 1,
+            mask,
+        )
         for name in options.backends:
             reason = attention.refusal(name, shape)
             if reason is None:
-                ring_of = options.ring, options.compiled
-                rows.append(row(name, shape, options.batch, options.laps, *ring_of))
+                rows.append(
+                    row(name, shape, options.batch, options.laps, options.ring, options.compiled)
+                )
             else:
                 refused[name] = reason
             progress.add(1)

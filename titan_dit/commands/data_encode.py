@@ -9,7 +9,6 @@ torchrun, each rank is this command.
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from titan_dit.pictures.encode import EncodePlan, make_plan
 from titan_dit.pictures.picture_set import Asked
 from titan_dit.pictures.readers import open_input
 from titan_dit.system.files import reason_of
+from titan_dit.system.launched_as import LaunchedAs
 from titan_dit.system.progress import ProgressLine
 from titan_dit.trained_model import device_of
 
@@ -125,7 +125,7 @@ def encode_share(
     mine = todo[ranks.rank :: ranks.count]
     total = len(plan.pictures)
     left, own = (sum(len(plan.rows(chunk)) for chunk in chunks) for chunks in (todo, mine))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local = LaunchedAs.here().local_world_size
     threads = workers or max(1, min(MOST_WORKERS, train.num_cores() // local))
     progress = ProgressLine(total, "pictures", resumes=True)
     counts = [0, 0]

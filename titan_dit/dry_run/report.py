@@ -14,14 +14,15 @@ from titan_dit.dry_run.memory import StorageKind
 from titan_dit.dry_run.pipeline import most_held, simulated
 from titan_dit.plan import RunPlan
 from titan_dit.schedules.action import peak_activations
+from titan_dit.system.launched_as import LaunchedAs
 
 
 def rank_memory() -> tuple[int | None, str]:
     """Bytes available to one rank, and the name of that memory; None if unknown."""
     if torch.cuda.is_available():
-        device = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        device = LaunchedAs.here().local_rank % torch.cuda.device_count()
         return torch.cuda.get_device_properties(device).total_memory, "the GPU"
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = LaunchedAs.here().local_world_size
     host = host_memory()
     return (None if host is None else host // ranks), "this machine's free memory"
 

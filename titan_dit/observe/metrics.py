@@ -17,6 +17,7 @@ import numpy as np
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError, show
 from titan_dit.observe.flops import Work
+from titan_dit.system import run_files
 from titan_dit.system.files import write_whole
 
 Row = dict[str, Any]
@@ -136,7 +137,7 @@ def wandb_writer(
     import wandb
 
     # Stored, so that a resumed run continues the same wandb run.
-    identity = folder / "wandb_id"
+    identity = folder / run_files.WANDB
     if not identity.is_file():
         write_whole(identity, uuid.uuid4().hex)
     try:

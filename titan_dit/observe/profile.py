@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from titan_dit.config.operation import ProfileConfig
 from titan_dit.observe.curve import GRID, INK, save_png
+from titan_dit.system import run_files
 from titan_dit.system.files import write_whole
 
 MAX_EVENTS = 1_000_000
@@ -419,7 +420,7 @@ class Profile:
         pipeline: Recording | None = None,
     ) -> None:
         self.config, self.rank, self.device = config, rank, device
-        self.folder, self.pipeline = run / "profile", pipeline
+        self.folder, self.pipeline = run / run_files.PROFILE, pipeline
         self.recording = self.stopped = False
         self.is_chosen = rank in (config.ranks or (0,))
         self.taken = 0

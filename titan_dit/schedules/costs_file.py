@@ -16,6 +16,7 @@ from titan_dit.config import user_text
 from titan_dit.config.section import UserError
 from titan_dit.schedules.action import Action, Kind, Order
 from titan_dit.schedules.order_file import ACTION
+from titan_dit.system import run_files
 from titan_dit.system.files import write_json
 
 FORMAT = 1
@@ -50,7 +51,7 @@ class MeasuredCosts:
 
 def newest(run: Path) -> Path:
     """The profile of the run's last steps. Raises UserError if there is none."""
-    folder = run / "profile"
+    folder = run / run_files.PROFILE
     names = folder.iterdir() if folder.is_dir() else ()
     found = {path: NAME.fullmatch(path.name) for path in names}
     spans = [(int(m[2]), int(m[1]), path) for path, m in found.items() if m]

@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -52,6 +51,7 @@ from titan_dit.launcher.disk_errors import line_of
 from titan_dit.system import stdio
 from titan_dit.system.file_lock import open_locked
 from titan_dit.system.files import sync_folder, write_json, write_whole
+from titan_dit.system.worker import end_with_parent
 
 
 @contextmanager
@@ -369,7 +369,7 @@ def pack_chunks(
     Sends an error's message to the parent. Exits if the parent dies.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent terminates the workers.
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    end_with_parent()
     torch.set_num_threads(1)
 
     def report(done: int, dropped: int) -> None:
@@ -384,14 +384,6 @@ def pack_chunks(
         named = line_of(error, "[data pack]") if isinstance(error, OSError) else str(error)
         errors.send(named)
         raise SystemExit(1) from None
-
-
-def end_with_parent() -> None:
-    """Exit when the parent process ends, even by SIGKILL."""
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 SOURCES = "sources.json"
