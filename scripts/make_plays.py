@@ -40,13 +40,13 @@ def main() -> None:
         whole.write_text(lines_of(starts + ends))
         data_train_tokenizer.main(
             train_flags.DataTrainTokenizerFlags(
-                input=(str(training),), output=str(tokenizer), vocabulary=VOCABULARY
+                input=(str(training),), out=str(tokenizer), vocabulary=VOCABULARY
             )
         )
         data_tokenize.main(
             tokenize_flags.DataTokenizeFlags(
                 input=(str(whole),),
-                output_prefix=str(prefix),
+                out=str(prefix),
                 tokenizer=str(tokenizer),
                 append_eod=True,
                 workers=1,

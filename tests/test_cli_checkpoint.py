@@ -81,7 +81,13 @@ def test_a_run_its_checkpoints_folder_and_a_checkpoint_are_taken_alike(run, monk
             said = {text.splitlines()[-1] for text in said}
         assert len(said) == 1, said
     for i, where in enumerate(SPELLINGS[:-1]):
-        words = ("convert", ("--from", "--run")[i % 2], where, "--to", f"{i}.pt")
+        words = (
+            "convert",
+            ("--input", "--from", "--run")[i % 3],
+            where,
+            ("--out", "--to")[i % 2],
+            f"{i}.pt",
+        )
         assert f"read    {NEWEST}, step 4" in typed(words, monkeypatch, capsys)
     for command in (("sample", "--run", NEWEST, *drawn, "a.png"), ("checkpoint", "show", NEWEST)):
         with pytest.raises(UserError, match=r"--step 2: .*00004 is one of step 4\. Omit"):
@@ -92,14 +98,14 @@ def test_a_run_its_checkpoints_folder_and_a_checkpoint_are_taken_alike(run, monk
     ("words", "answer"),
     [
         (("sample", RUN), f"a path needs its flag here: sample --run {RUN}."),
-        (("predict", RUN), f"a path needs its flag here: predict --checkpoint {RUN}."),
-        (("convert", RUN), f"a path needs its flag here: convert --from {RUN}."),
+        (("predict", RUN), f"a path needs its flag here: predict --run {RUN}."),
+        (("convert", RUN), f"a path needs its flag here: convert --input {RUN}."),
         (("data", "pack", "photos"), "a path needs its flag here: data pack --input photos."),
         (("checkpoint", "show", "--run", RUN), f"no flag here: checkpoint show {RUN}."),
         (("checkpoint", "list", f"--run={RUN}"), f"no flag here: checkpoint list {RUN}."),
         (("runs", "--run"), "--run: the path has no flag here: runs."),
         (("data", "show", "--path", "photos"), "no flag here: data show photos."),
-        (("convert", "--from", RUN, "--model.hidden", 3), "`convert` has --from, --to, --format"),
+        (("convert", "--from", RUN, "--model.hidden", 3), "`convert` has --input, --out, --format"),
         (
             ("replay", "--run", "outputs", "--step", 3),
             "no config.toml found. It holds runs (digits",

@@ -41,7 +41,7 @@ def converted(tmp_path_factory):
     """`imported`: the fixture as a checkpoint, with scale 1."""
     cwd = tmp_path_factory.mktemp("converted")
     save_file(STATE, cwd / "original.safetensors")
-    flags = ("--from", "original.safetensors", "--to", "imported", "--heads", 4, "--scale", 1)
+    flags = ("--input", "original.safetensors", "--out", "imported", "--heads", 4, "--scale", 1)
     done = done_well(titan_dit("convert", *flags, cwd=cwd))
     assert "hidden 48, layers 2, heads 4, patch 2" in done.stdout
     assert "4x8x8, 10 classes, learned sigma" in done.stdout
@@ -51,7 +51,7 @@ def converted(tmp_path_factory):
 
 def predicted(cwd, **inputs):
     save_file(inputs, cwd / "in.safetensors")
-    flags = ("--checkpoint", "imported", "--inputs", "in.safetensors", "--out", "out.safetensors")
+    flags = ("--run", "imported", "--input", "in.safetensors", "--out", "out.safetensors")
     done_well(titan_dit("predict", *flags, "--batch-size", 3, cwd=cwd))
     return load_file(cwd / "out.safetensors")
 
@@ -90,7 +90,7 @@ def test_ddim_ends_where_the_original_ends(converted):
 def test_every_bit_comes_back_in_the_originals_names(converted):
     for name in ("back.safetensors", "back.pt"):
         convert.main(
-            convert.ConvertFlags(source=str(converted / "imported"), to=str(converted / name))
+            convert.ConvertFlags(input=str(converted / "imported"), out=str(converted / name))
         )
     back = load_file(converted / "back.safetensors")
     pickled = torch.load(converted / "back.pt", weights_only=True)
@@ -100,25 +100,25 @@ def test_every_bit_comes_back_in_the_originals_names(converted):
         assert torch.equal(pickled[name], tensor)
     # Exported files store the number of heads.
     source, target = (str(converted / name) for name in ("back.safetensors", "again"))
-    convert.main(convert.ConvertFlags(source=source, to=target))
+    convert.main(convert.ConvertFlags(input=source, out=target))
     # Nothing is overwritten, in either direction.
     for one, other in ((source, target), (target, source)):
         with pytest.raises(UserError, match="exists"):
-            convert.main(convert.ConvertFlags(source=one, to=other))
+            convert.main(convert.ConvertFlags(input=one, out=other))
 
 
 def converted_again(cwd, name, **flags):
     """Export as `name`, import it again, and return the objective."""
     run, file, back = (str(cwd / part) for part in (name, f"{name}.safetensors", f"{name}_back"))
-    convert.main(convert.ConvertFlags(source=run, to=file))
-    convert.main(convert.ConvertFlags(source=file, to=back, **flags))
+    convert.main(convert.ConvertFlags(input=run, out=file))
+    convert.main(convert.ConvertFlags(input=file, out=back, **flags))
     return load_trained(find_checkpoint(Path(back), None), "ema", None, CPU).objective.config
 
 
 def test_what_the_weights_were_trained_for_goes_with_them(converted, capsys):
     flags = {"heads": 4, "prediction": "v", "noise_schedule": "cosine"}
     source = str(converted / "original.safetensors")
-    convert.main(convert.ConvertFlags(source=source, to=str(converted / "v"), **flags))
+    convert.main(convert.ConvertFlags(input=source, out=str(converted / "v"), **flags))
     assert "the original's sample.py expects" not in capsys.readouterr().out
     objective = converted_again(converted, "v")
     words = "trained for ddpm cosine v in 1000 steps: the original's sample.py expects ddpm linear"
@@ -128,14 +128,14 @@ def test_what_the_weights_were_trained_for_goes_with_them(converted, capsys):
     metadata = {"titan_dit.objective": json.dumps({"name": "ddpm", "steps": 500})}
     save_file(STATE, converted / "few.safetensors", metadata)
     source, target = str(converted / "few.safetensors"), str(converted / "few")
-    convert.main(convert.ConvertFlags(source=source, to=target, heads=4))
-    convert.main(convert.ConvertFlags(source=target, to=f"{target}.pt"))
+    convert.main(convert.ConvertFlags(input=source, out=target, heads=4))
+    convert.main(convert.ConvertFlags(input=target, out=f"{target}.pt"))
     assert "trained for ddpm linear eps in 500 steps" in capsys.readouterr().out
     save_file(STATE, source, {"titan_dit.objective": json.dumps({"name": "ddpm", "steps": 5})})
     with pytest.raises(
-        UserError, match=r"^--from .*few\.safetensors: \[objective\] steps=5 must be"
+        UserError, match=r"^--input .*few\.safetensors: \[objective\] steps=5 must be"
     ):
-        convert.main(convert.ConvertFlags(source=source, to=f"{target}_5", heads=4))
+        convert.main(convert.ConvertFlags(input=source, out=f"{target}_5", heads=4))
 
 
 def test_a_network_without_learned_sigma_is_read_and_drawn_from(converted):
@@ -143,7 +143,7 @@ def test_a_network_without_learned_sigma_is_read_and_drawn_from(converted):
     state = {k: v[rows] if k.startswith("final_layer.linear") else v for k, v in STATE.items()}
     save_file(state, converted / "fixed.safetensors")
     source, target = str(converted / "fixed.safetensors"), str(converted / "fixed")
-    convert.main(convert.ConvertFlags(source=source, to=target, heads=4))
+    convert.main(convert.ConvertFlags(input=source, out=target, heads=4))
     assert not load_trained(Path(target), "ema", None, CPU).objective.config.learn_sigma
     out = str(converted / "fixed_samples.safetensors")
     sampling.main(sampling.SampleFlags(run=target, out=out, num=2, steps=3, sampler="ddpm"))
@@ -155,7 +155,7 @@ def test_moments_that_do_not_fit_are_left_out_in_words(converted, capsys):
     whole["state"].pop(next(iter(whole["state"])))
     torch.save({"model": STATE, "opt": whole}, converted / "part.pt")
     target = str(converted / "part")
-    convert.main(convert.ConvertFlags(source=str(converted / "part.pt"), to=target, heads=4))
+    convert.main(convert.ConvertFlags(input=str(converted / "part.pt"), out=target, heads=4))
     assert "AdamW state dropped" in capsys.readouterr().out
     assert not checkpoint.holds(Path(target), "optimizer")
 
@@ -175,7 +175,7 @@ def test_nothing_hidden_in_a_checkpoint_is_executed(converted, monkeypatch):
     manifest["digest"] = record.digest_of(manifest)
     (converted / "evil" / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=r"it imports posix\.mkdir. Nothing was loaded"):
-        convert.main(convert.ConvertFlags(source="evil", to="evil.pt"))
+        convert.main(convert.ConvertFlags(input="evil", out="evil.pt"))
     with pytest.raises(UserError, match="not plain DCP metadata"):
         checkpoint.holds(Path("evil"), "model")
     assert not (converted / "executed").exists()
@@ -203,7 +203,7 @@ def trained(tmp_path_factory):
     cwd = tmp_path_factory.mktemp("trained")
     ema = {name: tensor if name == "pos_embed" else tensor / 2 for name, tensor in STATE.items()}
     torch.save({"ema": ema, "model": STATE, "opt": adam_state()}, cwd / "original.pt")
-    flags = ("--from", "original.pt", "--to", "imported", "--heads", 4)
+    flags = ("--input", "original.pt", "--out", "imported", "--heads", 4)
     assert "after 1,000 steps" in done_well(titan_dit("convert", *flags, cwd=cwd)).stdout
     done_well(train(*START, "--training.steps", 3, cwd=cwd))
     return cwd
@@ -247,8 +247,8 @@ def test_a_run_from_imported_weights_resumes_like_any_other(trained):
 @pytest.mark.parametrize("which", ["ema", "model"])
 def test_trained_weights_are_written_in_the_originals_names(trained, which):
     run, name = "outputs/digits", f"{which}.safetensors"
-    done_well(titan_dit("convert", "--from", run, "--to", name, "--weights", which, cwd=trained))
-    done_well(titan_dit("convert", "--from", name, "--to", f"{which}_again", cwd=trained))
+    done_well(titan_dit("convert", "--input", run, "--out", name, "--weights", which, cwd=trained))
+    done_well(titan_dit("convert", "--input", name, "--out", f"{which}_again", cwd=trained))
     again = weights_of(trained / f"{which}_again", "model")
     for key, tensor in weights_of(find_checkpoint(trained / run, None), which).items():
         assert torch.equal(again[key], tensor), key
@@ -293,18 +293,18 @@ def test_another_model_is_not_trained_from_imported_weights(trained):
 
 
 BAD = {
-    "no file": (("--from", "nothing.pt", "--to", "new"), "nothing.pt: no such file"),
-    "heads": (("--from", "original.safetensors", "--to", "new"), "--heads N"),
-    "there": (("--from", "original.safetensors", "--to", "imported", "--heads", 4), "exists"),
-    "folder": (("--from", "original.safetensors", "--to", "new.pt"), "a checkpoint is a folder"),
-    "no run": (("--from", ".", "--to", "new.pt"), "--from .: no checkpoint found"),
-    "other frequencies": (("--from", "imported", "--to", "new"), 'timestep_frequencies="dit"'),
-    "a text file": (("--from", "imported", "--to", "new.txt"), "name a .pt or .safetensors file"),
-    "import flag": (("--from", "imported", "--to", "new.pt", "--heads", 4), "flag of an export"),
-    "export flag": (("--from", "z.safetensors", "--to", "new", "--step", 4), "flag of an import"),
-    "an object store": (("--from", "imported", "--to", "s3://a/b.pt"), "--to s3://a/b.pt: give"),
-    "here": (("--from", "original.safetensors", "--to", "."), "--to .: give the path of a new"),
-    "no DiT": (("--from", "z.safetensors", "--to", "new"), "is no DiT"),
+    "no file": (("--input", "nothing.pt", "--out", "new"), "nothing.pt: no such file"),
+    "heads": (("--input", "original.safetensors", "--out", "new"), "--heads N"),
+    "there": (("--input", "original.safetensors", "--out", "imported", "--heads", 4), "exists"),
+    "folder": (("--input", "original.safetensors", "--out", "new.pt"), "a checkpoint is a folder"),
+    "no run": (("--input", ".", "--out", "new.pt"), "--input .: no checkpoint found"),
+    "other frequencies": (("--input", "imported", "--out", "new"), 'timestep_frequencies="dit"'),
+    "a text file": (("--input", "imported", "--out", "new.txt"), "name a .pt or .safetensors file"),
+    "import flag": (("--input", "imported", "--out", "new.pt", "--heads", 4), "flag of an export"),
+    "export flag": (("--input", "z.safetensors", "--out", "new", "--step", 4), "flag of an import"),
+    "an object store": (("--input", "imported", "--out", "s3://a/b.pt"), "--out s3://a/b.pt: give"),
+    "here": (("--input", "original.safetensors", "--out", "."), "--out .: give the path of a new"),
+    "no DiT": (("--input", "z.safetensors", "--out", "new"), "is no DiT"),
 }
 
 
@@ -313,7 +313,7 @@ def test_what_cannot_be_converted_is_one_error_and_leaves_nothing(case, converte
     flags, words = BAD[case]
     save_file({"noise": torch.ones(1)}, converted / "z.safetensors")
     monkeypatch.chdir(converted)
-    names = {"--from": "source", "--to": "to"}
+    names = {"--input": "input", "--out": "out"}
     given = {
         names.get(flag, flag[2:]): value
         for flag, value in zip(flags[::2], flags[1::2], strict=True)
@@ -325,9 +325,9 @@ def test_what_cannot_be_converted_is_one_error_and_leaves_nothing(case, converte
 
 
 def test_an_error_is_one_line_and_an_exit_code(converted):
-    done = titan_dit("convert", "--from", "nothing.pt", "--to", "new", cwd=converted)
+    done = titan_dit("convert", "--input", "nothing.pt", "--out", "new", cwd=converted)
     assert done.returncode == 2
-    assert done.stderr == "error: --from nothing.pt: no such file.\n"
+    assert done.stderr == "error: --input nothing.pt: no such file.\n"
 
 
 BAD_INPUTS = {
@@ -349,7 +349,7 @@ def test_inputs_that_do_not_fit_are_one_error(case, converted, monkeypatch):
     save_file({k: v for k, v in tensors.items() if v is not None}, converted / "bad.safetensors")
     monkeypatch.chdir(converted)
     options = predict.PredictFlags(
-        checkpoint="imported", inputs="bad.safetensors", out="no.safetensors", device="cpu"
+        run="imported", input="bad.safetensors", out="no.safetensors", device="cpu"
     )
     with pytest.raises(UserError) as caught:
         predict.main(options)

@@ -53,7 +53,7 @@ def mean_and_std(root):
 
 def packed(root):
     pair(root.parent / "raw")
-    flags = ("--input", "raw", "--output", "set", "--dtype", "float32", "--workers", 1)
+    flags = ("--input", "raw", "--out", "set", "--dtype", "float32", "--workers", 1)
     succeeded(data("pack", *flags, cwd=root.parent))
 
 
@@ -110,7 +110,7 @@ def test_unscaled_latents_get_one_line_of_advice_and_another_scale_does_not_resu
 def test_packing_reports_and_showing_draws(tmp_path):
     pictures(tmp_path / "animals", each=4)
     (tmp_path / "animals" / "cat" / "2.png").write_bytes(b"")
-    flags = ("--input", "animals", "--output", "shards", "--image-size", 8, "--source", "a zoo")
+    flags = ("--input", "animals", "--out", "shards", "--image-size", 8, "--source", "a zoo")
     said = succeeded(data("pack", *flags, cwd=tmp_path))
     assert "packing 8 files of 2 classes into 1 shards of uint8 [3, 8, 8]" in said
     assert "dropped 1: empty file" in said
@@ -156,22 +156,22 @@ def test_the_picture_is_not_drawn_into_the_dataset(tmp_path):
 
 
 BAD = {
-    "no input": (("pack", "--input", "no", "--output", "out"), "path=no: no such folder"),
+    "no input": (("pack", "--input", "no", "--out", "out"), "path=no: no such folder"),
     "no dataset": (
         ("show", "empty"),
         "path=empty: no dataset found: the folder is empty.",
     ),
     "classes": (
-        ("pack", "--input", "set", "--output", "out", "--classes", "list.txt"),
+        ("pack", "--input", "set", "--out", "out", "--classes", "list.txt"),
         "the folders 0001, 0002 are not among the 1 listed classes",
     ),
-    "dtype": (("pack", "--input", "set", "--output", "out", "--scale", "0"), "scale=0"),
+    "dtype": (("pack", "--input", "set", "--out", "out", "--scale", "0"), "scale=0"),
     "command": (
         ("unpack",),
         "data unpack: no such command. There is: data encode, data pack, data show, data",
     ),
     "text": (
-        ("tokenize", "--input", "list.txt", "--output-prefix", "out", "--append-eod"),
+        ("tokenize", "--input", "list.txt", "--out", "out", "--append-eod"),
         "[data tokenize] give one of --tokenizer (a tokenizer.json) and --vocab-file.",
     ),
 }
@@ -219,7 +219,7 @@ def test_reasons_are_grouped_by_kind():
 
 def test_a_list_of_classes_that_is_no_text_is_refused(tmp_path):
     file = tmp_path / "list.txt"
-    paths = {"input": str(tmp_path), "output": str(tmp_path / "set"), "classes": str(file)}
+    paths = {"input": str(tmp_path), "out": str(tmp_path / "set"), "classes": str(file)}
     packing = flags_pack.DataPackFlags(**paths)
     encoding = flags_encode.DataEncodeFlags(**paths, vae="vae", image_size=8)
     for content, words in (
@@ -253,9 +253,9 @@ def test_text_is_tokenized_and_shown(tmp_path):
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text("To be. Or not to be. " * 3)
     files = ("--input", "0.txt", "1.txt", "2.txt")
-    made = ("--output", "t.json", "--vocabulary", 270)
+    made = ("--out", "t.json", "--vocabulary", 270)
     assert "wrote t.json" in succeeded(data("train-tokenizer", *files, *made, cwd=tmp_path))
-    flags = ("--output-prefix", "out", "--tokenizer", "t.json", "--workers", 2)
+    flags = ("--out", "out", "--tokenizer", "t.json", "--workers", 2)
     flags += ("--split-sentences", "--append-eod")
     assert "wrote 3 documents, 18 sequences" in succeeded(
         data("tokenize", *files, *flags, cwd=tmp_path)

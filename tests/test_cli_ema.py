@@ -79,7 +79,7 @@ def cwd(tmp_path_factory):
 def made(folder, sigma_rel, name="made", **flags):
     target = folder / name
     run = str(folder / "outputs" / "digits")
-    ema.main(EmaFlags(run=run, sigma_rel=sigma_rel, to=str(target), **flags))
+    ema.main(EmaFlags(run=run, sigma_rel=sigma_rel, out=str(target), **flags))
     return target
 
 
@@ -149,7 +149,7 @@ def test_sample_convert_and_a_new_run_take_it(cwd):
     done = sample("--run", path, "--out", "drawn.png", "--num", 2, "--steps", 2, cwd=cwd)
     assert done.returncode == 0, done.stderr
     assert "sigma_rel 0.08 of step 150" in done.stdout
-    words = ["convert", "--from", str(path), "--to", "weights.safetensors"]
+    words = ["convert", "--input", str(path), "--out", "weights.safetensors"]
     done = commands.run([sys.executable, "-m", "titan_dit", *words], cwd)
     assert done.returncode == 0, done.stderr
     # A run of no step: its weights and averages are what it starts from.
@@ -188,14 +188,19 @@ def test_a_full_disk_is_one_line_and_the_same_command_works(cwd, tmp_path, monke
 
     with monkeypatch.context() as patched:
         patched.setattr(torch_files.Digesting, "write", full)
-        refused("^--to .*made cannot be written: No space left on device.$", made, tmp_path, 0.1)
+        refused(
+            r"^--out .*made cannot be written: No space left on device\. Free some space",
+            made,
+            tmp_path,
+            0.1,
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
     assert weights_of(made(tmp_path, 0.1))
 
 
 def test_other_runs_and_targets_are_refused(cwd, tmp_path):
     def make(run, to="new"):
-        ema.main(EmaFlags(run=str(run), sigma_rel=0.07, to=str(tmp_path / to)))
+        ema.main(EmaFlags(run=str(run), sigma_rel=0.07, out=str(tmp_path / to)))
 
     run = cwd / "outputs" / "digits"
     refused("no such path", make, tmp_path / "nowhere")
@@ -260,7 +265,7 @@ def test_a_run_that_goes_back_leaves_no_snapshot_of_the_steps_to_come(cwd, tmp_p
 
 
 def test_its_errors_are_one_line(tmp_path):
-    words = ["ema", "--run", "nowhere", "--sigma-rel", "0.5", "--to", "new"]
+    words = ["ema", "--run", "nowhere", "--sigma-rel", "0.5", "--out", "new"]
     done = commands.run([sys.executable, "-m", "titan_dit", *words], tmp_path)
     assert "sigma_rel=0.5 must be at most 0.28" in only_error(done)
 

@@ -59,7 +59,7 @@ def cwd(tmp_path_factory):
     shutil.copytree(FIXTURES / "gpt2", folder / "gpt2")
     (folder / "gpt2" / "tokenizer.json").write_text("{}")
     (folder / "gpt2" / "notes.txt").write_text("not a tokenizer's")
-    command = [sys.executable, "-m", "titan_dit", "convert", "--from", "gpt2", "--to", "ours"]
+    command = [sys.executable, "-m", "titan_dit", "convert", "--input", "gpt2", "--out", "ours"]
     done = commands.run(command, folder)
     assert done.returncode == 0, done.stderr
     assert "GPT2LMHeadModel, hidden 16, layers 2, heads 2, vocabulary 61" in done.stdout
@@ -68,7 +68,7 @@ def cwd(tmp_path_factory):
 
 
 def converted(source, target):
-    convert.main(convert.ConvertFlags(source=str(source), to=str(target)))
+    convert.main(convert.ConvertFlags(input=str(source), out=str(target)))
     return target
 
 
@@ -76,9 +76,7 @@ def predicted(cwd, checkpoint, **inputs):
     source, target = cwd / "in.safetensors", cwd / "out.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in inputs.items()}, source)
     predict.main(
-        predict.PredictFlags(
-            checkpoint=str(checkpoint), inputs=str(source), out=str(target), batch_size=2
-        )
+        predict.PredictFlags(run=str(checkpoint), input=str(source), out=str(target), batch_size=2)
     )
     return load_file(target)["out"]
 
@@ -146,7 +144,7 @@ def test_flags_of_pictures_are_none_of_a_language_models_export(cwd):
     for flag in ({"vae": "."}, {"as_is": True}, {"format": "sit"}):
         name = next(iter(flag)).replace("_", "-")
         with pytest.raises(UserError, match=f"--{name} is not a flag of the export of a gpt model"):
-            convert.main(convert.ConvertFlags(source=str(cwd / "ours"), to=str(cwd / "no"), **flag))
+            convert.main(convert.ConvertFlags(input=str(cwd / "ours"), out=str(cwd / "no"), **flag))
     assert not (cwd / "no").exists()
 
 
@@ -208,7 +206,7 @@ def test_what_cannot_be_imported_is_one_line_and_leaves_nothing(case, cwd, monke
     with pytest.raises(UserError) as caught:
         converted(folder, cwd / "new")
     assert words in str(caught.value)
-    assert str(caught.value).startswith(f"--from {folder}: ")
+    assert str(caught.value).startswith(f"--input {folder}: ")
     assert "\n" not in str(caught.value)
     assert not list(cwd.glob("new*"))
     assert not (cwd / "executed").exists()
@@ -289,7 +287,7 @@ def test_imported_weights_ask_for_the_dataset_to_be_scored_on(cwd):
 
 
 def test_what_must_be_imported_first_says_so(cwd):
-    with pytest.raises(UserError, match=r"convert --from .*gpt2 --to"):
+    with pytest.raises(UserError, match=r"convert --input .*gpt2 --out"):
         find_checkpoint(cwd / "gpt2", None)
 
 
@@ -309,7 +307,7 @@ def test_a_run_starts_from_imported_weights_and_is_exported(cwd):
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in metrics(cwd / "outputs" / "tuned")] == [1, 2]
     options = convert.ConvertFlags(
-        source=str(cwd / "outputs" / "tuned"), to=str(cwd / "tuned"), weights="model"
+        input=str(cwd / "outputs" / "tuned"), out=str(cwd / "tuned"), weights="model"
     )
     convert.main(options)
     tuned = load_file(cwd / "tuned" / "model.safetensors")

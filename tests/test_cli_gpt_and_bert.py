@@ -83,25 +83,25 @@ def test_it_resumes_on_two_ranks_converts_and_predicts(trained):
         "-m",
         "titan_dit",
         "convert",
-        "--from",
+        "--input",
         "outputs/whole",
-        "--to",
+        "--out",
         "out",
     ]
     done = run(command, cwd)
     assert done.returncode == 0, done.stderr
     architecture = json.loads((cwd / "out" / "config.json").read_text())["architectures"]
     assert architecture == [{"gpt": "GPT2LMHeadModel", "bert": "BertForMaskedLM"}[name]]
-    done = run([*command[:4], "--from", "out", "--to", "back"], cwd)
+    done = run([*command[:4], "--input", "out", "--out", "back"], cwd)
     assert done.returncode == 0, done.stderr
     for source in ("outputs/whole", "back"):
         done = run(
             [
                 *command[:3],
                 "predict",
-                "--checkpoint",
+                "--run",
                 source,
-                "--inputs",
+                "--input",
                 "tokens.safetensors",
                 "--out",
                 f"{source}.safetensors",

@@ -84,7 +84,7 @@ def test_a_run_loaded_in_python_predicts_as_the_command_does(trained, monkeypatc
     inputs = {"x": torch.randn(3, 1, 8, 8), "t": torch.tensor([0.0, 500.0, 999.0])}
     inputs["y"] = torch.tensor([3, -1, 9])
     save_file(inputs, trained / "in.safetensors")
-    flags = ("--checkpoint", RUN, "--inputs", "in.safetensors", "--out", "out.safetensors")
+    flags = ("--run", RUN, "--input", "in.safetensors", "--out", "out.safetensors")
     done = commands.run([sys.executable, "-m", "titan_dit", "predict", *flags], trained)
     assert done.returncode == 0, done.stderr
     run = titan_dit.load(trained / RUN, device="cpu")
@@ -163,8 +163,8 @@ def test_samples_and_inputs_that_are_not_finite_are_named_and_nothing_is_written
     done = sample("--run", RUN, *out, "--num", 2, "--cfg-scale", 1e38, cwd=trained)
     assert "error: samples 0, 1 of outputs/digits/" in commands.only_error(done)
     predict = [sys.executable, "-m", "titan_dit", "predict", "--run", RUN, *out]
-    done = commands.run([*predict, "--inputs", "x.safetensors"], trained)
-    assert "--inputs x.safetensors: x of samples 1 is NaN" in commands.only_error(done)
+    done = commands.run([*predict, "--input", "x.safetensors"], trained)
+    assert "--input x.safetensors: x of samples 1 is NaN" in commands.only_error(done)
     assert not list(trained.glob("never*.safetensors"))
 
 

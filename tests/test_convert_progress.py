@@ -24,10 +24,10 @@ def test_a_long_job_shows_what_is_verified_and_written(tmp_path, monkeypatch, ca
     monkeypatch.setattr(progress, "LOG_EVERY_S", 0.0)
     monkeypatch.setattr(progress, "RENEWED_S", 0.001)
     monkeypatch.setattr(checkpoint, "commit", slow(checkpoint.commit))
-    convert.main(convert.ConvertFlags(source="original.pt", to="imported", heads=4))
+    convert.main(convert.ConvertFlags(input="original.pt", out="imported", heads=4))
     assert re.search(r"^writing imported  [\d.]+k/[\d.]+k ", capfd.readouterr().err, re.MULTILINE)
     monkeypatch.setattr(tensor_file.torch, "save", slow(torch.save))
-    convert.main(convert.ConvertFlags(source="imported", to="shown.pt"))
+    convert.main(convert.ConvertFlags(input="imported", out="shown.pt"))
     shown = capfd.readouterr().err
     assert re.search(r"^verified imported  ([\d.]+k)/\1 ", shown, re.MULTILINE)
     assert re.search(r"^writing shown.pt  [\d.]+k/[\d.]+k ", shown, re.MULTILINE)

@@ -115,13 +115,13 @@ def test_results_may_stand_in_a_runs_folder_and_be_written_again(place):
 
 def test_other_files_and_urls_are_no_conflict(place):
     predict = OPTIONS["predict"]
-    own_input.check(built(predict, checkpoint="s3://a/run", inputs=FILE, out="new.safetensors"))
-    own_input.check(built(predict, checkpoint="run", inputs=FILE, out="in/new.safetensors"))
+    own_input.check(built(predict, run="s3://a/run", input=FILE, out="new.safetensors"))
+    own_input.check(built(predict, run="run", input=FILE, out="in/new.safetensors"))
 
 
 def test_files_that_a_command_names_itself_are_compared_too(place, monkeypatch):
     Path("c_bad_lines.txt").touch()
-    tokenize = built(OPTIONS["data_tokenize"], input=("c_bad_lines.txt",), output_prefix="c")
+    tokenize = built(OPTIONS["data_tokenize"], input=("c_bad_lines.txt",), out="c")
     with pytest.raises(UserError, match=r"is --input c_bad_lines.txt"):
         own_input.check(tokenize)
     Path("x.safetensors.parts").mkdir()

@@ -79,6 +79,7 @@ def main() -> None:
     own, keys = flags.take_keys(words[length:]) if name in KEYED else (words[length:], [])
     module = name.replace(" ", "_").replace("-", "_")
     kind = of_command(name)
+    own = flag_advice.renamed(own, hints_of(kind))
     flag_advice.check(own, hints_of(kind), name)
     options = tyro.cli(
         uncaught(kind),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from titan_dit.system.launched_as import LaunchedAs
 from titan_dit import __version__
 from titan_dit.checks import layout, validate
 from titan_dit.checks.device import (
@@ -83,7 +84,7 @@ def check_launch(config: JobConfig) -> None:
     For every rank before the rendezvous, so that a wrong launch fails at once on all ranks.
     """
     # Only rank 0 looks if the run has started: a shared disk may show others less.
-    is_first = os.environ.get("RANK", "0") == "0"
+    is_first = LaunchedAs.here().is_first
     resuming = not is_first or resume.has_started(config.job, config.checkpoint)
     plan = resolve(config, started_ranks(), resuming)
     try:

@@ -8,13 +8,14 @@ import sys
 from titan_dit.config import catalog, config_file
 from titan_dit.config.job import JobConfig
 from titan_dit.launcher import allocator, disk_errors, failure, torch_range
+from titan_dit.system.launched_as import LaunchedAs
 
 
 def main() -> int:
     """Read the config, start the process group, train; return the exit code."""
     arguments = sys.argv[1:]
     if "--help" in arguments or "-h" in arguments:
-        if os.environ.get("RANK", "0") == "0":
+        if LaunchedAs.here().is_first:
             from titan_dit.config import help_text
 
             sys.stdout.write(help_text.help_of(arguments))
@@ -23,7 +24,7 @@ def main() -> int:
     arguments, dry_run_world = config_file.take_dry_run(arguments)
     config = config_file.load(arguments, catalog.variant)
     if dry_run_world is not None:
-        if os.environ.get("RANK", "0") == "0":
+        if LaunchedAs.here().is_first:
             from titan_dit.dry_run.command import dry_run
 
             dry_run(config, dry_run_world or None)

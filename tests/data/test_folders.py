@@ -186,7 +186,7 @@ def test_a_bad_file_is_one_error_from_whichever_process_reads_it(tmp_path, worke
 def test_a_folder_of_pictures_is_to_be_packed_first(tmp_path):
     pictures(tmp_path)
     message = refused(lambda: open_folder(tmp_path))
-    assert f"data pack --input {tmp_path} --output" in message
+    assert f"data pack --input {tmp_path} --out" in message
 
 
 def test_sources_reopen_in_a_process_that_was_not_forked(tmp_path):

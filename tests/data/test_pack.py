@@ -135,7 +135,7 @@ def a_file(output):
 
 PLACES = {
     leftover: "holds unfinished shards of other files or options",
-    a_dataset: "holds another dataset. Delete it or choose another --output",
+    a_dataset: "holds another dataset. Delete it or choose another --out",
     unclaimed: "holds shards of unknown origin, without a manifest.json",
     a_users_file: "is not empty: it holds thesis.tex",
     a_file: "is a file",

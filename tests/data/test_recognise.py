@@ -72,7 +72,7 @@ FILES = {
 
 def answers(path, monkeypatch):
     """What every way in says about a path."""
-    for words in (("pack", "--input", path, "--output", "out"), ("show", path)):
+    for words in (("pack", "--input", path, "--out", "out"), ("show", path)):
         monkeypatch.setattr(sys, "argv", ["titan_dit", "data", *map(str, words)])
         with pytest.raises(UserError) as caught:
             __main__.main()

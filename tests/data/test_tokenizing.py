@@ -39,7 +39,7 @@ def made(tmp_path_factory):
     text.write_bytes(LINES * 20)
     data_train_tokenizer.main(
         data_train_tokenizer.DataTrainTokenizerFlags(
-            input=(str(text),), output=str(path), vocabulary=280
+            input=(str(text),), out=str(path), vocabulary=280
         )
     )
     return path
@@ -53,7 +53,7 @@ def here(tmp_path, monkeypatch):
 
 def tokenize(*inputs, made, out="out", **options):
     options = {"workers": 1, "tokenizer": str(made)} | options
-    data_tokenize.main(data_tokenize.DataTokenizeFlags(input=inputs, output_prefix=out, **options))
+    data_tokenize.main(data_tokenize.DataTokenizeFlags(input=inputs, out=out, **options))
     level = "sentence" if options.get("split_sentences") else "document"
     return IndexedFile(Path(f"{out}_text_{level}"))
 
@@ -222,7 +222,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(here, made, monkeypatch):
     (here / "a.jsonl").write_bytes(LINES)
     monkeypatch.setattr(IndexedWriter, "add", full)
     message = refused_tokenize("a.jsonl", made=made)
-    assert "output-prefix=out_text_document cannot be written: No space left on device" in message
+    assert "--out out_text_document cannot be written: No space left on device" in message
 
 
 def test_full_shared_memory_is_one_line(here, made, monkeypatch):
@@ -240,7 +240,7 @@ def test_full_shared_memory_is_one_line(here, made, monkeypatch):
 def test_a_signal_deletes_what_was_begun_and_says_nothing(here, made, number):
     (here / "a.jsonl").write_bytes(LINES * 100_000)
     words = [sys.executable, "-m", "titan_dit", "data", "tokenize", "--input", "a.jsonl"]
-    words += ["--output-prefix", "out", "--tokenizer", str(made), "--workers", "2"]
+    words += ["--out", "out", "--tokenizer", str(made), "--workers", "2"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(
         words,
@@ -292,14 +292,14 @@ def test_vocabulary_files_of_bert_and_gpt2_become_a_tokenizer(here, made, capsys
 def test_a_tokenizer_is_trained_to_its_size_and_kind(here, made):
     assert read_tokenizer(made).vocabulary == 280
     (here / "a.txt").write_text(" ".join(TEXTS) * 5)
-    options = {"input": ("a.txt",), "output": "wp.json", "vocabulary": 60, "kind": "wordpiece"}
+    options = {"input": ("a.txt",), "out": "wp.json", "vocabulary": 60, "kind": "wordpiece"}
     data_train_tokenizer.main(data_train_tokenizer.DataTrainTokenizerFlags(**options, lower=True))
     found = read_tokenizer(here / "wp.json")
     assert {"[MASK]", "[CLS]", "to"} <= found.ids.keys()
     assert found.token_bytes() is None
     with pytest.raises(UserError, match="is there already"):
         data_train_tokenizer.main(data_train_tokenizer.DataTrainTokenizerFlags(**options))
-    options |= {"output": "new.json", "vocabulary": 20}
+    options |= {"out": "new.json", "vocabulary": 20}
     for kind, least in (("bpe", 257), ("wordpiece", "")):
         with pytest.raises(UserError, match=f"vocabulary=20 is fewer than the {least}"):
             data_train_tokenizer.main(

@@ -131,7 +131,7 @@ def test_half_a_surrogate_pair_is_a_bad_line_and_the_rest_goes_on(tmp_path, monk
     lines = ['{"text": "To be"}', '{"text": "lone \\ud83d here"}', '{"text": "\\ud83d\\ude00"}']
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     bad = 'a.jsonl:2: "text" has half a surrogate pair\n'
-    options = {"output": "new.json", "vocabulary": 260}
+    options = {"out": "new.json", "vocabulary": 260}
     data_train_tokenizer.main(
         data_train_tokenizer.DataTrainTokenizerFlags(input=("a.jsonl",), **options)
     )
@@ -139,7 +139,7 @@ def test_half_a_surrogate_pair_is_a_bad_line_and_the_rest_goes_on(tmp_path, monk
     assert f"  {bad}" in capsys.readouterr().out
     for workers in (1, 2):
         out = f"out{workers}"
-        options = {"tokenizer": "new.json", "output_prefix": out, "workers": workers}
+        options = {"tokenizer": "new.json", "out": out, "workers": workers}
         data_tokenize.main(data_tokenize.DataTokenizeFlags(input=("a.jsonl",), **options))
         assert Path(f"{out}_bad_lines.txt").read_text() == bad
         assert len(IndexedFile(Path(f"{out}_text_document"))) == 2

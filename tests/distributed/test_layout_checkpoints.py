@@ -161,7 +161,7 @@ def test_one_process_makes_an_average_of_any_layouts_snapshots(visits, tmp_path)
     folder, found = visits
     for number, key in enumerate(found):
         run, target = f"{folder}/{key[0]}-{key[1]}", tmp_path / str(number)
-        ema.main(EmaFlags(run=run, sigma_rel=0.1, to=str(target)))
+        ema.main(EmaFlags(run=run, sigma_rel=0.1, out=str(target)))
         saved, prefix = saved_by(found, key), "ema.power_0.1."
         expected = {n.removeprefix(prefix): t for n, t in saved.items() if n.startswith(prefix)}
         made = {name: torch.empty_like(tensor) for name, tensor in expected.items()}

@@ -174,9 +174,9 @@ READS_CHECKPOINT = (
     Command(
         "sample", {"run": RUN, "num": 1, "steps": 1, "out": "{o}/x.safetensors", "vae": "none"}
     ),
-    Command("convert", {"source": RUN, "to": "{o}/x.safetensors"}),
+    Command("convert", {"input": RUN, "out": "{o}/x.safetensors"}),
 )
-AVERAGE = Command("ema", {"run": RUN, "sigma_rel": 0.1, "to": "{o}/step-00000009"})
+AVERAGE = Command("ema", {"run": RUN, "sigma_rel": 0.1, "out": "{o}/step-00000009"})
 RESUME = Training(
     "train",
     {"config": "{i}/run/config.toml", "job.dir": RUN, "training.steps": "3", "sampling.every": "0"},
@@ -184,13 +184,13 @@ RESUME = Training(
 )
 SHOW = Command("data show", {"path": "{i}/set", "num": 2, "out": "{o}/x.png"})
 VERIFY = Command("data show", {"path": "{i}/set", "num": 2, "out": "{o}/x.png", "verify": True})
-PACK = Command("data pack", {"input": "{i}/set", "output": "{o}/set", "workers": 1})
+PACK = Command("data pack", {"input": "{i}/set", "out": "{o}/set", "workers": 1})
 PACK_PICTURES = Command(
-    "data pack", {"input": "{i}/set", "output": "{o}/set", "workers": 1, "image_size": PIXELS}
+    "data pack", {"input": "{i}/set", "out": "{o}/set", "workers": 1, "image_size": PIXELS}
 )
-ENCODING = {"output": "{o}/set", "image_size": PIXELS, "workers": 1}
+ENCODING = {"out": "{o}/set", "image_size": PIXELS, "workers": 1}
 VAE = {"vae": str(makers.ROOT / "examples" / "vae")}
-TOKENIZE = {"output_prefix": "{o}/x", "workers": 1}
+TOKENIZE = {"out": "{o}/x", "workers": 1}
 
 
 def encode(path):
@@ -266,7 +266,7 @@ FORMATS = {
             ),
             Command(
                 "predict",
-                {"checkpoint": RUN, "inputs": "{i}/inputs.safetensors", "out": "{o}/x.safetensors"},
+                {"run": RUN, "input": "{i}/inputs.safetensors", "out": "{o}/x.safetensors"},
             ),
         ),
         {"*.safetensors": mutators.any_safetensors},
@@ -321,7 +321,7 @@ FORMATS = {
             *(tokenize(*CORPORA),) * 3,
             Command(
                 "data train-tokenizer",
-                {"input": CORPORA, "output": "{o}/t.json", "vocabulary": 300},
+                {"input": CORPORA, "out": "{o}/t.json", "vocabulary": 300},
             ),
         ),
         {
@@ -383,7 +383,7 @@ FORMATS = {
     ),
     "pipeline": Format(
         makers.pipeline,
-        (Command("convert", {"source": "{i}/pipeline", "to": "{o}/step-00000001"}),),
+        (Command("convert", {"input": "{i}/pipeline", "out": "{o}/step-00000001"}),),
         {
             "pipeline/*.json": mutators.any_json,
             "pipeline/*/*.json": mutators.any_json,
@@ -394,7 +394,7 @@ FORMATS = {
         makers.weights,
         tuple(
             Command(
-                "convert", {"source": f"{{i}}/dit.{kind}", "to": "{o}/step-00000001", "heads": 2}
+                "convert", {"input": f"{{i}}/dit.{kind}", "out": "{o}/step-00000001", "heads": 2}
             )
             for kind in ("pt", "safetensors")
         ),
@@ -405,7 +405,7 @@ FORMATS = {
         tuple(
             Command(
                 "convert",
-                {"source": f"{{i}}/{name}", "to": "{o}/step-00000001", "heads": 2, "format": form},
+                {"input": f"{{i}}/{name}", "out": "{o}/step-00000001", "heads": 2, "format": form},
             )
             for name, form in (("sit.pt", "sit"), ("sit.safetensors", None), ("args.pt", None))
         ),
@@ -413,7 +413,7 @@ FORMATS = {
     ),
     "peft": Format(
         makers.adapters,
-        (Command("convert", {"source": "{i}/peft", "to": "{o}/step-00000001", "base": RUN}),),
+        (Command("convert", {"input": "{i}/peft", "out": "{o}/step-00000001", "base": RUN}),),
         {"peft/*.json": mutators.any_json, "peft/*.safetensors": mutators.any_safetensors},
     ),
     "scored run": Format(
@@ -424,7 +424,7 @@ FORMATS = {
     ),
     "language model": Format(
         makers.language_model,
-        (Command("convert", {"source": "{i}/gpt2", "to": "{o}/step-00000001"}),),
+        (Command("convert", {"input": "{i}/gpt2", "out": "{o}/step-00000001"}),),
         {"gpt2/config.json": mutators.any_json, "gpt2/model.safetensors": mutators.any_safetensors},
     ),
     "config": Format(

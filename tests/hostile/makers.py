@@ -136,7 +136,7 @@ def text_run(folder):
 
 
 def inputs(folder):
-    """A run, and files of `sample --noise` and `predict --inputs` for it."""
+    """A run, and files of `sample --noise` and `predict --input` for it."""
     run(folder)
     labels = torch.tensor([3])
     save_file({"noise": torch.randn(1, 1, 8, 8), "labels": labels}, folder / "noise.safetensors")

@@ -70,5 +70,5 @@ def save_run(folder, vae, objective, **model):
 
 def converted(source, target, **flags):
     """`convert`; the target's path."""
-    convert.main(ConvertFlags(source=str(source), to=str(target), **flags))
+    convert.main(ConvertFlags(input=str(source), out=str(target), **flags))
     return Path(target)

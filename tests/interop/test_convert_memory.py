@@ -39,12 +39,12 @@ convert.main(ConvertFlags(**json.loads(sys.argv[1])))
 print(f"peak {peak() - before}")
 """
 STEPS = {
-    "export to .safetensors": {"source": "dit", "to": "a.safetensors"},
-    "import of .safetensors": {"source": "a.safetensors", "to": "a"},
-    "export to .pt": {"source": "dit", "to": "b.pt"},
-    "import of .pt": {"source": "b.pt", "to": "b", "heads": 16},
-    "export to diffusers": {"source": "diffusers", "to": "c"},
-    "import from diffusers": {"source": "c", "to": "d"},
+    "export to .safetensors": {"input": "dit", "out": "a.safetensors"},
+    "import of .safetensors": {"input": "a.safetensors", "out": "a"},
+    "export to .pt": {"input": "dit", "out": "b.pt"},
+    "import of .pt": {"input": "b.pt", "out": "b", "heads": 16},
+    "export to diffusers": {"input": "diffusers", "out": "c"},
+    "import from diffusers": {"input": "c", "out": "d"},
 }
 
 

@@ -20,6 +20,7 @@ from titan_dit.commands import convert
 from titan_dit.commands.flags import ConvertFlags
 from titan_dit.config.section import UserError
 from titan_dit.interop import imported, tensor_file
+from titan_dit.system import files
 from titan_dit.trained_model import open_weights
 
 GPT2 = Path(__file__).resolve().parent.parent / "fixtures" / "hugging_face" / "gpt2"
@@ -46,7 +47,7 @@ def convert_and_die(moment, flags):
     elif moment == "copy":
         shutil.copyfile = kill_self
     else:
-        imported.sync_folder = kill_self
+        files.sync_folder = kill_self
     convert.main(ConvertFlags(**flags))
 
 
@@ -89,7 +90,7 @@ def digests(path):
 @pytest.mark.parametrize("case", CASES)
 def test_after_a_kill_the_same_command_makes_the_same_files(case, runs, tmp_path):
     source, name, moments = CASES[case]
-    flags = {"source": str(runs / source), "to": str(tmp_path / name)}
+    flags = {"input": str(runs / source), "out": str(tmp_path / name)}
     for moment in moments:
         process = forked.call(convert_and_die, moment, flags)
         process.join(60)
@@ -100,9 +101,9 @@ def test_after_a_kill_the_same_command_makes_the_same_files(case, runs, tmp_path
         # What is left is neither a checkpoint nor a folder of weights for this command.
         with pytest.raises(UserError, match=r"no checkpoint found|is not a checkpoint"):
             converted(left, tmp_path / "again.pt")
-    whole = digests(converted(flags["source"], flags["to"]))
+    whole = digests(converted(flags["input"], flags["out"]))
     assert [path.name for path in tmp_path.iterdir()] == [name]
-    assert whole == digests(converted(flags["source"], tmp_path / "undisturbed" / name))
+    assert whole == digests(converted(flags["input"], tmp_path / "undisturbed" / name))
 
 
 def test_what_a_link_points_to_is_written(tmp_path):
@@ -123,7 +124,7 @@ def test_what_another_process_is_writing_is_left_alone(tmp_path):
     living, dead, other = (tmp_path / f"a.{n}.partial" for n in ("1", "2", "x"))
     for folder in (living, dead, other):
         folder.mkdir()
-    lock = imported.locked(living)
+    lock = files.locked(living)
     with imported.new_output(tmp_path / "a") as place:
         place.write_text("whole")
     os.close(lock)
@@ -138,8 +139,8 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(runs, tmp_path, monkeypatch)
     for source, name in (("dit", "a.pt"), ("run", "a"), ("gpt", "b")):
         with pytest.raises(UserError) as caught:
             converted(runs / source, tmp_path / name)
-        expected = f"--to {tmp_path / name} cannot be written: No space left on device."
-        assert str(caught.value) == expected
+        expected = f"--out {tmp_path / name} cannot be written: No space left on device."
+        assert str(caught.value) == f"{expected} Free some space, or name another path."
     assert list(tmp_path.iterdir()) == []
 
 

@@ -147,7 +147,7 @@ def test_what_lora_does_not_have_is_refused(base, tmp_path, config, message):
     folder = write_adapter(tmp_path / "given", transformer_of(transformer), names, **config)
     with pytest.raises(UserError, match=message) as raised:
         converted(folder, tmp_path / "to", base=str(run))
-    assert str(raised.value).startswith(f"--from {folder}: adapter_config.json")
+    assert str(raised.value).startswith(f"--input {folder}: adapter_config.json")
 
 
 def test_misfits_name_the_layer_and_the_flag(base, tmp_path):
@@ -175,7 +175,7 @@ def test_misfits_name_the_layer_and_the_flag(base, tmp_path):
         converted(run, tmp_path / "to", format="peft")
     with pytest.raises(UserError, match=r"a.safetensors: peft's format is a folder"):
         converted(run, tmp_path / "a.safetensors", format="peft")
-    with pytest.raises(UserError, match="--format peft: --from"):
+    with pytest.raises(UserError, match="--format peft: --input"):
         converted(file, tmp_path / "to", format="peft")
 
 

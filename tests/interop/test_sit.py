@@ -82,7 +82,7 @@ def velocity(w, x, t, y):
 
 
 def converted(source, target, **flags):
-    convert.main(ConvertFlags(source=str(source), to=str(target), **flags))
+    convert.main(ConvertFlags(input=str(source), out=str(target), **flags))
     return Path(target)
 
 

@@ -28,7 +28,7 @@ NUM = 24
 
 
 def command(output, *more):
-    words = ("--input", "in", "--output", output, "--vae", "vae", "--image-size", "8")
+    words = ("--input", "in", "--out", output, "--vae", "vae", "--image-size", "8")
     words += ("--flip", "true", "--batch-size", "2", "--shard-size", "2", "--workers", "1")
     return [sys.executable, "-m", "titan_dit", "data", "encode", *words, *more]
 

@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
         done = run((*TITAN_DIT, *words), folder, NGPU=1)
         assert done.returncode == 0, done.stderr
 
-    alone(*ENCODE, "--output", "one/set")
+    alone(*ENCODE, "--out", "one/set")
     flags = ("--data.name", "latents", "--data.path", "one/set", "--sampling.every", 0)
     flags += ("--model.latent_size", 4, "--model.channels", 2, "--model.num_classes", 3)
     flags += ("--training.steps", 2, "--metrics.tensorboard", "false")
@@ -80,9 +80,9 @@ def net(tmp_path):
 
 
 def test_two_hosts_encode_to_the_bytes_of_one(folder, net):
-    on_two_hosts(folder, net, *TORCHRUN, *ENCODE, "--output", "two/set")
+    on_two_hosts(folder, net, *TORCHRUN, *ENCODE, "--out", "two/set")
     assert files_in(folder / "two" / "set") == files_in(folder / "one" / "set")
-    on_two_hosts(folder, net, *TITAN_DIT, *ENCODE, "--output", "other/set", **LAUNCHER)
+    on_two_hosts(folder, net, *TITAN_DIT, *ENCODE, "--out", "other/set", **LAUNCHER)
     assert files_in(folder / "other" / "set") == files_in(folder / "one" / "set")
 
 

@@ -25,13 +25,16 @@ from pathlib import Path
 
 from titan_dit.checkpoint.store import Location, read_text, store_of
 from titan_dit.config.section import UserError
-from titan_dit.launcher.disk_errors import reason_of, refuse_full
+from titan_dit.launcher.disk_errors import refuse_full
 from titan_dit.launcher.failure import LAUNCH, LEFT, USER_ERROR, report
 from titan_dit.launcher.ranks import Ranks
-from titan_dit.system import process_identity
+from titan_dit.system import process_identity, run_files
 from titan_dit.system.file_lock import open_locked
+from titan_dit.system.files import reason_of
 
-FILE = "run.lock"
+FILE = run_files.LOCK
+MOST_BYTES = 1 << 16
+"""Bytes of a lock that are read; a longer file is no lock."""
 BEAT_S = 15.0
 """Interval between renewals."""
 STALE_S = 120.0
@@ -252,7 +255,7 @@ class Lock:
     def read(self) -> Holder | None:
         """Return the holder; None if the file is missing or truncated. May raise OSError."""
         try:
-            return Holder.of(read_text(self.file))
+            return Holder.of(read_text(self.file, MOST_BYTES))
         except (FileNotFoundError, UnicodeDecodeError):
             return None
 

@@ -12,8 +12,9 @@ from titan_dit.checkpoint.run_checkpoints import NAME, Checkpoints, step_of
 from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
 from titan_dit.config import config_file
 from titan_dit.config.section import UserError
+from titan_dit.system import run_files
 
-CONFIG = "config.toml"
+CONFIG, CHECKPOINTS = run_files.CONFIG, run_files.CHECKPOINTS
 OF_LIBRARIES = ("config.json", "model_index.json")
 """Files by which a folder of transformers or diffusers is recognised."""
 WANTED = "Give a run directory such as outputs/digits, its checkpoints folder, or one checkpoint."
@@ -41,7 +42,7 @@ class RunPath:
         runs = [name for name in store.names(self.given) if store.has(self.given / name / CONFIG)]
         if any(store.has(self.given / name) for name in OF_LIBRARIES):
             hint = (
-                f"Import weights first: python -m titan_dit convert --from {self.given} --to DIR."
+                f"Import weights first: python -m titan_dit convert --input {self.given} --out DIR."
             )
         elif runs and not store.has(self.given / CONFIG):
             more = ", ..." if len(runs) > 4 else ""
@@ -62,8 +63,8 @@ def resolve(given: Location) -> RunPath:
         return RunPath(given, run_of(folder), Checkpoints(folder), where)
     if any(NAME.fullmatch(name) for name in names):
         return RunPath(given, run_of(where), Checkpoints(where), None)
-    checkpoints = Checkpoints(where / "checkpoints")
-    if "checkpoints" not in names and CONFIG in names and isinstance(where, Path):
+    checkpoints = Checkpoints(where / CHECKPOINTS)
+    if CHECKPOINTS not in names and CONFIG in names and isinstance(where, Path):
         table = config_file.read_toml(where / CONFIG).get("checkpoint", {})
         if table.get("dir"):
             checkpoints = Checkpoints(location(str(table["dir"])))

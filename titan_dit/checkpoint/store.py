@@ -272,7 +272,7 @@ def store_of(where: Location) -> Store:
     return ObjectStore(where) if isinstance(where, URL) else Disk()
 
 
-def read_text(file: Location) -> str:
-    """Read a UTF-8 file. Raises UnicodeDecodeError if it is not UTF-8."""
+def read_text(file: Location, most: int = -1) -> str:
+    """Read a UTF-8 file, or its first `most` characters. Raises UnicodeDecodeError."""
     with store_of(file).open(file) as stream:
-        return io.TextIOWrapper(stream, encoding="utf-8").read()
+        return io.TextIOWrapper(stream, encoding="utf-8").read(most)

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.tensor import DTensor
 
+from titan_dit.system.launched_as import LaunchedAs
 from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.operation import MetricsConfig, ProfileConfig
 from titan_dit.config.section import UserError, show
@@ -113,9 +114,9 @@ def state_bytes(
 def rank_memory() -> tuple[int | None, str]:
     """Bytes available to one rank, and the name of that memory; None if unknown."""
     if torch.cuda.is_available():
-        device = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        device = LaunchedAs.here().local_rank % torch.cuda.device_count()
         return torch.cuda.get_device_properties(device).total_memory, "the GPU"
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = LaunchedAs.here().local_world_size
     host = host_memory()
     return (None if host is None else host // ranks), "this machine's free memory"
 

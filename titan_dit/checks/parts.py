@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from titan_dit.system import run_files
 from titan_dit.config import dotted_names
 from titan_dit.config.job import JobConfig
 from titan_dit.config.parameter_groups import (
@@ -45,8 +46,6 @@ MEMBERS = {
 }
 """Required members of an objective."""
 ROWS = 2
-OWN = ("checkpoints", "snapshots", "profile", "samples-seen")
-"""Folders of a run."""
 
 
 def validate_parts(
@@ -344,7 +343,7 @@ def check_folders(config: JobConfig) -> None:
             data = Path(os.path.realpath(source))
             if data == made or data in made.parents:
                 how = "is" if data == made else "lies in"
-            elif made in data.parents and data.relative_to(made).parts[0] in OWN:
+            elif made in data.parents and data.relative_to(made).parts[0] in run_files.FOLDERS:
                 how = "holds, among its own files,"
             else:
                 continue

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_dit.commands import results_file
 from titan_dit.commands.flags import BenchAttentionFlags
 from titan_dit.kernels import attention
 from titan_dit.kernels.attention_choice import AttentionShape
@@ -43,13 +44,21 @@ def main(options: BenchAttentionFlags) -> None:
     rows, refused = [], {}
     progress = ProgressLine(len(options.tokens) * len(options.backends), "kernels")
     for tokens in options.tokens:
-        of_rank = heads, tokens // options.ring, head_dim, DTYPES[options.dtype], device
-        shape = AttentionShape(*of_rank, options.ring > 1, mask)
+        shape = AttentionShape(
+            heads,
+            tokens // options.ring,
+            head_dim,
+            DTYPES[options.dtype],
+            device,
+            options.ring > 1,
+            mask,
+        )
         for name in options.backends:
             reason = attention.refusal(name, shape)
             if reason is None:
-                ring_of = options.ring, options.compiled
-                rows.append(row(name, shape, options.batch, options.laps, *ring_of))
+                rows.append(
+                    row(name, shape, options.batch, options.laps, options.ring, options.compiled)
+                )
             else:
                 refused[name] = reason
             progress.add(1)
@@ -63,10 +72,8 @@ def main(options: BenchAttentionFlags) -> None:
         found = {"benchmark": "attention", **describe_device(device), "batch": options.batch}
         found |= {"heads": heads, "head_dim": head_dim, "dtype": options.dtype}
         found |= {"ring": options.ring, "compiled": options.compiled, "causal": options.causal}
-        path = Path(options.out)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found | {"rows": rows, "refused": refused}, indent=2) + "\n")
-        console.say(f"wrote {options.out}")
+        found |= {"rows": rows, "refused": refused}
+        results_file.write("--out", Path(options.out), json.dumps(found, indent=2) + "\n")
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from titan_dit.models.dit import DiTConfig
 from titan_dit.observe import console
 from titan_dit.pictures import autoencoder
 from titan_dit.recovery.initial_weights import names_in
+from titan_dit.system.files import write_json
 from titan_dit.trained_model import SavedWeights, open_weights
 
 
@@ -59,13 +60,13 @@ def counterpart(run: SavedWeights, where: str) -> DiffusersDiT:
 def write_adapter(source: str, target: Path, run: SavedWeights, as_is: bool) -> None:
     """Export the adapters of a run alone."""
     if target.suffix in tensor_file.WEIGHT_SUFFIXES:
-        raise UserError(f"--to {target}: peft's format is a folder. Name one, such as adapter.")
-    found = counterpart(run, f"--from {source}")
+        raise UserError(f"--out {target}: peft's format is a folder. Name one, such as adapter.")
+    found = counterpart(run, f"--input {source}")
     assert isinstance(run.model_config, DiTConfig)
     diffusers_dit.check_expressible(run.model_config, as_is)
     saved, given = run.saved, run.record["config"].get("lora", {})
     if not saved.adapters:
-        raise UserError(f"--from {source} was not trained with [lora]: it has no adapters.")
+        raise UserError(f"--input {source} was not trained with [lora]: it has no adapters.")
     if trained := given["trained"]:
         raise UserError(
             f"[lora] trained={show(tuple(trained))}: these parameters belong to no adapter. Export "
@@ -83,7 +84,7 @@ def write_adapter(source: str, target: Path, run: SavedWeights, as_is: bool) -> 
     config = peft.config_json(theirs, rank, saved.scale * rank, base.get("init", ""))
     with writing(target, theirs.values()), new_output(target) as place:
         place.mkdir()
-        (place / peft.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        write_json(place / peft.CONFIG, config)
         tensor_file.write_safetensors(place, peft.WEIGHTS, theirs, theirs.items())
     console.say(f"wrote   {target}: adapters of {len(config['target_modules'])} layers for peft")
     console.say(f"        from {run.path}, step {run.step} ({run.weights})")
@@ -97,21 +98,21 @@ def check_base(source: str, run: SavedWeights, given: Mapping[str, Any]) -> None
     whole = "Export the whole network, without --format peft."
     if changed := given.get("reinitialize"):
         raise UserError(
-            f"--from {source} began with [checkpoint] reinitialize={show(tuple(changed))}: its "
+            f"--input {source} began with [checkpoint] reinitialize={show(tuple(changed))}: its "
             f"adapters fit no other weights. {whole}"
         )
     if not given.get("init"):
         return
     try:
-        base = read_record(find_checkpoint(location(given["init"]), None, "--from"))
+        base = read_record(find_checkpoint(location(given["init"]), None, "--input"))
     except UserError:
         console.say(f"not checked: the classes of {given['init']}, where the run began; not found")
         return
     before, now = (names_in(record["data"]) for record in (base, run.record))
     if before and now and before != now:
         raise UserError(
-            f"--from {source} has other classes than {given['init']}, where it began: its adapters "
-            f"do not fit that table of classes. {whole}"
+            f"--input {source} has other classes than {given['init']}, where it began: its "
+            f"adapters do not fit that table of classes. {whole}"
         )
 
 
@@ -119,7 +120,7 @@ def read_adapter(source: Path, target: Path, options: ConvertFlags) -> None:
     """Write a checkpoint of a base's weights with the adapters of a folder."""
     base = options.base
     if not base:
-        raise UserError(f"--from {source} is an adapter. Name the run of its weights with --base.")
+        raise UserError(f"--input {source} is an adapter. Name the run of its weights with --base.")
     path = find_checkpoint(location(base), options.step, "--base")
     run = open_weights(path, options.weights or "ema", options.decay, options.trust)
     network = counterpart(run, f"--base {base}")
@@ -129,7 +130,7 @@ def read_adapter(source: Path, target: Path, options: ConvertFlags) -> None:
         layers = tuple(n.removesuffix(ends) for n in adapters.tensors if n.endswith(ends))
         given = LoRAConfig(rank=adapters.rank, alpha=adapters.alpha, targets=layers)
     except UserError as error:
-        raise UserError(f"--from {source}: {error}") from None
+        raise UserError(f"--input {source}: {error}") from None
     table = asdict(given) | {"targets": list(given.targets), "trained": []}
     origin = {"init": base, "init_weights": options.weights or "ema", "reinitialize": []}
     start = run.record["config"]["checkpoint"] | origin | {"resume": "auto"}
@@ -201,7 +202,7 @@ def read_diffusers(source: Path, target: Path, scale: float | None) -> None:
         facts = facts_of(source if whole else None, found.config, names, scale)
         record = imported.record_of_dit(found.config, objective, facts)
     except UserError as error:
-        raise UserError(f"--from {source}: {error}") from None
+        raise UserError(f"--input {source}: {error}") from None
     config = found.config
     console.say(f"read    {source}: {numel(ours):,} parameters, {config.num_classes} classes")
     console.say(f"        objective: {', '.join(f'{k} {v}' for k, v in objective.items())}")
@@ -323,7 +324,7 @@ def read_language_model(source: Path, target: Path) -> None:
         tensors = hugging_face.read_weights(source)
         ours = hugging_face.to_ours(family, model, objective, tensors)
     except UserError as error:
-        raise UserError(f"--from {source}: {error}") from None
+        raise UserError(f"--input {source}: {error}") from None
     files = hugging_face.tokenizer_files(source)
     named = (
         str(target.resolve() / TOKENIZER / LANGUAGE_MODEL_FILE)
@@ -363,9 +364,9 @@ def write_language_model(source: Location, target: Path, run: SavedWeights) -> N
         family = hugging_face.family_for(run.model_config)
         config = family.config(run.model_config, objective)
     except UserError as error:
-        raise UserError(f"--from {source}: {error}") from None
+        raise UserError(f"--input {source}: {error}") from None
     if target.suffix in (".pt", ".pth", ".safetensors", ".bin"):
-        raise UserError(f"--to {target}: model {run.model_config.name} is written as a folder.")
+        raise UserError(f"--out {target}: model {run.model_config.name} is written as a folder.")
     ours = run.tensors
     layouts = hugging_face.layouts_of(family, run.model_config, ours.outline)
     outline = dict(tensor_layouts.to_theirs(layouts, ours.outline))
@@ -446,7 +447,7 @@ def read_original(source: Path, target: Path, options: ConvertFlags) -> None:
     try:
         weights = tensor_file.read_weight_file(source)
     except UserError as error:
-        raise UserError(f"--from {error}") from None
+        raise UserError(f"--input {error}") from None
     try:
         original = original_dit.infer(weights.ema, options.heads or known_heads(weights))
         objective = objective_of_original(weights, original, options)
@@ -461,7 +462,7 @@ def read_original(source: Path, target: Path, options: ConvertFlags) -> None:
         )
         record = imported.record_of_dit(original.config, objective, facts)
     except UserError as error:
-        raise UserError(f"--from {source}: {error}") from None
+        raise UserError(f"--input {source}: {error}") from None
     tensors: dict[str, Any] = {"model": model, "ema": {imported.EMA_DECAY: ema}}
     console.say(f"read    {source}: {describe(original, ema)}")
     console.say(f"        objective: {', '.join(f'{k} {v}' for k, v in objective.items())}")
@@ -505,7 +506,7 @@ def objective_of_original(
         original_dit.check_arguments_of_sit(weights.arguments)
         stored = stored or dict(original_dit.SIT_OBJECTIVE)
         original_dit.check_expressible_as_sit(stored)
-    if not stored and options.format is None and original_dit.is_named_sit(options.source):
+    if not stored and options.format is None and original_dit.is_named_sit(options.input):
         console.say(
             "warning: by its name the file is SiT's, but it does not say so itself and is read as "
             "the original DiT's. If it is SiT's, repeat with --format sit"
@@ -607,7 +608,7 @@ OF_RUNS = ("weights", "decay", "step")
 
 
 class Kind(NamedTuple):
-    """What --from can be."""
+    """What --input can be."""
 
     name: str
     use: str
@@ -624,20 +625,20 @@ FLAGS = dict.fromkeys(flag for kind in (FILE, RUN, PEFT, DIFFUSERS) for flag in 
 
 
 def main(options: ConvertFlags) -> None:
-    """Import if --from is a file, or a folder of another library; export a run or a checkpoint."""
-    source, target = location(options.source), Path(options.to)
-    if isinstance(location(options.to), URL) or not target.name:
-        raise UserError(f"--to {options.to}: give the path of a new file or folder on a disk.")
+    """Import if --input is a file, or a folder of another library; export a run or a checkpoint."""
+    source, target = location(options.input), Path(options.out)
+    if isinstance(location(options.out), URL) or not target.name:
+        raise UserError(f"--out {options.out}: give the path of a new file or folder on a disk.")
     kind = kind_of(source)
     writes = kind is RUN
-    check_flags(options, kind.flags, f"{kind.use} (--from {source} is a {kind.name})")
+    check_flags(options, kind.flags, f"{kind.use} (--input {source} is a {kind.name})")
     if target.exists() and (writes or not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"--to {target} exists. Choose another name, or delete it.")
+        raise UserError(f"--out {target} exists. Choose another name, or delete it.")
     if not writes and target.suffix in tensor_file.WEIGHT_SUFFIXES:
-        raise UserError(f"--to {target}: a checkpoint is a folder. Name one, such as dit_xl2.")
+        raise UserError(f"--out {target}: a checkpoint is a folder. Name one, such as dit_xl2.")
     if not writes and options.format == "peft":
         raise UserError(
-            f"--format peft: --from {source} is a {kind.name}, not a run with adapters."
+            f"--format peft: --input {source} is a {kind.name}, not a run with adapters."
         )
     if isinstance(source, URL) or writes:
         export(source, target, options)
@@ -652,7 +653,7 @@ def main(options: ConvertFlags) -> None:
 
 
 def kind_of(source: Location) -> Kind:
-    """What --from is."""
+    """What --input is."""
     if isinstance(source, URL):
         return RUN
     if peft.is_directory(source):
@@ -673,25 +674,25 @@ def check_flags(options: ConvertFlags, flags: tuple[str, ...], use: str) -> None
 
 def export(source: Location, target: Path, options: ConvertFlags) -> None:
     """Export a checkpoint: a DiT as a file or for diffusers, a language model as a folder."""
-    path = find_checkpoint(source, options.step, "--from")
+    path = find_checkpoint(source, options.step, "--input")
     run = open_weights(path, options.weights or "ema", options.decay, options.trust)
     config = run.model_config
     if options.format == "peft":
         check_flags(options, (*OF_RUNS, "as_is", "format"), "an export of adapters (--format peft)")
-        write_adapter(options.source, target, run, options.as_is)
+        write_adapter(options.input, target, run, options.as_is)
     elif type(config) is not DiTConfig:  # A class derived from it may have other parameters.
-        use = f"the export of a {config.name} model (--from {source})"
+        use = f"the export of a {config.name} model (--input {source})"
         check_flags(options, OF_RUNS, use)
         write_language_model(source, target, run)
     elif target.suffix in tensor_file.WEIGHT_SUFFIXES:
-        check_flags(options, (*OF_RUNS, "format"), f"an export to a file (--to {target})")
+        check_flags(options, (*OF_RUNS, "format"), f"an export to a file (--out {target})")
         write_original(target, run, config, options.format)
     elif target.suffix:
         raise UserError(
-            f"--to {target}: name a .pt or .safetensors file, or for diffusers a folder without a "
+            f"--out {target}: name a .pt or .safetensors file, or for diffusers a folder without a "
             "suffix."
         )
     else:
-        use = f"an export to diffusers (--to {target} has no suffix)"
+        use = f"an export to diffusers (--out {target} has no suffix)"
         check_flags(options, (*OF_RUNS, "vae", "as_is"), use)
         write_diffusers(target, run, config, options.vae, options.as_is)

@@ -1,6 +1,6 @@
 """`python -m titan_dit data encode`: pictures to shards of latents, by an autoencoder.
 
-    python -m titan_dit data encode --input PICTURES --output SET --vae DIR --image-size 256
+    python -m titan_dit data encode --input PICTURES --out SET --vae DIR --image-size 256
     NGPU=8 python -m titan_dit data encode ...
 
 Without NGPU one process runs per GPU, or up to two on a CPU. Under another launcher, such as
@@ -9,7 +9,6 @@ torchrun, each rank is this command.
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from titan_dit.pictures.encode import EncodePlan, make_plan
 from titan_dit.pictures.picture_set import Asked
 from titan_dit.pictures.readers import open_input
 from titan_dit.system.files import reason_of
+from titan_dit.system.launched_as import LaunchedAs
 from titan_dit.system.progress import ProgressLine
 from titan_dit.trained_model import device_of
 
@@ -49,7 +49,7 @@ def main(options: DataEncodeFlags) -> None:
 def run(options: DataEncodeFlags, device: torch.device) -> None:
     """Encode this rank's chunks; the first rank writes the manifest. Collective."""
     ranks = Ranks.with_own_group()
-    source, output = Path(options.input), Path(options.output)
+    source, output = Path(options.input), Path(options.out)
     classes = read_classes(options.classes, EncodePlan.command)
     asked = Asked(
         classes=classes,
@@ -110,7 +110,7 @@ def begin(
         stack.enter_context(claimed(output, plan.digest(), plan.command))
         return encode.todo_of(plan, output, verify)
     except OSError as error:
-        raise UserError(f"[data encode] output={output}: {reason_of(error)}.") from None
+        raise UserError(f"[data encode] out={output}: {reason_of(error)}.") from None
 
 
 def encode_share(
@@ -125,7 +125,7 @@ def encode_share(
     mine = todo[ranks.rank :: ranks.count]
     total = len(plan.pictures)
     left, own = (sum(len(plan.rows(chunk)) for chunk in chunks) for chunks in (todo, mine))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local = LaunchedAs.here().local_world_size
     threads = workers or max(1, min(MOST_WORKERS, train.num_cores() // local))
     progress = ProgressLine(total, "pictures", resumes=True)
     counts = [0, 0]

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from titan_dit.commands.flags import DataExampleFlags
 from titan_dit.config.section import UserError
+from titan_dit.launcher.disk_errors import writing
 from titan_dit.observe import console
 from titan_dit.pictures import output
 from titan_dit.pictures.output import METADATA
-from titan_dit.system.files import reason_of, replacing_folder
+from titan_dit.system.files import new_path, write_whole
 from titan_dit.system.progress import ProgressLine
 
 SOURCE = Path(__file__).resolve().parents[2] / "examples"
@@ -28,17 +29,18 @@ def main(options: DataExampleFlags) -> None:
     if out.exists():
         raise UserError(f"--out {out} exists. Choose another folder, or delete it.")
     lines = (source / output.SHEET_CAPTIONS).read_text().splitlines()
-    try:
-        with replacing_folder(out) as aside, ProgressLine(len(lines), "pictures") as progress:
-            for line, picture in output.read_sheet(source):
-                file = aside / line["file_name"]
-                file.parent.mkdir(exist_ok=True)
-                picture.save(file)
-                progress.add(1)
-            (aside / METADATA).write_text("".join(f"{line}\n" for line in lines))
-            notice = source / "NOTICE"
-            shutil.copy(notice, aside / notice.name)
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {reason_of(error)}.") from None
+    with (
+        writing(f"--out {out}"),
+        new_path(out) as place,
+        ProgressLine(len(lines), "pictures") as progress,
+    ):
+        for line, picture in output.read_sheet(source):
+            file = place / line["file_name"]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            picture.save(file)
+            progress.add(1)
+        write_whole(place / METADATA, "".join(f"{line}\n" for line in lines))
+        notice = source / "NOTICE"
+        shutil.copy(notice, place / notice.name)
     classes = {json.loads(line)["label"] for line in lines}
     console.say(f"wrote {out}: {len(lines):,} pictures of {len(classes)} classes, {METADATA}")

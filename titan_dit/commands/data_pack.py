@@ -19,7 +19,7 @@ from titan_dit.system.progress import ProgressLine
 
 def main(options: DataPackFlags) -> None:
     """Plan and write the shards, and print a summary."""
-    source, output = Path(options.input), Path(options.output)
+    source, output = Path(options.input), Path(options.out)
     plan = pack.make_plan(
         source,
         output,

@@ -10,7 +10,6 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from titan_dit.commands.flags import DataShowFlags
-from titan_dit.commands.results_file import writing
 from titan_dit.config.section import UserError
 from titan_dit.data.folders import LatentFolder
 from titan_dit.data.held_out import group_sizes
@@ -23,6 +22,7 @@ from titan_dit.data.token_windows import PART, digest_of
 from titan_dit.data.tokenizer_file import read_tokenizer
 from titan_dit.data.tokenizing import tokenizer as tokenizers
 from titan_dit.diffusion.objective import to_model_units
+from titan_dit.launcher.disk_errors import writing
 from titan_dit.observe import console
 from titan_dit.pictures.output import draw_grid
 from titan_dit.rng import SampleRNG
@@ -147,7 +147,7 @@ def show_latents(path: Path, options: DataShowFlags) -> None:
         values = latents[:, channel]
         console.say(f"  channel {channel}: mean {values.mean():+.3f}, std {values.std():.3f}")
     shown = samples["latent"][:, :channels].float()
-    with writing("--out", out):
+    with writing(f"--out {out}"):
         draw_grid(out, shown, samples["label"].tolist(), facts.value_range, facts.class_names)
     console.say(f"drew {out}")
 

@@ -23,6 +23,7 @@ from titan_dit.data.tokenizing.chunks import (
     read_chunks,
 )
 from titan_dit.data.tokenizing.pool import Encoded, Recipe, encode_all
+from titan_dit.launcher.disk_errors import writing
 from titan_dit.observe import console
 from titan_dit.system.files import write_whole
 from titan_dit.system.progress import ProgressLine, count
@@ -42,7 +43,7 @@ def main(options: DataTokenizeFlags) -> None:
         if bin_of(prefix).exists() or idx_of(prefix).exists():
             raise UserError(
                 f"[{TOKENIZE}] {prefix}.bin or .idx is there already. Delete both, or choose "
-                "another --output-prefix."
+                "another --out."
             )
         prefix.parent.mkdir(parents=True, exist_ok=True)
     console.say(
@@ -137,7 +138,7 @@ def write_all(
     totals, progress = Totals(), ProgressLine(size, "B", what="tokenized", form=count)
     dtype = np.dtype(recipe.dtype)
     try:
-        with ExitStack() as stack:
+        with writing(f"--out {prefixes[0]}", "Nothing was written."), ExitStack() as stack:
             writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
             for encoded, done in encode_all(recipe, chunks, workers):
                 totals.add(encoded)
@@ -152,11 +153,6 @@ def write_all(
                     f"[{TOKENIZE}] no document found: {len(totals.bad):,} bad lines{first}. "
                     f"{advice_for(totals.bad)} Nothing was written."
                 )
-    except OSError as error:
-        raise UserError(
-            f"[{TOKENIZE}] output-prefix={prefixes[0]} cannot be written: {error.strerror}. Free "
-            "some space, or choose another; nothing was written."
-        ) from None
     finally:
         progress.end()
     return totals
@@ -180,7 +176,7 @@ def report(totals: Totals, prefixes: list[Path], options: DataTokenizeFlags, mad
     tokenizer = options.tokenizer
     if not tokenizer:
         tokenizer = options.made_tokenizer
-        write_whole(Path(tokenizer), tokenizers.text_of(made).encode())
+        write_whole(Path(tokenizer), tokenizers.text_of(made))
         console.say(f"wrote {tokenizer}")
     console.say(
         f"wrote {totals.documents:,} documents, {totals.sequences:,} sequences, "

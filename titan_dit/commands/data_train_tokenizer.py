@@ -30,8 +30,8 @@ def main(options: DataTrainTokenizerFlags) -> None:
     """Train, and write the file."""
     inputs = [Path(name) for name in options.input]
     size = check_inputs(inputs, TRAIN_TOKENIZER)
-    if Path(options.output).exists():
-        raise UserError(f"[{TRAIN_TOKENIZER}] output={options.output} is there already. Delete it.")
+    if Path(options.out).exists():
+        raise UserError(f"[{TRAIN_TOKENIZER}] out={options.out} is there already. Delete it.")
     if options.lower and options.kind == "bpe":
         raise UserError(
             f"[{TRAIN_TOKENIZER}] --lower is of --kind wordpiece: bpe keeps every byte."
@@ -39,7 +39,6 @@ def main(options: DataTrainTokenizerFlags) -> None:
     if options.kind == "bpe":
         check_size(options.vocabulary, BYTES)
     tokenizers.needed("tokenizers", TRAIN_TOKENIZER)
-    Path(options.output).parent.mkdir(parents=True, exist_ok=True)
     chunks = read_chunks(
         inputs, TRAIN_TOKENIZER, Limits(options.max_document_bytes, options.max_ratio)
     )
@@ -47,9 +46,9 @@ def main(options: DataTrainTokenizerFlags) -> None:
     texts = read_texts(chunks, size, options.json_keys, bad)
     made = tokenizers.train(texts, options.kind, options.vocabulary, options.lower, TRAIN_TOKENIZER)
     check_size(options.vocabulary, made.get_vocab_size())
-    write_whole(Path(options.output), tokenizers.text_of(made).encode())
-    console.say(f"wrote {options.output}: {made.get_vocab_size():,} tokens")
-    list_bad(bad, Path(options.output).with_suffix(".bad_lines.txt"))
+    write_whole(Path(options.out), tokenizers.text_of(made))
+    console.say(f"wrote {options.out}: {made.get_vocab_size():,} tokens")
+    list_bad(bad, Path(options.out).with_suffix(".bad_lines.txt"))
     if made.get_vocab_size() < options.vocabulary:
         console.say(f"the text has no more; vocabulary={options.vocabulary:,} was wanted")
 

@@ -18,6 +18,7 @@ from titan_dit.config import schema
 from titan_dit.config.section import PositiveInt, SigmaRel, UserError
 from titan_dit.config.training import power_name
 from titan_dit.interop import imported
+from titan_dit.launcher.disk_errors import writing
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.observe import console
 from titan_dit.optim.ema import Fit, Profile, clock, expressible, fit
@@ -64,7 +65,7 @@ class Snapshot:
 
 def main(options: EmaFlags) -> None:
     """Fit the weights, combine the snapshots, write the checkpoint."""
-    target = location(options.to)
+    target = location(options.out)
     check_target(target)
     named = resolve(location(options.run))
     snapshots = [read(path) for path in found(named, options.step)]
@@ -81,11 +82,8 @@ def main(options: EmaFlags) -> None:
     verify([term.path for _, parts in sums for term in parts])
     total = sum(size_of(shapes) * len(term.weights) for shapes, parts in sums for term in parts)
     progress = ProgressLine(total, "B", what="combined", form=count)
-    try:
+    with writing(f"--out {target}"):
         write_sum(target, "model", sums, record_of(options, snapshots[-1], terms), progress.add)
-    except OSError as error:
-        reason = error.strerror or " ".join(str(error).split())
-        raise UserError(f"--to {target} cannot be written: {reason}.") from None
     progress.end()
     console.say(f"wrote   {target}. Draw from it with sample --run {target}")
 
@@ -95,11 +93,11 @@ def check_target(target: Location) -> None:
     store = store_of(target)
     names, left = store.names(target), store.names(store.aside(target))
     if store.has(target) or MANIFEST in names or (names and store.renames):
-        raise UserError(f"--to {target} exists. Choose another name, or delete it.")
+        raise UserError(f"--out {target} exists. Choose another name, or delete it.")
     if others := [n for n in left if n not in OF_CHECKPOINT and ".distcp" not in n]:
         raise UserError(
-            f"--to {target}: {store.aside(target)} holds {others[0]}. Delete it, or choose another "
-            "name."
+            f"--out {target}: {store.aside(target)} holds {others[0]}. Delete it, or choose "
+            "another name."
         )
 
 

@@ -14,6 +14,32 @@ PATHS = ("run", "checkpoint", "from", "input", "path", "dir")
 """Flags of commands for a run or a dataset."""
 
 
+class Aliases:
+    """Earlier names of a flag, carried in the type: understood, but not shown by --help."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+
+def renamed(words: Sequence[str], hints: Mapping[str, Any]) -> list[str]:
+    """A command's words with today's name of each flag in place of an earlier one.
+
+    `hints`: the types of the command's options. Raises UserError if both names are given.
+    """
+    today = {
+        name: flag_of(field, hint)
+        for field, hint in hints.items()
+        for part in parts_of(hint)
+        if isinstance(part, Aliases)
+        for name in part.names
+    }
+    flags = [(word.partition("=")[0].replace("_", "-"), word) for word in words]
+    given = {flag for flag, _ in flags}
+    if twice := [name for name in given if today.get(name) in given]:
+        raise UserError(f"{twice[0]} is the earlier name of {today[twice[0]]}. Give one of them.")
+    return [today[flag] + word[len(flag) :] if flag in today else word for flag, word in flags]
+
+
 def check(words: Sequence[str], hints: Mapping[str, Any], command: str) -> None:
     """Raise UserError for `--sampling.steps 25`, `--config FILE` or `sample RUN`: what to type.
 
@@ -54,8 +80,7 @@ def flag_of(field: str, hint: Any) -> str:
     """The flag of a field, with its dashes; "" of a positional one."""
     if is_positional(hint):
         return ""
-    own = next(filter(None, (getattr(part, "name", None) for part in parts_of(hint))), field)
-    return f"--{own.replace('_', '-')}"
+    return f"--{field.replace('_', '-')}"
 
 
 def is_positional(hint: Any) -> bool:

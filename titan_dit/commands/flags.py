@@ -11,6 +11,7 @@ from typing import Annotated, Literal, get_args
 
 import tyro
 
+from titan_dit.commands.flag_advice import Aliases
 from titan_dit.config import config_file
 from titan_dit.config.catalog import SCHEDULES
 from titan_dit.config.layout import PrecisionConfig
@@ -144,10 +145,10 @@ class ConvertFlags(Section):
 
     section = "convert"
 
-    source: Annotated[FilePath, tyro.conf.arg(name="from", aliases=["--run", "--checkpoint"])]
+    input: Annotated[FilePath, Aliases("--from", "--run", "--checkpoint")]
     """Import: FILE.pt or FILE.safetensors of the original DiT or of SiT, or a folder of
     transformers or of diffusers' DiTPipeline. Export: a run or a checkpoint."""
-    to: OutputPath
+    out: Annotated[OutputPath, Aliases("--to")]
     """Import: folder of the new checkpoint. Export: FILE.pt or FILE.safetensors of a DiT; a new
     folder for diffusers, or of a language model."""
     format: Literal["dit", "sit", "peft"] | None = None
@@ -188,7 +189,7 @@ class DataEncodeFlags(Section):
     input: FilePath
     """Pictures: a folder for each class, a folder with metadata.jsonl, .csv or .parquet, or
     parquet or tar files."""
-    output: OutputPath
+    out: Annotated[OutputPath, Aliases("--output")]
     """New folder for the shards, which take its name. Interrupted encoding resumes."""
     vae: FilePath
     """Folder of an autoencoder of diffusers, or of a pipeline; or its name on the hub."""
@@ -252,7 +253,7 @@ class DataPackFlags(Section):
 
     input: FilePath
     """Folder of latents (.npy, .pt, .safetensors) or, for pixel models, of images."""
-    output: OutputPath
+    out: Annotated[OutputPath, Aliases("--output")]
     """New folder for the shards, which take its name. Interrupted packing resumes."""
     workers: Workers = field(default_factory=lambda: min(16, len(os.sched_getaffinity(0))))
     """Worker processes; the result does not depend on them."""
@@ -322,7 +323,7 @@ class DataTokenizeFlags(Section):
     input: tuple[FilePath, ...]
     """Text files: .jsonl (a document a line), .txt (a document a file), also as .gz or .xz, and
     tars of them."""
-    output_prefix: OutputPath
+    out: Annotated[OutputPath, Aliases("--output-prefix")]
     """Path that the names of the output files begin with."""
     tokenizer: FilePath | None = None
     """A tokenizer.json."""
@@ -355,23 +356,23 @@ class DataTokenizeFlags(Section):
     def prefixes(self) -> list[str]:
         """Paths of the .bin and .idx of each key, without their suffixes."""
         level = "sentence" if self.split_sentences else "document"
-        return [f"{self.output_prefix}_{key}_{level}" for key in self.json_keys]
+        return [f"{self.out}_{key}_{level}" for key in self.json_keys]
 
     @property
     def bad_lines(self) -> str:
         """List of the lines that are left out."""
-        return f"{self.output_prefix}_bad_lines.txt"
+        return f"{self.out}_bad_lines.txt"
 
     @property
     def made_tokenizer(self) -> str:
         """The tokenizer.json that is made of --vocab-file."""
-        return f"{self.output_prefix}_tokenizer.json"
+        return f"{self.out}_tokenizer.json"
 
     def derived(self) -> Iterator[tuple[str, str, FromHome]]:
         """The files that are written."""
         files = [f"{prefix}{suffix}" for prefix in self.prefixes for suffix in (".bin", ".idx")]
         for file in (*files, self.bad_lines, self.made_tokenizer):
-            yield "output_prefix", file, Written()
+            yield "out", file, Written()
 
 
 TRAIN_TOKENIZER = "data train-tokenizer"
@@ -385,7 +386,7 @@ class DataTrainTokenizerFlags(Section):
 
     input: tuple[FilePath, ...]
     """Text files, as of `data tokenize`."""
-    output: OutputPath
+    out: Annotated[OutputPath, Aliases("--output")]
     """The tokenizer.json to write."""
     vocabulary: Dim
     """Most tokens, special ones included."""
@@ -413,7 +414,7 @@ class EmaFlags(Section):
     """Run directory, or its checkpoints folder; a path or a URL."""
     sigma_rel: SigmaRel
     """Relative width of the average: the standard deviation of its profile over the steps."""
-    to: OutputPath
+    out: Annotated[OutputPath, Aliases("--to")]
     """Folder of the new checkpoint."""
     step: NonNegativeInt | None = None
     """Step at which the average ends, one of a snapshot. Unset: the newest."""
@@ -521,9 +522,9 @@ class PredictFlags(Section):
 
     section = "predict"
 
-    checkpoint: Annotated[RunPath, tyro.conf.arg(aliases=["--run"])]
+    run: Annotated[RunPath, Aliases("--checkpoint")]
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
-    inputs: FilePath
+    input: Annotated[FilePath, Aliases("--inputs")]
     """FILE.safetensors with `x` [b, c, h, w], `t` [b] (0-based timesteps, as in the original) and
     `y` [b] (labels; -1 or the number of classes is unconditional). With `noise` of x's shape, x is
     the clean latents, and the objective computes the network's noisy input at t. Of a language
@@ -553,7 +554,7 @@ class ReplayFlags(Section):
 
     section = "replay"
 
-    run: Annotated[RunPath, tyro.conf.arg(aliases=["--checkpoint"])]
+    run: Annotated[RunPath, Aliases("--checkpoint")]
     """Run directory, its checkpoints folder, or one of its checkpoints."""
     step: PositiveInt
     """A step that the run took or crashed in; RUN/faults.jsonl lists the skipped ones."""
@@ -587,7 +588,7 @@ class CommonFlags(Section):
 
     section = "sample"
 
-    run: Annotated[RunPath, tyro.conf.arg(aliases=["--checkpoint"])]
+    run: Annotated[RunPath, Aliases("--checkpoint")]
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
     out: OutputPath = ""
     """Pictures: FILE.png for a grid, FILE.npz as ADM's evaluator reads it, FILE.safetensors for
@@ -681,7 +682,7 @@ class LossFlags(Section):
 
     section = "evaluate"
 
-    run: Annotated[RunPath, tyro.conf.arg(aliases=["--checkpoint"])] = ""
+    run: Annotated[RunPath, Aliases("--checkpoint")] = ""
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
     step: NonNegativeInt | None = None
     """Step of the run's checkpoint. Unset: the newest."""

@@ -22,13 +22,9 @@ from titan_dit.config.section import (
     hints_of,
     paths_of,
 )
+from titan_dit.system import run_files
 from titan_dit.system.files import PARTIAL
 
-OF_RUN = (
-    *("config.toml", "metrics.jsonl", "faults.jsonl", "run.lock", "wandb_id"),
-    *("checkpoints", "snapshots", "profile", "samples-seen"),
-)
-"""Files and folders of a run. Others in its folder are results, which may be written again."""
 ASIDE = (PARTIAL, ".parts")
 """Endings of the temporary files and folders of an output; they begin with its name."""
 
@@ -133,8 +129,8 @@ def is_read(source: Named, name: Path) -> bool:
     """True if a file of a folder is part of the input."""
     if not isinstance(source.rule, OfRun):
         return True
-    inside = source.path.name in OF_RUN or (source.path / "manifest.json").exists()
-    return inside or any(part in OF_RUN for part in name.parts)
+    inside = source.path.name in run_files.OWN or (source.path / "manifest.json").exists()
+    return inside or any(part in run_files.OWN for part in name.parts)
 
 
 def files_in(folder: Path) -> Iterator[str]:

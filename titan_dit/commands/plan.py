@@ -11,10 +11,14 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
+from titan_dit.checks import validate
+from titan_dit.checks.parts import check_optimizer, validate_parts
+from titan_dit.commands import results_file
 from titan_dit.commands.flags import PlanFlags
 from titan_dit.config import catalog, config_file, flags
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
+from titan_dit.launcher import disk_errors
 from titan_dit.observe import console
 from titan_dit.opening import example_of, open_objective, plan_run
 from titan_dit.plan import resolve
@@ -46,10 +50,11 @@ def main(options: PlanFlags, keys: Sequence[str]) -> None:
         console.say(line)
     if options.out:
         found = report.as_json(choice, options.top, options.config)
-        console.say(written(options.out, json.dumps(found, indent=2) + "\n"))
+        results_file.write("--out", Path(options.out), json.dumps(found, indent=2) + "\n")
     if options.write:
         best = choice.space.config_of(choice.best.candidate)
-        console.say(written(options.write, config_file.to_toml(config_file.to_tables(best))))
+        text = config_file.to_toml(config_file.to_tables(best))
+        results_file.write("--write", Path(options.write), text)
 
 
 def check_unused(options: PlanFlags, keys: Sequence[str]) -> None:
@@ -90,13 +95,11 @@ def check_options(options: PlanFlags) -> None:
 def check_writable(flag: str, file: Path) -> None:
     """Refuse, before the search, a file that cannot be written."""
     is_new = not file.exists()
-    try:
+    with disk_errors.writing(f"--{flag} {file}"):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.open("a").close()
         if is_new:
             file.unlink()
-    except OSError as error:
-        raise UserError(f"--{flag} {file}: {error.strerror}. Name a file elsewhere.") from None
 
 
 def check_gpus(gpus: int, device: Device) -> None:
@@ -150,14 +153,6 @@ def plan(config: JobConfig, gpus: int, device: Device, fixed: Sequence[str], top
 def config_alone(config: JobConfig) -> JobConfig:
     """The config on one rank."""
     return replace(config, parallel=alone(config.parallel))
-
-
-def written(path: str, text: str) -> str:
-    """Write a file; the line that says so."""
-    file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
-    return f"wrote {file}"
 
 
 def measured(options: PlanFlags) -> None:

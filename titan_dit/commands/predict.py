@@ -61,12 +61,12 @@ def predictions_of_tokens(run: TrainedModel, inputs: Path, batch_size: int) -> I
 
 def read_tokens(path: Path, spec: ModelSpec) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Read `tokens` and what else the network takes; absent, it is 0, and lengths are whole."""
-    tensors = read_tensors(path, "--inputs", ("tokens",))
+    tensors = read_tensors(path, "--input", ("tokens",))
     tokens, vocabulary = tensors["tokens"], next(iter(spec.predictions.values())).shape[-1]
     check(path, "tokens", tokens, vocabulary)
     if tokens.ndim != 2 or tokens.shape[1] > spec.num_tokens:
         raise UserError(
-            f"--inputs {path}: tokens is {list(tokens.shape)}, but the network takes [b, n] with "
+            f"--input {path}: tokens is {list(tokens.shape)}, but the network takes [b, n] with "
             f"n up to {spec.num_tokens}."
         )
     given = {name: tensors.get(name, torch.zeros_like(tokens)) for name in spec.inputs}
@@ -78,11 +78,11 @@ def read_tokens(path: Path, spec: ModelSpec) -> tuple[dict[str, Tensor], dict[st
     for name, tensor in tensors.items():
         if name not in known:
             raise UserError(
-                f"--inputs {path}: the network takes no {name}, only {', '.join(known)}."
+                f"--input {path}: the network takes no {name}, only {', '.join(known)}."
             )
         shape = tokens.shape if name in given else tokens.shape[:1]
         if tensor.shape != shape:
-            raise UserError(f"--inputs {path}: {name} is {list(tensor.shape)}, not {list(shape)}.")
+            raise UserError(f"--input {path}: {name} is {list(tensor.shape)}, not {list(shape)}.")
     if "types" in given:
         check(path, "types", given["types"], 2)
     if context:
@@ -94,7 +94,7 @@ def check(path: Path, name: str, ids: Tensor, limit: int, least: int = 0) -> Non
     """Refuse what is no integer from `least` to below `limit`."""
     is_number = not ids.is_floating_point() and ids.dtype != torch.bool
     if not is_number or ids.min() < least or ids.max() >= limit:
-        raise UserError(f"--inputs {path}: {name} must be integers from {least} to {limit - 1}.")
+        raise UserError(f"--input {path}: {name} must be integers from {least} to {limit - 1}.")
 
 
 def main(options: PredictFlags) -> None:
@@ -103,18 +103,18 @@ def main(options: PredictFlags) -> None:
     if out.suffix != ".safetensors":
         raise UserError(f"--out {out}: name a .safetensors file.")
     device = device_of(options.device)
-    path = find_checkpoint(location(options.checkpoint), options.step, "--checkpoint")
+    path = find_checkpoint(location(options.run), options.step, "--run")
     run = load_trained(path, options.weights, options.decay, device, options.trust)
     if isinstance(run.objective, Diffusion):
         found = predict_diffusion(run, run.objective, options)
     else:
-        parts = predictions_of_tokens(run, Path(options.inputs), options.batch_size)
+        parts = predictions_of_tokens(run, Path(options.input), options.batch_size)
         found = {"out": torch.cat(list(parts))}
     for name, values in found.items():
         if lost := not_finite(values):
             raise UserError(
                 f"{name} of samples {lost} of {path} ({run.weights}) is NaN or infinite. Take "
-                "another --step of the run, or other --inputs. Nothing was written."
+                "another --step of the run, or other --input. Nothing was written."
             )
     write_tensors(out, found)
     size = len(found["out"])
@@ -125,7 +125,7 @@ def predict_diffusion(
     run: TrainedModel, diffusion: Diffusion, options: PredictFlags
 ) -> dict[str, Tensor]:
     """Predict batch by batch; on the CPU."""
-    inputs = read_inputs(Path(options.inputs), diffusion)
+    inputs = read_inputs(Path(options.input), diffusion)
     size, parts = len(inputs["x"]), []
     progress = ProgressLine(size, "samples")
     for first in range(0, size, options.batch_size):
@@ -150,7 +150,7 @@ def predict(
         return {"out": model.detokenize(prediction).contiguous()}
     corrupted = diffusion.corrupt(x, t, model.tokenize(inputs["noise"]))
     if not torch.equal(corrupted.inputs["timestep"], t):
-        raise UserError("--inputs: with noise, t must be integer diffusion timesteps.")
+        raise UserError("--input: with noise, t must be integer diffusion timesteps.")
     prediction = first_of(run.network({**corrupted.inputs, "labels": y}, static))
     given = {"prediction": prediction}, corrupted.targets
     losses = {f"loss_{name}": term.mean(1) for name, term in diffusion.terms(*given).items()}
@@ -160,26 +160,26 @@ def predict(
 
 def read_inputs(path: Path, diffusion: Diffusion) -> dict[str, Tensor]:
     """Read x, t, y and optionally noise, checked against the network's shapes."""
-    tensors = read_tensors(path, "--inputs", ("x", "t", "y"))
+    tensors = read_tensors(path, "--input", ("x", "t", "y"))
     x, t, y = tensors["x"], tensors["t"], tensors["y"]
     sample = diffusion.model.sample_shape
     if tuple(x.shape[1:]) != sample:
         raise UserError(
-            f"--inputs {path}: x is {list(x.shape)}, but the network takes "
+            f"--input {path}: x is {list(x.shape)}, but the network takes "
             f"[b, {', '.join(map(str, sample))}]."
         )
     rows = len(x)
     for name, shape in (("t", (rows,)), ("y", (rows,)), ("noise", tuple(x.shape))):
         if name in tensors and tuple(tensors[name].shape) != shape:
             raise UserError(
-                f"--inputs {path}: {name} is {list(tensors[name].shape)}, but must be "
+                f"--input {path}: {name} is {list(tensors[name].shape)}, but must be "
                 f"{list(shape)} for x {list(x.shape)}."
             )
-    check_labels(path, "--inputs", y, diffusion.model.num_classes)
+    check_labels(path, "--input", y, diffusion.model.num_classes)
     last = diffusion.last_timestep
     if not (t.min() >= 0 and t.max() <= last):
-        raise UserError(f"--inputs {path}: t must be between 0 and {last:g}.")
+        raise UserError(f"--input {path}: t must be between 0 and {last:g}.")
     given = {"x": x.float(), "t": t.float(), "y": y.long()}
     given |= {"noise": tensors["noise"].float()} if "noise" in tensors else {}
-    check_finite(path, "--inputs", given)
+    check_finite(path, "--input", given)
     return given

@@ -15,8 +15,8 @@ from titan_dit.config.section import UserError, show
 from titan_dit.observe import console
 from titan_dit.observe.curve import draw_runs
 from titan_dit.observe.metrics import Row, curve, read_rows
+from titan_dit.system import run_files
 
-METRICS, CONFIG = "metrics.jsonl", "config.toml"
 OF_EVERY_RUN = ("job.name", "job.dir", "checkpoint.dir")
 """Keys that differ because each run has a place of its own."""
 MISSING = "-"
@@ -71,7 +71,7 @@ def find_runs(given: Sequence[str]) -> list[Path]:
 
 def is_run(folder: Path) -> bool:
     """True if a folder holds the files of a run."""
-    return (folder / METRICS).is_file() or (folder / CONFIG).is_file()
+    return (folder / run_files.METRICS).is_file() or (folder / run_files.CONFIG).is_file()
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
@@ -85,10 +85,10 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 def read_run(folder: Path, name: str) -> Run:
     """Read a run's metrics and its config."""
-    file = folder / CONFIG
+    file = folder / run_files.CONFIG
     tables = config_file.of_run(file) if file.is_file() else {}
     keys = {f"{section}.{key}": v for section, table in tables.items() for key, v in table.items()}
-    return Run(name, read_rows(folder / METRICS), keys)
+    return Run(name, read_rows(folder / run_files.METRICS), keys)
 
 
 def table(runs: Sequence[Run]) -> list[list[str]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from titan_dit.commands import results_file
 from titan_dit.commands.flags import CommonFlags, TextFlags
 from titan_dit.config.section import UserError
 from titan_dit.data.codec import codec_of
@@ -62,10 +63,7 @@ def main(run: TrainedModel, objective: NextToken, flags: TextFlags) -> None:
     if not flags.out:
         console.say_text(text.removesuffix("\n"))
         return
-    out = Path(flags.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8")
-    console.say(f"wrote {out}")
+    results_file.write("--out", Path(flags.out), text)
 
 
 def report_tokens(progress: ProgressLine, before: int, rows: int, tokens: int) -> None:

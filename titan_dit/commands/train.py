@@ -32,6 +32,7 @@ from typing import NoReturn
 from titan_dit.config.section import UserError
 from titan_dit.launcher import host_names, orphan
 from titan_dit.system import stdio
+from titan_dit.system.launched_as import LaunchedAs
 
 FEW_NODES = 4
 QUICK = "last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=6"
@@ -74,7 +75,7 @@ def start_ranks(*, gpus: bool, cores: int = 1) -> bool:
     Without NGPU one rank per GPU if the command uses `gpus`, else min(cores, 2). Returns True in a
     rank, False in the only process of a command that needs no launcher.
     """
-    if "RANK" in os.environ:
+    if LaunchedAs.here().is_rank:
         orphan.die_with_launcher()
         return True
     ranks = num_ranks(os.environ, num_gpus(os.environ) if gpus else 0, cores)

@@ -50,9 +50,9 @@ class LatentFolder(Source):
         if self.listing.kind == "images":
             raise UserError(
                 f"[data] path={path} holds images ({self.listing.names[0]}). Make latents of them "
-                f"first, `python -m titan_dit data encode --input {path} --output DIR --vae VAE "
+                f"first, `python -m titan_dit data encode --input {path} --out DIR --vae VAE "
                 "--image-size N`, or for a model of pixels `python -m titan_dit data pack --input "
-                f"{path} --output DIR`, then give DIR. See docs/data.md."
+                f"{path} --out DIR`, then give DIR. See docs/data.md."
             )
         self.shape, self.dtype = self._probe()
         for key, value in units.items():

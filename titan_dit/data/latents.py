@@ -33,12 +33,11 @@ from titan_dit.data.manifest import (
     digest_of,
     file_digest,
     read_manifest,
-    write_json,
 )
 from titan_dit.data.sections import Latents
 from titan_dit.data.shard_header import read_header
 from titan_dit.data.shard_rows import RowFile, ShardRows, bytes_of
-from titan_dit.system.files import write_whole
+from titan_dit.system.files import write_json, write_whole
 from titan_dit.system.progress import ProgressLine, count
 
 MAX_MAPS = 65_530

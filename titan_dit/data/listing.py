@@ -25,6 +25,7 @@ from titan_dit.config.section import UserError
 from titan_dit.data.files import LABEL_LIMIT, LATENT_SUFFIXES, BadFileError, read_label
 from titan_dit.data.manifest import CLAIM, MANIFEST, SHARD_FORMATS, read_folder_manifest, read_json
 from titan_dit.system import stdio
+from titan_dit.system.launched_as import LaunchedAs
 from titan_dit.system.progress import ProgressLine
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -211,7 +212,7 @@ def missing_error(root: Path, num: int, first: Sequence[object]) -> UserError:
 
 def read_labels(paths: list[Path]) -> Int64[Tensor, " n"]:
     """Read label files, about 20 s per million; threads would not be faster."""
-    if len(paths) > MANY_LABELS and os.environ.get("RANK", "0") == "0":
+    if len(paths) > MANY_LABELS and LaunchedAs.here().is_first:
         stdio.write(
             sys.stderr,
             f"reading {len(paths):,} label files in {paths[0].parent}; shards open without this "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any, Literal
 from titan_dit.config import schema, user_text
 from titan_dit.config.section import Finite, PositiveInt, UserError, conform, conform_made, show
 from titan_dit.data.latent_facts import Units
-from titan_dit.system.files import write_whole
 
 FORMAT = "titan_dit.latents/1"
 ENCODED_FORMAT = "titan_dit.latents/2"
@@ -190,11 +188,6 @@ def agreed(
     if key == "scale" and wanted == 0:
         raise UserError("[data] scale=0 makes all latents equal.")
     return next(value for value in (wanted, stated, default) if value is not None)
-
-
-def write_json(file: Path, values: Any) -> None:
-    """Write indented JSON atomically."""
-    write_whole(file, (json.dumps(values, indent=2) + "\n").encode())
 
 
 def file_digest(path: Path) -> str:

@@ -31,6 +31,7 @@ from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.plan import RunPlan
 from titan_dit.schedules.action import Order
 from titan_dit.schedules.moments import Moment, unmarked
+from titan_dit.system.files import write_whole
 
 Written: TypeAlias = Sequence[tuple[str, object, float]]
 """(name of a moment, its subject, time in ns) for each moment, as sent between ranks."""
@@ -137,7 +138,7 @@ def write_files(folder: Path, timeline: Timeline, notes: Sequence[str] = ()) -> 
     lines = [*timeline_lines(timeline, blamed), *notes]
     write_trace(folder / f"{name}.json.gz", timeline)
     draw_timeline(folder / f"{name}.png", timeline, blamed)
-    (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
+    write_whole(folder / f"{name}.txt", "\n".join(lines) + "\n")
     write_costs(folder / f"{name}.costs.json", timeline)
     return [*lines, f"pipeline timeline in {folder / name}.json.gz"]
 

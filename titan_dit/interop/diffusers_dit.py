@@ -8,7 +8,6 @@ timestep frequencies divide by 127, the original's by 128.
 
 from __future__ import annotations
 
-import json
 import operator
 import shutil
 from collections.abc import Iterator, Mapping
@@ -28,6 +27,7 @@ from titan_dit.interop.original_dit import check
 from titan_dit.interop.tensor_file import OnDemand
 from titan_dit.interop.tensor_layouts import Copies, FilledTable, Kernel, Same, SplitQKV
 from titan_dit.models.dit import DiTConfig
+from titan_dit.system.files import write_json
 
 KIND, PIPELINE = "DiTTransformer2DModel", "DiTPipeline"
 OLD_KIND = "Transformer2DModel"
@@ -325,8 +325,7 @@ def write_pipeline_parts(
     folder: Path, scheduler: Mapping[str, Any], vae: Path, names: Mapping[int, str]
 ) -> None:
     """Write scheduler, vae and index, which make a folder with `transformer/` a pipeline."""
-    (folder / "scheduler").mkdir()
-    (folder / "scheduler" / SCHEDULER).write_text(json.dumps(scheduler, indent=2) + "\n")
+    write_json(folder / "scheduler" / SCHEDULER, scheduler)
     (folder / VAE).mkdir()
     for file in sorted(vae.iterdir()):
         if file.suffix in (".json", ".safetensors", ".bin"):
@@ -340,4 +339,4 @@ def write_pipeline_parts(
         TRANSFORMER: ["diffusers", KIND],
         VAE: ["diffusers", kind],
     }
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    write_json(folder / INDEX, index)

@@ -22,7 +22,7 @@ from titan_dit.interop.tensor_layouts import FusedQKV, Padded, Same, SplitQKV, T
 from titan_dit.models.base import ModelConfig
 from titan_dit.models.bert import BERTConfig
 from titan_dit.models.gpt import GPTConfig
-from titan_dit.system.files import sync_folder
+from titan_dit.system.files import sync_folder, write_whole
 
 CONFIG = "config.json"
 WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -113,7 +113,7 @@ def write_folder(
 ) -> None:
     """Write config.json and the weights to a new folder. `outline`: see `tensor_writer.write`."""
     folder.mkdir(parents=True)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    write_whole(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
     tensor_file.write_safetensors(folder, whole, outline, tensors, LARGEST_SHARD)
     sync_folder(folder)
 

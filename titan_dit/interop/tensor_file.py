@@ -25,7 +25,8 @@ from titan_dit.checkpoint.store import Location
 from titan_dit.config.section import UserError
 from titan_dit.data.files import check_unpacked
 from titan_dit.data.listing import few
-from titan_dit.system.files import PARTIAL, reason_of, replacing
+from titan_dit.launcher import disk_errors
+from titan_dit.system.files import PARTIAL, reason_of, replacing, write_json
 from titan_dit.system.progress import ProgressLine, count, following
 
 
@@ -236,7 +237,7 @@ def write_safetensors(
         table = {k: name for name, shard in zip(names, shards, strict=True) for k in shard}
         size = sum(tensor.nbytes for tensor in outline.values())
         index = {"metadata": {"total_size": size}, "weight_map": table}
-        (folder / (whole + INDEX)).write_text(json.dumps(index, indent=2) + "\n")
+        write_json(folder / (whole + INDEX), index)
 
 
 def write_tensor_file(
@@ -448,21 +449,12 @@ def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write --out, a .safetensors file with metadata, or a .pt file by its suffix; atomically."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, f".{os.getpid()}") as aside:
-            aside.touch()
-            mode = aside.stat().st_mode  # The umask's; safetensors writes 0600.
-            if path.suffix == ".safetensors":
-                save_file(dict(tensors), aside, metadata=dict(metadata or {}))
-            else:
-                torch.save(dict(tensors), aside)
-            aside.chmod(mode)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise UserError(
-            f"--out {path} cannot be written: {reason_of(error)}. Free space, or name another "
-            "file, and repeat the command."
-        ) from None
+    then, also = "Then repeat the command.", (RuntimeError, SafetensorError)
+    with disk_errors.writing(f"--out {path}", then, also), replacing(path) as aside:
+        if path.suffix == ".safetensors":
+            save_file(dict(tensors), aside, metadata=dict(metadata or {}))
+        else:
+            torch.save(dict(tensors), aside)
 
 
 def not_finite(rows: Tensor, first: int = 0) -> str:

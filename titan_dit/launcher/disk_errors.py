@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from titan_dit.config.section import UserError
+from titan_dit.system.files import reason_of
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """No space or no inodes; the quota is used up."""
@@ -52,17 +53,28 @@ def shared_memory_is_full(fewer: str) -> str:
     return f"{SHARED_MEMORY} is full ({size}): docker run --shm-size=8g, or {fewer}"
 
 
-def reason_of(error: Exception) -> str:
-    """An error's message as one line."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def line_of(error: OSError, flag: str = "") -> str:
     """The line of a file error; `flag`: what named the file."""
     names = [n for n in (error.filename, error.filename2) if isinstance(n, str | bytes)]
     where = f"{flag} {' -> '.join(map(os.fsdecode, names))}".strip()
-    reason, fix = error.strerror or reason_of(error), FIXES.get(error.errno or 0, "")
+    reason, fix = reason_of(error), FIXES.get(error.errno or 0, "")
     return f"{where}{': ' * bool(where)}{reason}. {fix}".rstrip()
+
+
+@contextmanager
+def writing(what: str, then: str = "", also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Raise an OSError of the block as UserError: `what` cannot be written, the reason, the fix.
+
+    `what`: flag or key, and path. `then`: sentence after the fix. `also`: errors of libraries.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, (OSError, *also)):
+            raise
+        fix = FIXES.get(getattr(error, "errno", None) or 0, "")
+        line = f"{what} cannot be written: {reason_of(error)}. {fix}".rstrip()
+        raise UserError(f"{line} {then}".rstrip()) from None
 
 
 @contextmanager

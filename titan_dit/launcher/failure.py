@@ -21,6 +21,7 @@ from titan_dit.config.section import UserError, not_utf8
 from titan_dit.launcher import disk_errors
 from titan_dit.system import stdio
 from titan_dit.system.files import write_whole
+from titan_dit.system.launched_as import LaunchedAs
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, UNREAD = 2, 1, 130, 141
 """UNREAD: 128 + SIGPIPE, as for any command whose reader closed the pipe early."""
@@ -76,7 +77,7 @@ def ended_by_sigterm() -> Iterator[None]:
 
     Not in a rank: its launcher may have to end it in the middle of a collective.
     """
-    if "RANK" in os.environ or threading.current_thread() is not threading.main_thread():
+    if LaunchedAs.here().is_rank or threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(LEFT))
@@ -173,7 +174,7 @@ def leave_note(note: dict[str, Any]) -> None:
     """Leave a note for the launcher, if any, in torchrun's error file of this rank."""
     if is_launched():
         # Whole or not at all: torchrun's launcher ends at half a file of a rank that is killed.
-        write_whole(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), json.dumps(note).encode())
+        write_whole(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), json.dumps(note))
 
 
 def show_leaving() -> None:

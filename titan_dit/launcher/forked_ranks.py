@@ -125,9 +125,18 @@ def fork_ranks(server: ForkServer) -> None:
                 getattr(file, "name", None) for file in (handler._stdout, handler._stderr)
             )
             ignored = [n for n in HEARD if signal.getsignal(n) == signal.SIG_IGN]
-            given = tuple(rest[2:]), dict(environment), str(Path.cwd()), output, errors, ignored
             try:
-                return ForkedRank(server, Request(*given))
+                return ForkedRank(
+                    server,
+                    Request(
+                        tuple(rest[2:]),
+                        dict(environment),
+                        str(Path.cwd()),
+                        output,
+                        errors,
+                        ignored,
+                    ),
+                )
             except (EOFError, OSError):
                 server.is_lost = True
         return start(handler, tuple(words), environment)

@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 
 from titan_dit.launcher import host_names
 from titan_dit.launcher.failure import NetworkFailure
+from titan_dit.system.launched_as import LaunchedAs
 
 STARTING_S = 3600.0
 """Timeout of every group before the watchdog runs: one rank may list a dataset for all others."""
@@ -42,12 +43,11 @@ def opening(what: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (dist.DistError, RuntimeError) as error:
-        rank, size = (os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE"))
-        host, port = (os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        here = LaunchedAs.here()
         raise NetworkFailure(
-            f"rank {rank} of {size} could not open {what}: {cause_of(error)}. All nodes must reach "
-            f"{host}:{port} (rank 0) and each other; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
-            "name the network interface."
+            f"rank {here.rank} of {here.world_size} could not open {what}: {cause_of(error)}. All "
+            f"nodes must reach {here.address}:{here.port} (rank 0) and each other; "
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network interface."
         ) from error
 
 

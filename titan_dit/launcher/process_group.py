@@ -15,6 +15,7 @@ import torch.distributed as dist
 from titan_dit.config.section import UserError
 from titan_dit.launcher import groups, open_files
 from titan_dit.launcher.ranks import Ranks
+from titan_dit.system.launched_as import LaunchedAs
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ class World:
 
 def started_ranks() -> int:
     """World size set by torchrun; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return LaunchedAs.here().world_size
 
 
 @contextmanager
@@ -48,7 +49,7 @@ def start(device_type: str | None = None) -> Iterator[World]:
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(device_type)
     if device_type == "cuda":
-        local, visible = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        local, visible = LaunchedAs.here().local_rank, torch.cuda.device_count()
         if local >= visible:
             raise UserError(f"NGPU: local rank {local} has no GPU. Set NGPU = {visible}.")
         device = torch.device("cuda", local)
@@ -56,12 +57,13 @@ def start(device_type: str | None = None) -> Iterator[World]:
     # gloo for CPU tensors: checkpoints and small objects.
     backend = "cuda:nccl,cpu:gloo" if device_type == "cuda" else "gloo"
     groups.connect_lazily()
-    if "RANK" in os.environ:
-        rank, size = int(os.environ["RANK"]), started_ranks()
+    here = LaunchedAs.here()
+    if here.is_rank:
+        rank, size = here.rank, here.world_size
         need = open_files.needed(rank, size, device_type)
         open_files.raise_limit(need, f"rank {rank} of {size:,}")
         with groups.opening("the default process group"):
-            groups.find_store(os.environ.get("MASTER_ADDR", "localhost"))
+            groups.find_store(here.address)
             dist.init_process_group(backend, timeout=timedelta(seconds=groups.STARTING_S))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ from titan_dit.data.token_windows import TokenFacts
 from titan_dit.models.base import ModelSpec
 from titan_dit.objectives.base import DataShare, Forward, Preview
 from titan_dit.rng import SampleRNG
+from titan_dit.system.files import write_whole
 
 
 @runtime_checkable
@@ -227,6 +228,6 @@ def preview(
 
     def write(file: Path) -> None:
         texts = [written(ids, len(prompt), codec, end) for ids in whole]
-        file.write_text(titled(texts), encoding="utf-8")
+        write_whole(file, titled(texts))
 
     return Preview(".txt", write)

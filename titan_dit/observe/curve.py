@@ -9,6 +9,8 @@ from typing import TypeAlias
 
 from PIL import Image, ImageDraw, ImageFont
 
+from titan_dit.system.files import replacing
+
 INK, GRID, RAW, SMOOTH, OTHER = "#222222", "#dddddd", "#b9cbe4", "#1f5aa6", "#c0392b"
 COLOURS = (
     *("#1f5aa6", "#d35400", "#1e8449", "#c0392b", "#7d3c98"),
@@ -78,8 +80,13 @@ class Sheet:
 
     def save(self, path: Path) -> None:
         """Write the PNG."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.image.save(path)
+        save_png(self.image, path)
+
+
+def save_png(image: Image.Image, path: Path) -> None:
+    """Write a PNG whole or not at all. Makes its folder."""
+    with replacing(path) as aside:
+        image.save(aside, "PNG", optimize=image.mode == "P")
 
 
 def finite(curve: Curve) -> Curve:

@@ -17,6 +17,7 @@ import numpy as np
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError, show
 from titan_dit.observe.flops import Work
+from titan_dit.system import run_files
 from titan_dit.system.files import write_whole
 
 Row = dict[str, Any]
@@ -84,7 +85,7 @@ def keep_rows(file: Path, resumed_step: int) -> list[Row]:
     """Read the rows up to `resumed_step` and delete later ones from the file."""
     rows = [row for row in read_rows(file) if row["step"] <= resumed_step]
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    write_whole(file, text.encode())
+    write_whole(file, text)
     return rows
 
 
@@ -136,9 +137,9 @@ def wandb_writer(
     import wandb
 
     # Stored, so that a resumed run continues the same wandb run.
-    identity = folder / "wandb_id"
+    identity = folder / run_files.WANDB
     if not identity.is_file():
-        identity.write_text(uuid.uuid4().hex)
+        write_whole(identity, uuid.uuid4().hex)
     try:
         wandb.init(
             project=project,

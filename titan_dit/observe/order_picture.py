@@ -7,6 +7,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from titan_dit.observe.curve import save_png
 from titan_dit.observe.timeline import WIDTH, Done, Pass, Picture, RankTimeline, Span, Timeline
 from titan_dit.schedules.action import Kind
 from titan_dit.schedules.simulator import Simulation, TimedAction
@@ -24,9 +25,8 @@ def draw(path: Path, shown: Mapping[str, Simulation], stage_ranks: Sequence[int]
     for one in blocks:
         sheet.paste(one, (0, top))
         top += one.height
-    path.parent.mkdir(parents=True, exist_ok=True)
     # A palette: a third of the bytes.
-    sheet.quantize(128).save(path, optimize=True)
+    save_png(sheet.quantize(128), path)
 
 
 def block(

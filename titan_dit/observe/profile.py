@@ -19,7 +19,9 @@ from PIL import Image, ImageDraw, ImageFont
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from titan_dit.config.operation import ProfileConfig
-from titan_dit.observe.curve import GRID, INK
+from titan_dit.observe.curve import GRID, INK, save_png
+from titan_dit.system import run_files
+from titan_dit.system.files import write_whole
 
 MAX_EVENTS = 1_000_000
 """Allocations and frees kept; older ones are dropped."""
@@ -378,8 +380,7 @@ def draw_profile(path: Path, summary: Summary, title: str, steps: int) -> None:
         pen.text((LEFT + 28, y), name, fill=INK, font=font, anchor="lm")
         pen.text((680, y), f"{top.calls / steps:.0f}", fill=INK, font=font, anchor="rm")
         pen.text((800, y), f"{top.ms / steps:.3f}", fill=INK, font=font, anchor="rm")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path)
+    save_png(sheet, path)
 
 
 SLOWED = "recorded while the ranks of [profile] were profiled, which slows them down"
@@ -419,7 +420,7 @@ class Profile:
         pipeline: Recording | None = None,
     ) -> None:
         self.config, self.rank, self.device = config, rank, device
-        self.folder, self.pipeline = run / "profile", pipeline
+        self.folder, self.pipeline = run / run_files.PROFILE, pipeline
         self.recording = self.stopped = False
         self.is_chosen = rank in (config.ranks or (0,))
         self.taken = 0
@@ -493,7 +494,7 @@ class Profile:
         # Not last - first + 1: a rollback repeats step numbers.
         steps = min(self.config.steps, self.taken - self.config.start + 1)
         lines = summary.lines(title, steps)
-        (self.folder / f"summary-{name}.txt").write_text("\n".join(lines) + "\n")
+        write_whole(self.folder / f"summary-{name}.txt", "\n".join(lines) + "\n")
         draw_profile(self.folder / f"summary-{name}.png", summary, title, steps)
         if self.config.memory:
             lines.append(write_memory_snapshot(self.folder / f"memory-{name}.pickle", self.device))

@@ -23,6 +23,8 @@ from titan_dit.observe.metrics import (
     tensorboard_writer,
     wandb_writer,
 )
+from titan_dit.system import run_files
+from titan_dit.system.files import write_whole
 from titan_dit.system.progress import Line, width_of
 
 
@@ -40,7 +42,7 @@ class RunLog:
     @property
     def metrics_file(self) -> Path:
         """The file with one JSON row per logged step."""
-        return self.folder / "metrics.jsonl"
+        return self.folder / run_files.METRICS
 
     def open(self, tables: Tables, config: MetricsConfig, resumed_step: int) -> None:
         """Write the resolved config, drop rows after `resumed_step`, open the metrics writers."""
@@ -48,7 +50,7 @@ class RunLog:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.toml").write_text(to_toml(tables))
+            write_whole(self.folder / run_files.CONFIG, to_toml(tables))
             self.rows, self.is_open = keep_rows(self.metrics_file, resumed_step), True
         except OSError as error:
             refuse_full(error, f"[job] {self.folder}", "--job.dir")

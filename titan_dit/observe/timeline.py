@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from PIL import Image, ImageDraw, ImageFont
 
-from titan_dit.observe.curve import GRID, INK, OTHER, ticks
+from titan_dit.observe.curve import GRID, INK, OTHER, save_png, ticks
 from titan_dit.observe.recorder import Noted
 from titan_dit.schedules import costs_file
 from titan_dit.schedules.action import Action, Kind, Order
@@ -26,6 +26,7 @@ from titan_dit.schedules.costs_file import MeasuredCosts
 from titan_dit.schedules.messages import output_of
 from titan_dit.schedules.moments import Moment
 from titan_dit.schedules.simulator import Taken, TimedAction, replay
+from titan_dit.system.files import replacing
 
 COMPUTING = tuple(str(kind) for kind in Kind)
 WAITING = ("input", "gradient", "memory")
@@ -334,7 +335,7 @@ SHOWN = 0.1
 
 def write_trace(path: Path, timeline: Timeline) -> None:
     """Write the trace, compressed."""
-    with gzip.open(path, "wt") as file:
+    with replacing(path) as aside, gzip.open(aside, "wt") as file:
         json.dump({"traceEvents": list(trace_events(timeline)), "displayTimeUnit": "ms"}, file)
 
 
@@ -832,6 +833,5 @@ def draw_timeline(path: Path, timeline: Timeline, suspects: Suspects) -> None:
     text = "; ".join(lines[:2]) + (f"; {len(lines) - 2} more" if len(lines) > 2 else "")
     at = LEFT, picture.bottom + 48
     picture.pen.text(at, text, fill=OTHER if suspects else INK, font=picture.font)
-    path.parent.mkdir(parents=True, exist_ok=True)
     # A palette: a third of the bytes.
-    picture.sheet.quantize(128).save(path, optimize=True)
+    save_png(picture.sheet.quantize(128), path)

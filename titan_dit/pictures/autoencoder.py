@@ -7,7 +7,6 @@ model's input. Pictures are uint8 RGB, which the autoencoder sees in [-1, 1].
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from titan_dit.config.section import Finite, PositiveFloat, PositiveInt, UserErr
 from titan_dit.data.latent_facts import LatentFacts, Units, VAEFacts
 from titan_dit.pictures.library import diffusers
 from titan_dit.system import stdio
+from titan_dit.system.launched_as import LaunchedAs
 
 CONFIG = "config.json"
 INSIDE = "vae"
@@ -139,7 +139,7 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
     if not folder.is_dir() and is_path:
         raise UserError(f"{where} {source}: no such folder.")
     named = str(folder) if folder.is_dir() else source
-    if not folder.is_dir() and os.environ.get("RANK", "0") == "0":
+    if not folder.is_dir() and LaunchedAs.here().is_first:
         stdio.write(sys.stderr, f"there is no folder {source}: loading it from the hub\n")
     try:
         if (folder / CONFIG).is_file():

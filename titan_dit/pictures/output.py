@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from jaxtyping import Float, Int64, UInt8
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from titan_dit.system.files import replacing, replacing_folder
+from titan_dit.system.files import new_path, replacing, write_whole
 
 INK = "#222222"
 WIDEST = 200
@@ -72,8 +71,7 @@ def draw_grid(
             image = Image.fromarray(pixels[index].cpu().numpy())
             image = image.resize((cell_w - 2, cell_h - 2), Image.Resampling.BICUBIC)
             sheet.paste(image, (margin + x * cell_w + 1, y * cell_h + 1))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path, f".{os.getpid()}") as aside:
+    with replacing(path) as aside:
         sheet.save(aside, Image.registered_extensions().get(path.suffix.lower(), "PNG"))
 
 
@@ -130,7 +128,8 @@ def write_folder(
     The folder appears when it is whole. `data encode` reads it.
     """
     lines, number = [], 0
-    with replacing_folder(path) as aside:
+    with new_path(path) as aside:
+        aside.mkdir()
         for batch in batches:
             for pixels in batch.numpy():
                 file = f"{number:06d}.png"
@@ -141,7 +140,7 @@ def write_folder(
                     line["class"] = names[label]
                 lines.append(json.dumps(line, ensure_ascii=False))
                 number += 1
-        (aside / METADATA).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_whole(aside / METADATA, "\n".join(lines) + "\n")
 
 
 def write_npz(
@@ -154,7 +153,6 @@ def write_npz(
 
     Batches are written one by one: the pictures need not fit into memory.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     with (
         replacing(path) as aside,
         zipfile.ZipFile(aside, "w", allowZip64=True) as archive,

@@ -10,7 +10,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError
-from titan_dit.system.files import reason_of, write_whole
+from titan_dit.launcher.disk_errors import writing
+from titan_dit.system.files import write_json, write_whole
 
 PLAN = "plan.json"
 
@@ -54,7 +55,7 @@ class Parts:
         if file.is_file():
             before: dict[str, Any] = {}
             with suppress(ValueError):
-                before = dict(user_text.parse_json(file.read_text()))
+                before = dict(user_text.read_json(file, str(file)))
             if before.get("digest") == self.digest:
                 return
             changes = [
@@ -67,9 +68,7 @@ class Parts:
                 f"({', '.join(changes)}). Repeat that command to finish it, or delete the folder."
             )
         with self.writing(file):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            values = {"digest": self.digest, **self.plan}
-            write_whole(file, (json.dumps(values, indent=2) + "\n").encode())
+            write_json(file, {"digest": self.digest, **self.plan})
 
     def missing(self, rank: int = 0, num_ranks: int = 1) -> list[int]:
         """Numbers of a rank's parts that are not there yet."""
@@ -110,13 +109,6 @@ class Parts:
                 self.file(number).unlink(missing_ok=True)
             shutil.rmtree(self.folder)
 
-    @contextmanager
-    def writing(self, file: Path) -> Iterator[None]:
-        """Turn an OSError into one line that names the file and the fix."""
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"{self.flag}: {file} cannot be written: {reason_of(error)}. Free space or fix the "
-                "disk, and repeat the command: it goes on."
-            ) from None
+    def writing(self, file: Path) -> AbstractContextManager[None]:
+        """Raise an OSError of the block as one line that names the file and the fix."""
+        return writing(f"{self.flag}: {file}", "Repeat the command: it goes on.")

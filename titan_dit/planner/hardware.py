@@ -28,6 +28,7 @@ from titan_dit.config.section import (
     hints_of,
     show,
 )
+from titan_dit.system.files import write_whole
 
 FOLDER = Path(__file__).parent / "hardware"
 EXAMPLE = "h100"
@@ -293,8 +294,7 @@ def write(device: Device, path: Path) -> None:
                 tables += ["", f"[{name}]", *entries]
         else:
             plain.append(f"{name} = {show(value)}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join([*plain, *tables, ""]), encoding="utf-8")
+    write_whole(path, "\n".join([*plain, *tables, ""]))
 
 
 def toml_key(key: object) -> str:

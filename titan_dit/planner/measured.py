@@ -23,6 +23,7 @@ from titan_dit.planner.counts import Rehearsals
 from titan_dit.planner.hardware import Device, names
 from titan_dit.planner.memory import GIB, memory, state_of
 from titan_dit.planner.step import estimate
+from titan_dit.system import run_files
 
 PEAKS_DIFFER = 0.05
 """Peaks further apart, relative, are those of different devices."""
@@ -70,7 +71,7 @@ def of_run(run: Path, flag: str = "--run", trust: bool = False) -> Measured:
     Of a run that was resumed on other ranks, those since then. `trust`: import the modules that its
     config names.
     """
-    tables_file, metrics_file = run / "config.toml", run / "metrics.jsonl"
+    tables_file, metrics_file = run / run_files.CONFIG, run / run_files.METRICS
     if not tables_file.is_file():
         raise UserError(
             f"{flag} {run}: no config.toml. Give the directory of a run, such as outputs/NAME."

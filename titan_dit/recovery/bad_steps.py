@@ -23,6 +23,7 @@ from titan_dit.data.order import OF_STEP, ranges_of
 from titan_dit.objectives.base import Objective
 from titan_dit.recovery.loss_scale import LossScale
 from titan_dit.rng import SampleRNG
+from titan_dit.system import run_files
 
 DECAY = 0.99
 """Decay of the gradient norm's running average, after the first 1 / (1 - DECAY) good steps."""
@@ -241,7 +242,7 @@ class Guard:
             self.scaling.load(saved.get("loss_scale"))
 
 
-FAULTS = "faults.jsonl"
+FAULTS = run_files.FAULTS
 LINE = {
     "step": schema.COUNT,
     "kind": str,

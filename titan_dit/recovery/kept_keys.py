@@ -8,6 +8,7 @@ from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.training import EMAConfig
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.recovery import resume
+from titan_dit.system import run_files
 
 IMPORTED: Tables = {"ema": {"warmup": False}}
 """Kept keys after imported weights: these belong to no run, but have an average."""
@@ -50,7 +51,7 @@ def tables_of_checkpoint(run: RunConfig, settings: CheckpointConfig) -> Tables:
 
 def tables_of_folder(run: RunConfig, settings: CheckpointConfig) -> Tables:
     """Return RUN/config.toml if the run has taken a step."""
-    file = run.folder / "config.toml"
+    file = run.folder / run_files.CONFIG
     if not file.is_file() or not resume.has_started(run, settings):
         return {}
     return of_run(file)

@@ -17,6 +17,7 @@ from titan_dit.data.base import Batch
 from titan_dit.data.order import OF_STEP, SampleRange, count, merged, numbers_of, ranges_of
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.recovery.bad_steps import whole_lines
+from titan_dit.system import run_files
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Ledger:
         return replace(self, untrained=tuple(entries))
 
 
-SAMPLE_LOG = "samples-seen"
+SAMPLE_LOG = run_files.SAMPLES_SEEN
 LINE = {"step": schema.COUNT, "ranks": schema.COUNT, "numbers": OF_STEP}
 
 

@@ -27,11 +27,12 @@ from titan_dit.launcher.failure import is_restarted
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.models import lora
 from titan_dit.optim.ema import EMA
+from titan_dit.system import run_files
 
 
 def checkpoints_of(run: RunConfig, settings: CheckpointConfig) -> Checkpoints:
     """The checkpoints of a run, in its directory or [checkpoint] dir."""
-    return Checkpoints(location(settings.dir or run.folder / "checkpoints"), settings)
+    return Checkpoints(location(settings.dir or run.folder / run_files.CHECKPOINTS), settings)
 
 
 def has_started(run: RunConfig, settings: CheckpointConfig) -> bool:
@@ -43,7 +44,7 @@ def has_started(run: RunConfig, settings: CheckpointConfig) -> bool:
     if wanted(settings.resume) == "never":
         candidates(checkpoints_of(run, settings), "never")
         return False
-    rows = run.folder / "metrics.jsonl"
+    rows = run.folder / run_files.METRICS
     has_rows = rows.is_file() and rows.stat().st_size > 0
     return has_rows or checkpoints_of(run, settings).newest() is not None
 
@@ -148,7 +149,7 @@ def check_not_elsewhere(run: RunConfig, settings: CheckpointConfig) -> None:
 
     Otherwise the run would silently restart from step 0.
     """
-    file = run.folder / "config.toml"
+    file = run.folder / run_files.CONFIG
     table = read_toml(file).get("checkpoint", {}) if file.is_file() else {}
     was = checkpoints_of(run, replace(settings, dir=str(table.get("dir", ""))))
     if was.folder != checkpoints_of(run, settings).folder and (newest := was.newest()):

@@ -6,7 +6,6 @@ the run may end before its next checkpoint.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +16,10 @@ from titan_dit.config.section import UserError
 from titan_dit.data.order import SampleRange
 from titan_dit.recovery.ledger import Skipped
 from titan_dit.recovery.resume import Start, set_aside_newer
-from titan_dit.system.files import write_whole
+from titan_dit.system import run_files
+from titan_dit.system.files import write_json
 
-FILE = "rollbacks.json"
+FILE = run_files.ROLLBACKS
 SCHEMA = {
     "skipped": schema.Rows((schema.COUNT, schema.COUNT, str)),
     "in_vain": schema.COUNT,
@@ -67,7 +67,7 @@ class Rollbacks:
     def write(self, folder: Path) -> None:
         """Write `rollbacks.json` atomically and durably."""
         values = {**vars(self), "skipped": [list(vars(entry).values()) for entry in self.skipped]}
-        write_whole(folder / FILE, (json.dumps(values, indent=2) + "\n").encode())
+        write_json(folder / FILE, values)
 
 
 def read(folder: Path) -> Rollbacks:
@@ -75,7 +75,7 @@ def read(folder: Path) -> Rollbacks:
     if not (folder / FILE).is_file():
         return Rollbacks()
     try:
-        values = user_text.parse_json((folder / FILE).read_bytes())
+        values = user_text.read_json(folder / FILE, "it")
         schema.check(values, SCHEMA, "")
     except ValueError as error:
         raise UserError(

@@ -6,7 +6,6 @@ A profile of a pipeline writes `RUN/profile/timeline-steps-A-B.costs.json` (obse
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from titan_dit.config import user_text
 from titan_dit.config.section import UserError
 from titan_dit.schedules.action import Action, Kind, Order
 from titan_dit.schedules.order_file import ACTION
+from titan_dit.system import run_files
+from titan_dit.system.files import write_json
 
 FORMAT = 1
 NAME = re.compile(r"timeline-steps-(\d+)-(\d+)\.costs\.json")
@@ -50,7 +51,7 @@ class MeasuredCosts:
 
 def newest(run: Path) -> Path:
     """The profile of the run's last steps. Raises UserError if there is none."""
-    folder = run / "profile"
+    folder = run / run_files.PROFILE
     names = folder.iterdir() if folder.is_dir() else ()
     found = {path: NAME.fullmatch(path.name) for path in names}
     spans = [(int(m[2]), int(m[1]), path) for path, m in found.items() if m]
@@ -79,8 +80,7 @@ def write(path: Path, costs: MeasuredCosts) -> None:
         "links": {f"{source}->{target}": s for (source, target), s in costs.links.items()},
         "step_s": costs.step_s,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write_json(path, content, indent=1)
 
 
 def read(path: Path) -> MeasuredCosts:

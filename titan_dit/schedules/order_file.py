@@ -13,16 +13,17 @@ from pathlib import Path
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError, show
 from titan_dit.schedules.action import Action, Kind, Order
+from titan_dit.system.files import write_whole
 
 MAX_BYTES = 16 << 20
 ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 
 
 def write(path: Path, order: Order, comments: Iterable[str] = ()) -> None:
-    """Write an order; each comment is a line at the top."""
+    """Write an order, whole or not at all; each comment is a line at the top."""
     lines = [f"# {comment}" for comment in comments]
     lines += [",".join(map(str, actions)) for actions in order]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_whole(path, "\n".join(lines) + "\n")
 
 
 def read(path: Path) -> Order:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Literal, TextIO
 
 from titan_dit.system import stdio
+from titan_dit.system.launched_as import LaunchedAs
 
 LOG_EVERY_S, RENEWED_S = 10.0, 1.0
 
@@ -79,7 +80,7 @@ class ProgressLine:
         self.line = Line("stderr")
         self.on_terminal = width_of(sys.stderr) is not None
         self.every = RENEWED_S if self.on_terminal else LOG_EVERY_S
-        self.is_first_rank = os.environ.get("RANK", "0") == "0"
+        self.is_first_rank = LaunchedAs.here().is_first
         self.began = self.written = time.monotonic()
         self.done = 0
 

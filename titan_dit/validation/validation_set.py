@@ -26,6 +26,7 @@ from titan_dit.objectives.base import DataShare, Objective, Prepared
 from titan_dit.observe.console import LOSS
 from titan_dit.optim.ema import EMA
 from titan_dit.rng import SampleRNG
+from titan_dit.system.files import write_whole
 from titan_dit.system.progress import ProgressLine
 
 BATCH = 256
@@ -90,7 +91,7 @@ class ValidationSet:
     def remember(self, folder: Path) -> None:
         """Write the passed overlap check to the run directory, so that a restart skips it."""
         if self.compared:
-            (folder / COMPARED).write_text(text_of(self.compared))
+            write_whole(folder / COMPARED, text_of(self.compared))
 
 
 def text_of(compared: Mapping[str, Any]) -> str:

@@ -19,9 +19,8 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -45,13 +44,14 @@ from titan_dit.data.manifest import (
     check_manifest,
     read_folder_manifest,
     read_json,
-    write_json,
 )
 from titan_dit.data.packing.images import DecodingBudget, decode_image, read_image
+from titan_dit.launcher import disk_errors
 from titan_dit.launcher.disk_errors import line_of
 from titan_dit.system import stdio
 from titan_dit.system.file_lock import open_locked
-from titan_dit.system.files import sync_folder, write_whole
+from titan_dit.system.files import sync_folder, write_json, write_whole
+from titan_dit.system.worker import end_with_parent
 
 
 @contextmanager
@@ -62,8 +62,8 @@ def claimed(output: Path, digest: str, command: str = "data pack") -> Iterator[N
         held = os.read(descriptor, 4096)
         if held and digest.encode() not in held:
             raise UserError(
-                f"[{command}] output={output} holds unfinished shards of other files or options. "
-                "Delete it or choose another --output."
+                f"[{command}] out={output} holds unfinished shards of other files or options. "
+                "Delete it or choose another --out."
             )
         if not held:
             # Written in place: a rename would replace the locked file.
@@ -337,23 +337,16 @@ def shard_of(plan: ShardPlan, kept: Sequence[int], latents: Shaped[Tensor, "n c 
     return data
 
 
-@contextmanager
-def writing(file: Path, command: str = PackPlan.command) -> Iterator[None]:
-    """Turn an OSError into a UserError that names the file and the fix."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"[{command}] {file} cannot be written: {error.strerror}. Free space or fix the disk, "
-            "and run the same command again: it resumes."
-        ) from None
+def writing(file: Path, command: str = PackPlan.command) -> AbstractContextManager[None]:
+    """Raise an OSError of the block as a UserError that names the file and the fix."""
+    return disk_errors.writing(f"[{command}] {file}", "Run the same command again: it resumes.")
 
 
 def read_record(output: Path, stem: str) -> ChunkRecord | None:
     """Return the record of a finished chunk; None if it or its shard is missing or damaged."""
     try:
-        text = (output / f"{stem}.json").read_text()
-        values: dict[str, Any] = user_text.parse_json(text)
+        file = output / f"{stem}.json"
+        values: dict[str, Any] = user_text.read_json(file, str(file))
         values["dropped"] = [(int(row), str(why)) for row, why in values["dropped"]]
         record = ChunkRecord(**values)
         whole = not record.file or (output / record.file).stat().st_size == record.bytes
@@ -376,7 +369,7 @@ def pack_chunks(
     Sends an error's message to the parent. Exits if the parent dies.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent terminates the workers.
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    end_with_parent()
     torch.set_num_threads(1)
 
     def report(done: int, dropped: int) -> None:
@@ -391,14 +384,6 @@ def pack_chunks(
         named = line_of(error, "[data pack]") if isinstance(error, OSError) else str(error)
         errors.send(named)
         raise SystemExit(1) from None
-
-
-def end_with_parent() -> None:
-    """Exit when the parent process ends, even by SIGKILL."""
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 SOURCES = "sources.json"
@@ -434,7 +419,7 @@ def check_sources(
         names = few([f"{plan.name}-{chunk:05d}" for chunk in changed])
         raise UserError(
             f"[{plan.command}] input={plan.root}: files have changed ({how}) since these shards of "
-            f"{output} were made of them: {names}. Delete {output}, or choose another --output."
+            f"{output} were made of them: {names}. Delete {output}, or choose another --out."
             f"{compare}"
         )
     if unknown and not verify:
@@ -737,18 +722,18 @@ def check_output(plan: ShardPlan, output: Path) -> None:
     root = plan.root.resolve()
     if output.resolve() == root or root in output.resolve().parents:
         raise UserError(
-            f"[{plan.command}] output={output} is inside the input {plan.root}, so the shards "
-            "would become part of it. Choose another --output."
+            f"[{plan.command}] out={output} is inside the input {plan.root}, so the shards "
+            "would become part of it. Choose another --out."
         )
     if not output.exists():
         return
     if not output.is_dir():
-        raise UserError(f"[{plan.command}] output={output} is a file. Choose another --output.")
+        raise UserError(f"[{plan.command}] out={output} is a file. Choose another --out.")
     stated = read_json(output)
     if stated and stated.get("plan") != plan.digest():
         raise UserError(
-            f"[{plan.command}] output={output} holds another dataset. Delete it or choose another "
-            "--output."
+            f"[{plan.command}] out={output} holds another dataset. Delete it or choose another "
+            "--out."
         )
     written = f"{CLAIM}|{DROPPED}|{MANIFEST}|{SOURCES}|{re.escape(CAPTIONS)}"
     known = rf"({re.escape(plan.name)}{SHARD_FILES}|{written})(\.partial)?"
@@ -757,13 +742,13 @@ def check_output(plan: ShardPlan, output: Path) -> None:
     strange = [path.name for path in output.iterdir() if not re.fullmatch(known, path.name)]
     if strange:
         raise UserError(
-            f"[{plan.command}] output={output} is not empty: it holds {sorted(strange)[0]}. Choose "
-            "another --output."
+            f"[{plan.command}] out={output} is not empty: it holds {sorted(strange)[0]}. Choose "
+            "another --out."
         )
     if any(output.glob(f"{plan.name}-*")) and not stated and not (output / CLAIM).is_file():
         raise UserError(
-            f"[{plan.command}] output={output} holds shards of unknown origin, without a "
-            f"{MANIFEST}. Delete it or choose another --output."
+            f"[{plan.command}] out={output} holds shards of unknown origin, without a "
+            f"{MANIFEST}. Delete it or choose another --out."
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from titan_dit.config.section import UserError
 from titan_dit.data.tokenizing.chunks import BadLine, Chunk, texts_of
 from titan_dit.launcher.disk_errors import FULL, shared_memory_is_full
+from titan_dit.system.worker import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -125,17 +125,9 @@ def begin(recipe: Recipe) -> None:
     SIGINT and SIGTERM stay blocked, as when it was started: the parent ends the workers.
     """
     global encoder
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    end_with_parent()
     one_thread()
     encoder = Encoder(recipe)
-
-
-def end_with_parent() -> None:
-    """End this process when its parent has ended."""
-    parent = multiprocessing.parent_process()
-    assert parent
-    parent.join()
-    os._exit(1)
 
 
 def one_thread() -> None:

@@ -1,0 +1,18 @@
+"""Names of the files and folders of a run directory."""
+
+from __future__ import annotations
+
+CONFIG = "config.toml"
+METRICS = "metrics.jsonl"
+FAULTS = "faults.jsonl"
+LOCK = "run.lock"
+ROLLBACKS = "rollbacks.json"
+WANDB = "wandb_id"
+CHECKPOINTS = "checkpoints"
+SNAPSHOTS = "snapshots"
+PROFILE = "profile"
+SAMPLES_SEEN = "samples-seen"
+
+FOLDERS = (CHECKPOINTS, SNAPSHOTS, PROFILE, SAMPLES_SEEN)
+OWN = (CONFIG, METRICS, FAULTS, LOCK, ROLLBACKS, WANDB, *FOLDERS)
+"""What a run needs to go on. Others in its folder are results, which may be written again."""

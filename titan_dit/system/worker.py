@@ -1,0 +1,19 @@
+"""Worker processes of multiprocessing that end with their parent."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+
+
+def end_with_parent() -> None:
+    """In a worker: exit when its parent has ended, even by SIGKILL."""
+    threading.Thread(target=_wait, daemon=True).start()
+
+
+def _wait() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
