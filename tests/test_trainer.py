@@ -11,7 +11,6 @@ from tiny import tiny_config
 from titan_dit.config.layout import CompileConfig
 from titan_dit.config.training import LRScheduleConfig
 from titan_dit.data.order import BatchPlan, EpochOrder
-from titan_dit.opening import Opened
 from titan_dit.opening import OpenedRun
 from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.lr_schedule import learning_rate

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from titan_dit.system.launched_as import LaunchedAs
 from titan_dit import __version__
 from titan_dit.checks import layout, validate
 from titan_dit.checks.device import (
@@ -51,6 +49,7 @@ from titan_dit.optim.ema import EMA
 from titan_dit.parallel.mesh import refitted
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.recovery import kept_keys, restore, resume, run_identity
+from titan_dit.system.launched_as import LaunchedAs
 from titan_dit.validation.validation_set import ValidationSet, losses_of_all, open_checked
 
 if TYPE_CHECKING:

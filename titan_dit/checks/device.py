@@ -13,7 +13,6 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.tensor import DTensor
 
-from titan_dit.system.launched_as import LaunchedAs
 from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.operation import MetricsConfig, ProfileConfig
 from titan_dit.config.section import UserError, show
@@ -27,6 +26,7 @@ from titan_dit.parallel import compile
 from titan_dit.parallel.fsdp import DTYPES
 from titan_dit.parallel.transformer_engine import is_transformer_engine
 from titan_dit.plan import RunPlan
+from titan_dit.system.launched_as import LaunchedAs
 
 FP32 = 4
 GIB = 2**30

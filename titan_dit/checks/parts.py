@@ -13,7 +13,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from titan_dit.system import run_files
 from titan_dit.config import dotted_names
 from titan_dit.config.job import JobConfig
 from titan_dit.config.parameter_groups import (
@@ -36,6 +35,7 @@ from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.optim.optimizer import OptimizerConfig
 from titan_dit.plan import RunPlan
 from titan_dit.rng import SampleRNG
+from titan_dit.system import run_files
 
 T = TypeVar("T")
 

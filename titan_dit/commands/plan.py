@@ -11,8 +11,6 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
-from titan_dit.checks import validate
-from titan_dit.checks.parts import check_optimizer, validate_parts
 from titan_dit.commands import results_file
 from titan_dit.commands.flags import PlanFlags
 from titan_dit.config import catalog, config_file, flags
