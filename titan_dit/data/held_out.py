@@ -59,7 +59,7 @@ class FirstRows(Source):
         return None if groups is None else groups[:: self.source.copies]
 
     def group_parts(self) -> Iterator[Int64[Tensor, " n"]]:
-        """The same, in parts: the rows of a picture are in one shard."""
+        """The class of every picture, in parts. All rows of a picture are in one part."""
         return (part[:: self.source.copies] for part in self.source.group_parts())
 
 
@@ -113,7 +113,7 @@ def rows_below(
 
 
 def by_sorting(source: Source, seed: int, count: int) -> Int64[Tensor, " count"]:
-    """The choice of older runs: the first rows of each group in a sorted permutation."""
+    """Older runs' choice: the first rows of each group in a sorted permutation."""
     order = shuffled(seed, len(source))
     groups = source.groups()
     if groups is None:

@@ -1,4 +1,4 @@
-"""The keys of the datasets, without torch, so that `--help` is quick."""
+"""Keys of the datasets, without torch, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class PlaysKeys(DataKeys):
 
     @property
     def has_validation_part(self) -> bool:
-        """The end of every play."""
+        """True: the end of every play."""
         return True
 
 
@@ -95,25 +95,26 @@ class TokensKeys(DataKeys):
     name = "tokens"
 
     paths: tuple[FilePath, ...]
-    """Datasets, each the path of a .bin and a .idx without these suffixes. Imported weights have
-    none."""
+    """Datasets: each the path of a .bin and a .idx, without the suffix. Empty for the data of
+    imported weights."""
     weights: tuple[PositiveFloat, ...] = ()
-    """Share of each path in the samples. Empty: every window of every path once an epoch."""
+    """Share of each path in the samples. Empty: every window of every path once per epoch."""
     split: tuple[NonNegativeFloat, ...] = (949.0, 50.0, 1.0)
-    """Shares of each path's documents, in their order: for training, for [validation], unused."""
+    """Shares of each path's documents in file order: training, [validation], unused."""
     sequence_length: Dim
     """Tokens that the model predicts per sample; a window has one more."""
     tokenizer: FilePath = ""
-    """A tokenizer.json: gives vocabulary and end_of_document, and text its bits per byte."""
+    """Path of a tokenizer.json. It gives vocabulary and end_of_document; a byte-level one also bits
+    per byte."""
     vocabulary: Dim | None = None
-    """Ids are below it; a larger one is refused. Unset: the tokenizer's."""
+    """Size of the vocabulary; an id at or above it is refused. Unset: the tokenizer's."""
     end_of_document: NonNegativeInt | None = None
     """Id of the token at the end of a document. Unset: the tokenizer's."""
     verify: bool = False
-    """Check every id at the start, not only the first 134 million."""
+    """Check every id at the start; else only the first 134 million."""
 
     def __post_init__(self) -> None:
-        """Refuse weights and shares that fit no path."""
+        """Refuse a wrong number of weights or shares, and tokens without a vocabulary."""
         super().__post_init__()
         if len(self.weights) not in (0, len(self.paths)):
             raise UserError(
@@ -147,7 +148,7 @@ class SentencePairsKeys(TokensKeys):
     sequence_length: Annotated[int, Bound(least=5, most=10**7)]
     """Tokens of a sample, with [CLS], twice [SEP] and padding."""
     short_share: Fraction = 0.1
-    """Share of the samples with a random shorter length, as Megatron's short_seq_prob."""
+    """Share of the samples with a random shorter length (Megatron's short_seq_prob)."""
 
     def __post_init__(self) -> None:
         """Require a tokenizer: it has the ids of [CLS], [SEP], [MASK] and [PAD]."""

@@ -56,10 +56,10 @@ class Latents(LatentsKeys, DataConfig):
         return self.open_surveyed(self.survey())
 
     def survey(self) -> Listing | None:
-        """List the files of a folder, with their labels; of shards, check all labels.
+        """List the files of a folder, with their labels. For shards: check all labels, return None.
 
-        With `verify`, `open_surveyed` checks the labels, after the SHA-256: a wrong label may be a
-        damaged file.
+        With `verify`, `open_surveyed` checks the labels of shards after their SHA-256: a wrong
+        label may come from a damaged file.
         """
         path = Path(self.path)
         if layout_of(path) != "shards":
@@ -95,14 +95,14 @@ class Shard(NamedTuple):
 
     latents: RowFile
     labels: Int64[Tensor, " n"]
-    """In the mapped file: read on access."""
+    """A view of the mapped file, read on access."""
 
 
 class LatentShards(Source):
     """Random access to a folder of shards.
 
-    Labels are memory-mapped, latents are read row by row. Both are in the page cache, which all
-    processes of a node share: a rank's own memory does not grow with the rows.
+    Labels are memory-mapped, latents are read row by row. Both stay in the page cache, which all
+    processes of a node share; a rank's own memory does not grow with the rows.
     """
 
     def __init__(self, path: Path, verify: bool = False) -> None:
@@ -162,16 +162,16 @@ class LatentShards(Source):
         return self.labels
 
     def group_parts(self) -> Iterator[Int64[Tensor, " n"]]:
-        """Yield the labels of each shard, in a mapping that ends with its part.
+        """Yield the labels of each shard, from a mapping that is closed afterwards.
 
-        So their pages leave the process's memory.
+        Closing it takes the pages out of the process's memory.
         """
         for entry in self.manifest["shards"]:
             with safe_open(self.path / entry["file"], framework="pt") as file:
                 yield file.get_tensor("label")
 
     def check_labels(self) -> None:
-        """Raise UserError for the first label that is outside the classes."""
+        """Raise UserError for the first label outside the classes."""
         shards, num_classes = self.manifest["shards"], self.manifest["num_classes"]
         for entry, labels in zip(shards, self.group_parts(), strict=True):
             check_labels(labels, num_classes, self.path / entry["file"])

@@ -96,7 +96,7 @@ class NumberedSamples:
         """Read the rows of a batch.
 
         Errors are returned, because raising in a worker prints a traceback. A failed read becomes a
-        Disruption, to be retried: the files were checked when the source was opened.
+        Disruption, which is retried: the files were checked when the source was opened.
         """
         try:
             fields = self.source.read([row for _, row in pairs])
@@ -117,7 +117,7 @@ class NumberedSamples:
 
 
 def shared(stored: Stored) -> Stored | UserError:
-    """Share a worker's batch here: torch would do it in a thread whose error reaches nobody."""
+    """Move a worker's batch to shared memory. torch would do it in a thread that loses errors."""
     try:
         stored.share()
     except RuntimeError as error:
@@ -133,9 +133,9 @@ def no_collate(fetched: T) -> T:
 
 
 def begin_worker(worker: int) -> None:
-    """Ignore signals to the process group (Ctrl-C, Slurm): the rank needs data until it stops.
+    """Make a worker ignore signals to the process group (Ctrl-C, Slurm): the rank still needs data.
 
-    A batch that cannot be sent ends the worker: without it the rank would wait for ever.
+    A batch that cannot be sent ends the worker: the rank would wait for it for ever.
     """
     Queue._on_queue_feeder_error = end_worker  # type: ignore[attr-defined]
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
@@ -163,7 +163,7 @@ def with_killed_workers(shares: Iterator[Any]) -> Iterator[Any]:
 
 
 def started(loader: StatefulDataLoader[Any], workers: int) -> Iterator[Any]:
-    """Start the workers. Raises UserError if the system does not give what they need."""
+    """Start the workers. Raises Disruption if the system lacks memory, files or processes."""
     try:
         return iter(loader)
     except OSError as error:
@@ -184,7 +184,7 @@ def load_samples(
     device: torch.device,
     total_weight: float,
 ) -> Batch:
-    """Load one batch of given (sample number, row) pairs, as in training."""
+    """Load one batch of given (sample number, row) pairs, as training does."""
     stored = NumberedSamples(source, inspect).__getitems__(pairs)
     if isinstance(stored, UserError):
         raise stored

@@ -24,7 +24,7 @@ class Synthetic(SyntheticKeys, DataConfig):
 
 
 class SyntheticLatents(Source):
-    """Sample i is a pure function of i."""
+    """Random latents; sample i is a pure function of i."""
 
     def __init__(self, config: Synthetic) -> None:
         self.facts: LatentFacts = LatentFacts(

@@ -1,4 +1,4 @@
-"""Windows of tokens: the samples of a language model, out of Megatron's .bin and .idx."""
+"""Windows of tokens, the samples of a language model, from Megatron's .bin and .idx."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class TokenFacts(DataFacts):
     sequence_length: int
     """Tokens that a window predicts; the window has one more."""
     vocabulary: int
-    """All ids are below it."""
+    """Size of the vocabulary: all ids are below it."""
     end_of_document: int | None = None
     """Id of the token that ends a document; None if unknown."""
     bytes_per_token: float | None = None
-    """UTF-8 bytes of the text per token, the mean of this part of the dataset: it turns a loss per
-    token into bits per byte. None unless the tokenizer is a byte-level one."""
+    """Mean UTF-8 bytes per token in this part of the dataset, which turns a loss per token into
+    bits per byte. None unless the tokenizer is byte-level."""
     tokenizer: str = ""
     """Path of the tokenizer.json; empty if unknown."""
     num_tokens: int = 0
     """Tokens of this part of the dataset."""
     num_left_over: int = 0
-    """Tokens after the last whole window of each file: never a target."""
+    """Tokens after the last whole window of each file; they are never targets."""
 
     @property
     def about(self) -> str:
@@ -64,9 +64,9 @@ class TokenFacts(DataFacts):
 
 
 SAMPLED_BLOCKS, BLOCK_BYTES = 64, 1 << 16
-"""Of each file, for the digest."""
+"""Blocks of each file that its digest reads, and their bytes."""
 PART = 1 << 22
-"""Ids counted at once."""
+"""Ids per count."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,13 @@ class TokenPart:
         return max(len(self) - 1, 0) // length
 
     def left_over(self, length: int) -> int:
-        """Tokens after the last window; all of them if there is no window."""
+        """Tokens after the last window; all tokens if there is no window."""
         num = self.windows(length)
         return len(self) - (num * length + 1 if num else 0)
 
 
 def part_of(prefix: Path, split: tuple[float, ...], part: int) -> tuple[IndexedFile, TokenPart]:
-    """Open and check a dataset; `part` is the share of `split` to take, of whole documents."""
+    """Open and check a dataset. `part` is the number of a share of `split`, in whole documents."""
     file = IndexedFile(prefix)
     file.check()
     ends = np.cumsum([0.0, *split]) / sum(split) * file.num_documents
@@ -111,7 +111,7 @@ def part_of(prefix: Path, split: tuple[float, ...], part: int) -> tuple[IndexedF
 
 
 def digest_of(file: IndexedFile) -> str:
-    """A digest of both files: their lengths, and up to `SAMPLED_BLOCKS` blocks of each."""
+    """Digest of both files: their lengths, and up to `SAMPLED_BLOCKS` blocks of each."""
     sha = hashlib.sha256()
     for path in (file.idx, file.bin):
         with path.open("rb") as opened:
@@ -125,19 +125,19 @@ def digest_of(file: IndexedFile) -> str:
 
 
 CHECKED_TOKENS = 1 << 27
-"""Tokens whose ids are checked at the start, over all paths."""
+"""Tokens, over all paths, whose ids are checked at the start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedData(TokensKeys, DataConfig):
-    """The [data] section of a dataset that is read from a .bin and a .idx."""
+    """The [data] section of a dataset in a .bin and a .idx."""
 
     part: ClassVar[int] = 0
-    """Which share of `split`: 0 for training, 1 for validation."""
+    """Number of the share of `split`: 0 for training, 1 for validation."""
 
     @property
     def part_name(self) -> str:
-        """Of messages."""
+        """Name of the share in messages."""
         return ("training", "validation")[self.part]
 
     def open(self) -> Source:
@@ -145,11 +145,11 @@ class IndexedData(TokensKeys, DataConfig):
         return self.open_surveyed(self.survey())
 
     def at(self, path: str) -> IndexedData:
-        """All documents of another dataset."""
+        """The section for all documents of another dataset."""
         return replace(self, paths=(path,), weights=(), split=(1.0,))
 
     def files(self) -> TokenFiles:
-        """Open the files, and read the tokenizer; UserError if they do not fit the keys."""
+        """Open the files and the tokenizer; UserError if they contradict the keys."""
         if not self.paths:
             raise UserError(
                 "[data] paths=[]: there is no dataset. Give the path of a .bin without its suffix: "
@@ -177,13 +177,13 @@ class IndexedData(TokensKeys, DataConfig):
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """Open files, a part of each, and what their ids mean."""
+    """Open files, a part of each, and their tokenizer."""
 
     indexed: tuple[IndexedFile, ...]
     parts: tuple[TokenPart, ...]
     tokenizer: TokenizerFile | None
     vocabulary: int
-    """Ids must be below it."""
+    """Size of the vocabulary: ids must be below it."""
     end_of_document: int | None
 
     @property
@@ -193,19 +193,19 @@ class TokenFiles:
 
     @property
     def digest(self) -> str:
-        """What identifies the tokens of all parts, wherever the files lie."""
+        """Digest of the tokens of all parts, independent of the files' paths."""
         contents = " ".join(f"{part.digest} {part.first} {part.end}" for part in self.parts)
         return hashlib.sha256(contents.encode()).hexdigest()
 
     @property
     def tokenizer_path(self) -> str:
-        """Absolute, so that a run is resumed and sampled from any folder; "" without one."""
+        """Absolute path, so that a run can be resumed from any folder; "" without a tokenizer."""
         return str(self.tokenizer.path.absolute()) if self.tokenizer else ""
 
     def histograms(self, verify: bool) -> Iterator[tuple[TokenPart, NDArray[np.int64]]]:
-        """Yield the parts and how often each id comes; refuses ids beyond the vocabulary.
+        """Yield (part, count of each id); refuses ids outside the vocabulary.
 
-        Unless `verify`, only `CHECKED_TOKENS` tokens are counted, the first ones of each part.
+        Unless `verify`, only the first tokens of each part are counted, `CHECKED_TOKENS` in total.
         """
         most = self.num_tokens if verify else max(CHECKED_TOKENS // len(self.parts), 1)
         for file, part in zip(self.indexed, self.parts, strict=True):
@@ -213,7 +213,7 @@ class TokenFiles:
 
 
 def histogram(file: IndexedFile, part: TokenPart, vocabulary: int, most: int) -> NDArray[np.int64]:
-    """Count each id among the first `most` tokens of a part; refuses ids beyond the vocabulary."""
+    """Count of each id in the first `most` tokens of a part; refuses ids outside the vocabulary."""
     counts = np.zeros(vocabulary, np.int64)
     end = min(part.end, part.first + most)
     progress = ProgressLine(end - part.first, "tokens", what=f"checked {part.bin}", form=count)
@@ -227,7 +227,7 @@ def histogram(file: IndexedFile, part: TokenPart, vocabulary: int, most: int) ->
 
 
 def check_ids(ids: NDArray[np.integer], vocabulary: int, file: IndexedFile, first: int) -> None:
-    """Refuse ids outside the vocabulary; `first` is the place of ids[0] in the file."""
+    """Refuse ids outside the vocabulary; `first` is the position of ids[0] in the file."""
     if int(ids.max()) < vocabulary and int(ids.min()) >= 0:
         return
     at = int(np.flatnonzero((ids >= vocabulary) | (ids < 0))[0])
@@ -243,7 +243,7 @@ PLAYS = Path(__file__).parent / "plays"
 
 @dataclass(frozen=True)
 class Surveyed:
-    """What rank 0 finds out for all ranks."""
+    """Result of rank 0's survey, for all ranks."""
 
     parts: tuple[TokenPart, ...]
     facts: TokenFacts
@@ -276,7 +276,7 @@ class Tokens(IndexedData):
         return Surveyed(files.parts, facts)
 
     def check_windows(self, parts: Sequence[TokenPart]) -> None:
-        """Refuse a part without a window: every weighted one must have one, else one of all."""
+        """Raise UserError if a part has no window: any part with a weight, or all parts."""
         short = [part for part in parts if not part.windows(self.sequence_length)]
         if short and ((self.weights and not self.part) or len(short) == len(parts)):
             raise UserError(
@@ -291,7 +291,7 @@ class Tokens(IndexedData):
         return TokenWindows(survey, () if self.part else self.weights)
 
     def validation_part(self) -> Tokens:
-        """The same documents' second share; weights do not apply."""
+        """The second share of the same files; weights do not apply."""
         return HeldOutTokens(**{f.name: getattr(self, f.name) for f in fields(self)})
 
 
@@ -311,7 +311,7 @@ class Plays(PlaysKeys, DataConfig):
 
     @property
     def tokens(self) -> Tokens:
-        """The files."""
+        """The section of the packaged files."""
         return Tokens(
             paths=(str(PLAYS / "plays_text_document"),),
             split=(8, 8),
@@ -321,11 +321,11 @@ class Plays(PlaysKeys, DataConfig):
         )
 
     def open(self) -> Source:
-        """Open the beginnings."""
+        """Open the training part: the beginning of every play."""
         return self.tokens.open()
 
     def validation_part(self) -> DataConfig:
-        """The ends."""
+        """The end of every play."""
         return self.tokens.validation_part()
 
 
@@ -368,7 +368,7 @@ class TokenWindows(BlendedSource):
         return {"tokens": torch.from_numpy(out)}
 
     def refuse(self, ids: NDArray[np.int64], places: Sequence[Sequence[int]]) -> None:
-        """Raise the error of the first id outside the vocabulary; names file and document."""
+        """Raise the error for the first id outside the vocabulary, with its file and document."""
         for window, (path, number) in zip(ids, places, strict=True):
             part = self.parts[path]
             first = part.first + number * self.facts.sequence_length
@@ -380,14 +380,14 @@ class TokenWindows(BlendedSource):
 
 
 def reader_of(parts: Sequence[TokenPart], length: int) -> ShardRows:
-    """Read the windows of parts of one dtype; neighbours share a token."""
+    """A reader of the windows of parts with one dtype; neighbours share a token."""
     size = np.dtype(parts[0].dtype).itemsize
     files = [RowFile(part.bin, part.first * size, part.size, modified_of(part)) for part in parts]
     return ShardRows(files, (length + 1) * size, length * size)
 
 
 def modified_of(part: TokenPart) -> int:
-    """Time of modification of this node's file, which may be a copy of the surveyed one."""
+    """Modification time of this node's file, which may be a copy of the surveyed one."""
     try:
         status = part.bin.stat()
     except OSError as error:

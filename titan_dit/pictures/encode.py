@@ -1,6 +1,6 @@
-"""Encode pictures into shards: decoded by threads ahead of the autoencoder, chunk by chunk.
+"""Encode pictures into shards, chunk by chunk; threads decode ahead of the autoencoder.
 
-The plan has everything that determines the bytes of a chunk.
+The plan holds everything that determines a chunk's bytes.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from titan_dit.system.host_copy import HostCopy
 
 CROP = "upright by EXIF; ADM: halve by a box filter, resize by a bicubic one, crop the center"
 PICTURES = "pictures_sha256"
-"""Of a chunk's record: SHA-256 over those of its pictures' files."""
+"""Key of a chunk's record: SHA-256 over the digests of its pictures' files."""
 FEWEST, MOST_CHUNKS = 256, 64
-"""Pictures of a shard at least; chunks of a small dataset, so that many ranks have work."""
+"""Minimum pictures of a shard; maximum chunks of a small dataset, which give many ranks work."""
 
 
 class Picture(NamedTuple):
@@ -54,12 +54,12 @@ class Picture(NamedTuple):
     digest: bytes
     """SHA-256 of its file."""
     is_converted: bool
-    """True if its colours were of another space than sRGB."""
+    """True if its colours were converted to sRGB."""
 
 
 @dataclass(frozen=True)
 class EncodePlan(Chunks):
-    """A set of pictures, and how they are encoded. See `packing.shard_job.ShardPlan`."""
+    """A set of pictures, and how they are encoded. See `packing.pack.Chunks`."""
 
     command: ClassVar[str] = "data encode"
     format: ClassVar[str] = ENCODED_FORMAT
@@ -72,7 +72,7 @@ class EncodePlan(Chunks):
     shape: tuple[int, int, int]
     dtype: str
     batch_size: int
-    """Rows that are encoded at once, including mirror images: other numbers change bits."""
+    """Rows that are encoded at once, mirror images included. Another number changes bits."""
     image_size: int
     flip: bool
     posterior: Literal["both", "mean"]
@@ -80,7 +80,7 @@ class EncodePlan(Chunks):
     about: dict[str, Any]
     """Further keys of the manifest."""
     max_pixels: int | None = None
-    """Of a picture that is read; None: by the memory that its format takes."""
+    """Maximum pixels of a picture; None: as many as its format's memory allows."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -89,17 +89,17 @@ class EncodePlan(Chunks):
 
     @property
     def labels(self) -> Int64[Tensor, " n"]:
-        """Their classes; -1: it has none, and is dropped."""
+        """Class of each picture; a picture with -1 has none and is dropped."""
         return self.pictures.labels
 
     @property
     def copies(self) -> int:
-        """Rows of a picture: it, and its mirror image."""
+        """Rows per picture: 2 with its mirror image, else 1."""
         return 2 if self.flip else 1
 
     @property
     def channels(self) -> int:
-        """Channels of a latent, of which a row may hold a mean and a std."""
+        """Channels of a latent. A row has twice as many if it holds mean and std."""
         return self.shape[0] // 2 if self.posterior == "both" else self.shape[0]
 
     def batches(self, chunk: int) -> list[range]:
@@ -129,7 +129,7 @@ class EncodePlan(Chunks):
         return self.pictures.stamp(row)
 
     def has_made(self, record: ChunkRecord, chunk: int) -> bool:
-        """True if the pictures of a chunk that were kept have the same bytes."""
+        """True if the kept pictures of a chunk still have the same bytes."""
         if not record.file:
             return True
         lost = {row for row, _ in record.dropped}
@@ -227,7 +227,7 @@ def make_plan(
 Drops = list[tuple[int, str]]
 Reading = Future[Picture]
 AHEAD = 2
-"""Batches that are queued on the device behind the one that the host waits for."""
+"""Batches queued on the device behind the one that the host waits for."""
 
 
 @dataclass(frozen=True)
@@ -243,12 +243,12 @@ class Batch:
     """None if all were dropped."""
     dropped: Drops
     num_converted: int
-    """Pictures whose colours were of another space than sRGB."""
+    """Pictures whose colours were converted to sRGB."""
 
 
 @dataclass
 class Chunk:
-    """What has been encoded of a chunk."""
+    """The encoded part of a chunk."""
 
     number: int
     latents: list[Tensor] = field(default_factory=list)
@@ -259,7 +259,7 @@ class Chunk:
 
 
 def todo_of(plan: EncodePlan, output: Path, verify: bool) -> list[int] | None:
-    """The chunks that are missing; None if the output is whole. Needs the claim of the output."""
+    """Numbers of the missing chunks; None if the output is whole. Needs the output's lock."""
     finished = pack.resumed(plan, output, plan.digest(), verify)
     if finished is None:
         return None
@@ -296,7 +296,7 @@ def encode_chunks(
 
 @contextmanager
 def same_bits() -> Iterator[None]:
-    """Equal pictures are equal bits: one thread of torch, deterministic kernels of cuDNN."""
+    """Make equal pictures equal bits: one torch thread, deterministic cuDNN kernels."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -328,7 +328,7 @@ def decoded(
 
 
 def joined(chunk: int, rows: range, readings: list[Reading], pinned: bool) -> Batch:
-    """A batch of those pictures that can be decoded."""
+    """A batch of the pictures that could be decoded."""
     kept, found, dropped = [], [], []
     for row, reading in zip(rows, readings, strict=True):
         try:
@@ -347,9 +347,9 @@ def joined(chunk: int, rows: range, readings: list[Reading], pinned: bool) -> Ba
 def encoded(
     plan: EncodePlan, vae: Autoencoder, batches: Iterator[Batch]
 ) -> Iterator[tuple[Batch, Tensor | None]]:
-    """Rows of every batch, on the CPU: [pictures, copies, c, h, w].
+    """Each batch with its rows on the CPU: [pictures, copies, c, h, w].
 
-    AHEAD batches are queued behind the one that is waited for: a GPU works on them while the host
+    AHEAD batches are queued behind the one that is waited for. A GPU works on them while the host
     adds rows, writes shards and joins the next batch.
     """
     queued: deque[tuple[Batch, HostCopy | None]] = deque()
@@ -372,7 +372,7 @@ def rows_of(batch: Batch, stored: HostCopy | None) -> tuple[Batch, Tensor | None
 def latents_of(
     plan: EncodePlan, vae: Autoencoder, pictures: UInt8[Tensor, "b 3 s s"]
 ) -> Shaped[Tensor, "b k c h w"]:
-    """The rows of pictures: unscaled mean and std (not its logarithm) of each, or the mean."""
+    """The rows of pictures: unscaled mean and std of each, or the mean alone."""
     images = pictures.to(vae.device, non_blocking=True)
     copies = [images, images.flip(-1)] if plan.flip else [images]
     mean, std = vae.encode(torch.stack(copies, 1).flatten(0, 1))
@@ -425,7 +425,7 @@ def sums(plan: EncodePlan, rows: Shaped[Tensor, "n c h w"]) -> dict[str, list[fl
 
 
 def moments(plan: EncodePlan, records: Sequence[ChunkRecord]) -> tuple[list[float], list[float]]:
-    """Mean and std of each channel over the data, summed in the plan's order."""
+    """Mean and std of each channel over the dataset, summed in the plan's order."""
     count = sum(record.count for record in records) * math.prod(plan.shape[1:])
     total, squares = np.zeros(plan.channels), np.zeros(plan.channels)
     for record in records:
@@ -438,9 +438,9 @@ def moments(plan: EncodePlan, records: Sequence[ChunkRecord]) -> tuple[list[floa
 
 
 def finish(plan: EncodePlan, output: Path) -> tuple[Drops, list[float], list[float]]:
-    """Write captions, dropped.json and the manifest; the output is whole then.
+    """Write captions, dropped.json and the manifest, which makes the output whole.
 
-    Returns the dropped pictures, and mean and std of each channel over the data.
+    Returns (dropped pictures, mean of each channel, std of each channel).
     """
     digest = plan.digest()
     records = pack.all_finished(plan, output, digest)
@@ -465,7 +465,7 @@ def finish(plan: EncodePlan, output: Path) -> tuple[Drops, list[float], list[flo
 
 
 def captions(plan: EncodePlan, records: Sequence[ChunkRecord]) -> Iterator[bytes]:
-    """A line of JSON for each picture that was kept: its first row, file and caption."""
+    """A line of JSON for each kept picture: its first row, file name and caption."""
     row = 0
     for number, record in enumerate(records):
         lost = {picture for picture, _ in record.dropped}

@@ -1,4 +1,4 @@
-"""The libraries of the extra `pictures`: nothing else imports them."""
+"""Imports of the libraries of the extra `pictures`; only this file imports them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titan_dit.launcher.torch_range import pip_install
 
 
 def install(package: str) -> str:
-    """What to do if a package is missing."""
+    """The advice for a missing package, as a sentence."""
     extra = pip_install("'titan_dit[pictures]'")
     return f"Install it: {extra}, or in a clone: {pip_install(package)}"
 
@@ -46,10 +46,10 @@ def diffusers(what: str) -> ModuleType:
 
 
 def hide_if_broken(name: str) -> None:
-    """Make a package look absent if it does not load.
+    """Make a package that does not load look absent.
 
-    torchvision of another index than torch's raises a RuntimeError, and diffusers, which uses it
-    for other models, would fail with it.
+    torchvision from another index than torch's raises a RuntimeError; diffusers, which uses it for
+    other models, would fail with it.
     """
     try:
         importlib.import_module(name)

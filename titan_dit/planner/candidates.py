@@ -1,8 +1,8 @@
-"""All layouts of a config on a number of GPUs: what the planner may choose.
+"""The layouts that the planner may choose: all layouts of a config on a number of GPUs.
 
-A layout is one value for each key of `KEYS`. The model, the objective, the optimizer and the global
-batch stay. The checks of a start (titan_dit.checks) say which layouts can run; each is asked once
-for the keys that it reads.
+A layout is one value for each key of `KEYS`. Model, objective, optimizer and global batch stay
+fixed. The checks of a start (titan_dit.checks) decide which layouts can run; each check runs once
+for the values that it reads.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from titan_dit.planner.hardware import Device
 from titan_dit.schedules.schedule import schedule_of
 
 MIN_TOKENS = 256
-"""Tokens of a sample that cp leaves to a rank, at least: fewer do not fill a product."""
+"""Minimum tokens of a sample on a cp rank: fewer do not fill a matrix product."""
 MAX_TOKENS = 2**16
-"""Tokens of a microbatch on a rank, at most: kernels are full long before."""
+"""Maximum tokens of a microbatch on a rank: kernels are full long before."""
 VIRTUAL_STAGES = (2, 4, 8)
-"""Stages per rank of interleaved schedules that are tried, beside the config's own."""
+"""Stages per rank that are tried with interleaved schedules, besides the config's."""
 MODES = ("none", "attention", "selective", "full")
-"""[remat] modes; later ones compute more again."""
+"""[remat] modes; each recomputes more than the one before."""
 RECIPE = "tensorwise"
-"""The float8 recipe that is tried beside the config's own: it reads memory least often."""
+"""The float8 recipe that is tried besides the config's: it reads memory least often."""
 
 
 class Candidate(NamedTuple):
@@ -77,7 +77,7 @@ SECTIONS = {
     "precision": ("float8",),
 }
 KEYS = tuple(f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys)
-"""The keys that the planner chooses, in the sequence of `Candidate`."""
+"""The keys that the planner chooses, in the order of `Candidate`."""
 PARALLEL = frozenset(f"parallel.{key}" for key in SECTIONS["parallel"])
 
 
@@ -87,7 +87,7 @@ class Space:
     def __init__(
         self, config: JobConfig, gpus: int, device: Device, fixed: Collection[str] = ()
     ) -> None:
-        """`fixed`: those of `KEYS` that keep the config's value."""
+        """`fixed`: names of `KEYS` that keep the config's value."""
         self.config, self.gpus, self.device = config, gpus, device
         self.fixed = frozenset(fixed)
         pipeline = as_planned(config.pipeline)
@@ -100,10 +100,10 @@ class Space:
         self._sections: dict[tuple[str, ...] | tuple[str, int], Any] = {}
         self._verdicts: dict[tuple[Any, ...], bool] = {}
         self.refusal: str | None = None
-        """The last check that refused a layout."""
+        """The error of the last check that refused a layout."""
 
     def __iter__(self) -> Iterator[Candidate]:
-        """Every layout that the checks accept; those of one tensor and context split in a row."""
+        """Every layout that the checks accept, grouped by tensor and context split."""
         for start in self._meshes():
             for staged in self._pipelines(start):
                 yield from self._formats(staged)
@@ -133,12 +133,12 @@ class Space:
         )
 
     def check(self, candidate: Candidate) -> None:
-        """The checks of a start. Raises UserError."""
+        """Run the checks of a start. Raises UserError."""
         config = self.config_of(candidate)
         validate(config, resolve(config, self.gpus))
 
     def why_empty(self) -> str | None:
-        """What the checks say about the fixed values alone, else the last refusal."""
+        """The error of the checks for the fixed values alone; without one, the last refusal."""
         config = self.config
         own = {key.partition(".")[2]: self.fixed_value(key) for key in self.fixed & PARALLEL}
         size = self.fixed_value("training.microbatch_size")

@@ -67,12 +67,12 @@ def peak_of(parts: Parts, plan: RunPlan, rank: int) -> Peak:
 
 
 FREE = ("parallel.tp", "parallel.pp", "parallel.dp_shard")
-"""The axes that are tried; replicas and more samples per microbatch save no memory that these do
-not. cp does where activations need most: it is tried if nothing else fits."""
+"""Axes that the search for the fewest GPUs varies. Replicas and larger microbatches save no memory
+that these do not. cp is tried last, if activations are most of the memory."""
 
 
 class Smallest(NamedTuple):
-    """The layout that needs least on a number of GPUs."""
+    """The layout that needs the least memory on a number of GPUs."""
 
     gpus: int
     candidate: Candidate
@@ -81,13 +81,16 @@ class Smallest(NamedTuple):
 
     @property
     def is_mostly_activations(self) -> bool:
-        """Whether what a microbatch keeps and works with is more than all else."""
+        """True if activations and temporary tensors are more than half of the rank's bytes."""
         own = self.held[StorageKind.ACTIVATIONS] + self.held[StorageKind.TEMPORARY]
         return own > sum(self.held.values()) / 2
 
 
 def gpu_counts(device: Device, first: int, last: int) -> Iterator[int]:
-    """From `first` to `last`: 1, 2, 4, ... GPUs of a node, twice as many nodes each, and `last`."""
+    """Numbers of GPUs to try: 1, 2, 4, ... up to a node, then twice as many nodes each.
+
+    Only those from `first` on; the last one is `last`.
+    """
     count = 1
     while count < last:
         if count >= first:
@@ -181,16 +184,16 @@ def small_layouts(
 
 
 NEAREST = 64
-"""Where nothing fits, up to so many times the GPUs are tried."""
+"""If nothing fits, numbers of GPUs up to NEAREST times the given one are tried."""
 SEARCHES = 5
-"""At most so many: each goes on without what did not fit after the one before."""
+"""Maximum number of searches. Each one excludes the layouts that turned out too large before."""
 PeakOf = Callable[[RunPlan, int], Peak]
 """Peak memory of a pipeline rank in a whole fake step."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is printed and written."""
+    """The result of a search: the recommended layout, the others, and figures for the report."""
 
     space: Space
     rows: Sequence[Layout]
@@ -213,11 +216,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row that does not fit by counts of its own or in a fake step; others of its mesh may."""
+    """A row that does not fit with exact counts or in a fake step. Others of its mesh may fit."""
 
     candidate: Candidate
     most: float
-    """GiB of composed memory from which on others of its kind do not fit either."""
+    """GiB of composed memory above which other layouts of its kind do not fit either."""
     why: str
 
 
@@ -254,7 +257,7 @@ def search(
 
 
 class Rows:
-    """The rows of a search; those that are asked for are rehearsed, and may not fit."""
+    """The rows of a search. A row is rehearsed when asked for, and dropped if it does not fit."""
 
     def __init__(self, outcome: Outcome, model: Model, exact: CountsOf, peak_of: PeakOf) -> None:
         self.rows, self.model = list(outcome.rows), model
@@ -295,7 +298,7 @@ class Rows:
             self.drop(row, device.memory_gib / checked.needed.total, too_large(checked, device))
 
     def drop(self, row: Layout, share: float, why: str) -> None:
-        """Leave out a row, of whose composed memory a `share` would fit."""
+        """Leave out a row. Its composed memory times `share` bounds that of others of its kind."""
         self.rows = [each for each in self.rows if each is not row]
         most = share * self.composed[row.candidate]
         self.dropped.append(Dropped(row.candidate, most, why))
@@ -324,7 +327,7 @@ def choice_of(
     best: Layout,
     runner_up: Layout | None,
 ) -> Choice:
-    """What is printed of a search."""
+    """The result of a search, with the fewest GPUs that hold the run."""
     with torch.device("meta"):
         network = space.base.spec.build()
     return Choice(
@@ -403,7 +406,7 @@ def too_large(layout: Layout, device: Device) -> str:
 
 
 def nothing_fits(space: Space, model: Model, outcome: Outcome, dropped: Sequence[Dropped]) -> str:
-    """What would fit: other values of fixed keys, or more GPUs."""
+    """The error if no layout fits. It names the fix: free a fixed key, or take more GPUs."""
     device, gpus = space.device, space.gpus
     if not outcome.tally.candidates:
         return f"--gpus {gpus}: no layout can run this model and batch. {space.why_empty() or ''}"
@@ -423,7 +426,7 @@ def nothing_fits(space: Space, model: Model, outcome: Outcome, dropped: Sequence
 
 
 def ways(space: Space, model: Model) -> Iterator[str]:
-    """What would make a layout fit."""
+    """Fixes that make a layout fit, as clauses of an error."""
     device, gpus, config = space.device, space.gpus, space.config
     for key in ("remat.mode", "training.microbatch_size"):
         if key in space.fixed:

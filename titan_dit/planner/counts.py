@@ -77,7 +77,7 @@ def operator(one: Operator, two: Operator, line: Line) -> Operator:
 
 
 def accesses(one: Sequence[Access], two: Sequence[Access], line: Line) -> tuple[Access, ...]:
-    """What an operator reads or writes."""
+    """The reads or writes of an operator."""
     pairs = zip(one, two, strict=True)
     return tuple(
         Access(a.storage, line(a.offset, b.offset), line(a.bytes, b.bytes)) for a, b in pairs
@@ -85,7 +85,7 @@ def accesses(one: Sequence[Access], two: Sequence[Access], line: Line) -> tuple[
 
 
 def work(one: Any, two: Any, line: Line) -> Any:
-    """What an operator computes or sends: a tuple of numbers and words, or None."""
+    """The work of an operator: a tuple of numbers and strings, or None."""
     if one is None:
         return None
     pairs = zip(one, two, strict=True)
@@ -93,14 +93,15 @@ def work(one: Any, two: Any, line: Line) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """True for what may depend on the microbatch."""
+    """True for a value that may depend on the microbatch size."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def with_weight_gradients(own: Trace, other: Trace) -> Trace:
-    """Mark backward's products of which only the dim that they sum over grows with the microbatch.
+    """Mark the products of backward that compute weight gradients.
 
-    `other`: the same part at another microbatch size.
+    They are recognised by their shape: of m, n and k only k, which is summed over, grows with the
+    microbatch. `other` is the same part at another microbatch size.
     """
     theirs = iter([o.work for o in other.backward.operators if isinstance(o.work, Product)])
     marked = []
@@ -114,7 +115,7 @@ def with_weight_gradients(own: Trace, other: Trace) -> Trace:
 
 
 AXES = ("tp", "cp")
-"""Those whose messages are counted."""
+"""Mesh axes whose messages are counted."""
 SIZES = (2, 3)
 """Microbatch sizes to rehearse. Not 1: a dim of one element has any stride, so that copies and
 views of other sizes differ from its."""
@@ -187,7 +188,7 @@ class Rehearsals:
         )
 
     def layout_of(self, plan: RunPlan) -> tuple[Any, ...]:
-        """What embed and head depend on, but for the microbatch size."""
+        """Cache key of embed and head, without the microbatch size."""
         return *split_of(plan), plan.precision, self.in_float8(plan)
 
     def in_float8(self, plan: RunPlan) -> frozenset[str]:
@@ -254,7 +255,7 @@ class Rehearsals:
 
 
 def split_of(plan: RunPlan) -> tuple[Any, ...]:
-    """How tokens and weights are split within a stage and a data-parallel rank."""
+    """Cache key: how tokens and weights are split within a stage and a data-parallel rank."""
     parallel, sizes = plan.parallel, plan.sizes
     method = parallel.cp_method if sizes.cp > 1 else ""
     sequence = parallel.sequence_parallel and sizes.tp > 1
@@ -262,7 +263,7 @@ def split_of(plan: RunPlan) -> tuple[Any, ...]:
 
 
 def state_key(plan: RunPlan) -> tuple[Any, ...]:
-    """What the parameters and their update depend on."""
+    """Cache key of the parameters and their update."""
     return *split_of(plan), plan.precision
 
 
@@ -363,7 +364,7 @@ class OtherOperatorsError(Exception):
 
 
 class Derived:
-    """Counts of all plans of a config, from few rehearsals."""
+    """Counts of any plan of a config, derived from a few rehearsals."""
 
     def __init__(self, exact: CountsOf) -> None:
         """`exact`: counts from a rehearsal."""
@@ -386,9 +387,9 @@ class Derived:
         return self.found[key]
 
     def _changes_chunks(self, plan: RunPlan, cp: int, size: int, head: Part) -> bool:
-        """Whether only some of the rehearsed sizes and this one score their logits in chunks.
+        """True if only some of the sizes, the rehearsed and the wanted one, score logits in chunks.
 
-        Then the numbers of the head are not linear.
+        The counts of the head are then not linear in the microbatch size.
         """
         own = max((product.m * product.n for product in head.forward.products), default=0.0)
         as_many = size if cp == 1 else size * SLICES / cp
@@ -450,7 +451,7 @@ class Derived:
 
 
 def derived_split_of(plan: RunPlan) -> tuple[Any, ...]:
-    """What counts depend on, but for cp and the microbatch size."""
+    """Cache key of derived counts, without cp and the microbatch size."""
     method = plan.parallel.cp_method if plan.sizes.cp > 1 else ""
     sequence = plan.parallel.sequence_parallel and plan.sizes.tp > 1
     return plan.sizes.tp, method, sequence, plan.remat.mode, plan.precision.float8
@@ -475,9 +476,10 @@ def between(first: Counts, second: Counts, x: float) -> Counts:
 
 
 def with_remat(slices: Counts, remat: Counts, silent: Counts) -> Counts:
-    """Counts of slices with [remat]: what `remat` has above `silent`, both of as many tokens.
+    """Counts of slices with [remat]: `slices`, plus the difference of `remat` and `silent`.
 
-    Where it runs attention again, it runs and sends again what cp adds to the forward, too.
+    `remat` and `silent` have as many tokens and no cp. A pass that recomputes attention also sends
+    its cp messages again.
     """
 
     def part(own: Part, more: Part, less: Part) -> Part:
@@ -505,7 +507,7 @@ def with_remat(slices: Counts, remat: Counts, silent: Counts) -> Counts:
 
 
 def of_slices(forward: Work, whole: Work) -> Work:
-    """What is of cp in a forward: attention, its messages, and what `whole` does not move."""
+    """Work that cp adds to a forward: attention, its messages, and the rest above `whole`."""
     return Work(
         attention=forward.attention,
         messages={one: count for one, count in forward.messages.items() if one.axis == "cp"},
@@ -517,7 +519,7 @@ def of_slices(forward: Work, whole: Work) -> Work:
 
 
 def sliced(halves: Counts, cp: int) -> Counts:
-    """Counts of `cp` slices from those of `SLICES` of fewer samples, which have as many tokens."""
+    """Counts of `cp` slices, from `halves`: SLICES slices of fewer samples, with as many tokens."""
     share = SLICES / cp
 
     def attention(item: Attention) -> Attention:

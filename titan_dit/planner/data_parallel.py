@@ -40,19 +40,20 @@ NOTHING = Reduction(0.0, 0.0)
 
 
 class Overlap:
-    """Computing and the link, side by side, in seconds since a microbatch began.
+    """Two timelines side by side, computing and messages, in seconds since a microbatch began.
 
-    `hides`: messages are sent while a rank computes. `apart`: those of replicas have another link.
+    `hides`: messages are sent while the rank computes. `apart`: messages between replicas use
+    another link than those of FSDP.
     """
 
     def __init__(self, *, hides: bool, apart: bool) -> None:
         self.hides, self.apart = hides, apart and hides
         self.now = 0.0
-        """Computing is here."""
+        """Time up to which the rank has computed."""
         self.free = 0.0
-        """The link has sent all."""
+        """Time at which the link has sent everything."""
         self.copied = 0.0
-        """The link of the replicas has sent all."""
+        """Time at which the link between replicas has sent everything."""
         self.waited = 0.0
 
     def send(self, at: float, seconds: float) -> float:
@@ -63,7 +64,7 @@ class Overlap:
         return self.free if self.hides else self.wait(self.free)
 
     def reduce(self, reduction: Reduction) -> None:
-        """Gradients that are there: over FSDP's group, then over the replicas."""
+        """Reduce gradients that are ready: over FSDP's group, then over the replicas."""
         end = self.send(self.now, reduction.shards)
         if self.apart:
             self.copied = max(self.copied, end) + reduction.copies
@@ -126,18 +127,18 @@ class Overlap:
 
 
 class Unit(NamedTuple):
-    """What is gathered and reduced at once."""
+    """A unit of FSDP: parameters that are gathered and reduced together."""
 
     parameters: float
     """Elements on a tp rank."""
     trained: float
-    """Those with gradients."""
+    """Elements with gradients."""
     blocks: int
     """Blocks in it; 0 for the root unit."""
 
 
 class StageShape(NamedTuple):
-    """What a stage has; stages of one shape take the same time."""
+    """Number of blocks of a stage, and its ends. Stages of equal shape take equal time."""
 
     blocks: int
     is_first: bool
@@ -174,17 +175,17 @@ class DataParallel:
 
     @cached_property
     def gather_bytes(self) -> int:
-        """Per parameter."""
+        """Bytes per parameter of an all-gather."""
         return self.runtime.gather_bytes or self.plan.dtype.itemsize
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """Per gradient."""
+        """Bytes per gradient of a reduction."""
         return max(self.runtime.gradient_bytes, 8 * (self.plan.precision.dtype == "fp64"))
 
     @cached_property
     def shapes(self) -> tuple[StageShape, ...]:
-        """Of every stage."""
+        """The shape of every stage."""
         sizes = [len(layers) for layers in self.plan.stage_layers]
         last = len(sizes) - 1
         return tuple(StageShape(size, i == 0, i == last) for i, size in enumerate(sizes))
@@ -213,13 +214,13 @@ class DataParallel:
         return root, [Unit(n * block.parameters, n * block.trained, n) for n in sizes]
 
     def gathers(self, unit: Unit) -> Iterator[Message]:
-        """Of one unit, once."""
+        """The messages of one all-gather of a unit."""
         if self.splits > 1 and unit.parameters:
             sent = (self.splits - 1) / self.splits * unit.parameters * self.gather_bytes
             yield Message(shard_axis(self.plan.sizes), "all-gather", sent)
 
     def reductions(self, unit: Unit) -> Iterator[Message]:
-        """Of one unit, once."""
+        """The messages of one reduction of a unit's gradients."""
         whole = unit.trained * self.gradient_bytes
         shards, copies = self.shards, self.plan.sizes.dp_replicate
         if whole and shards > 1:
@@ -248,7 +249,7 @@ class DataParallel:
         return shard.nodes == 1 and self.links.group(COPIES).nodes > 1
 
     def overlap(self) -> Overlap:
-        """A rank that has not begun."""
+        """New timelines of a rank."""
         return Overlap(hides=self.runtime.overlaps_data, apart=self.is_apart)
 
     def frees(self, unit: Unit) -> bool:
@@ -297,7 +298,7 @@ class DataParallel:
         return found
 
     def step_s(self, compute: Compute) -> float:
-        """All microbatches without a pipeline: computing, and what of the messages it waits for."""
+        """Seconds of all microbatches without a pipeline: computing, and waiting for messages."""
         count = self.plan.num_microbatches
         every = self.runtime.reduces_each_microbatch
         last = self.microbatch_s(compute, reduces=True)
@@ -306,7 +307,7 @@ class DataParallel:
         return last + (count - 1) * (last if every else self.microbatch_s(compute, reduces=False))
 
     def microbatch_s(self, compute: Compute, *, reduces: bool) -> float:
-        """Forward and backward of the whole model, with its messages."""
+        """Seconds of a forward and backward of the whole model, with waiting for messages."""
         root, blocks = self.units(self.shapes[0])
         link = self.overlap()
         link.forward(compute, self.gather_s(root), [(u.blocks, self.gather_s(u)) for u in blocks])
@@ -319,10 +320,10 @@ class DataParallel:
         return link.finish()
 
     def before_s(self, computing: Mapping[int, Compute]) -> float:
-        """How much longer the first forward of a pipeline rank's stages takes than its computing.
+        """Seconds that the first forwards of a pipeline rank wait for all-gathers.
 
-        `computing`: stage -> that of its parts, in the sequence of their use. All units are
-        gathered at once.
+        `computing`: stage -> seconds of its parts, in the order of their forwards. All all-gathers
+        are issued at once.
         """
         link = self.overlap()
         for stage, compute in computing.items():
@@ -340,7 +341,7 @@ class DataParallel:
         return link.waited
 
     def after_s(self, stage: int, compute: Compute) -> float:
-        """What a pipeline rank waits for after the last backward of a stage."""
+        """Seconds that a pipeline rank waits for reductions after the last backward of a stage."""
         root, blocks = self.units(self.shapes[stage])
         reductions, link = [self.reduce_s(unit) for unit in blocks], self.overlap()
         if self.runtime.sharding == "fsdp":

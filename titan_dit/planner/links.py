@@ -46,7 +46,7 @@ class AxisGroup(NamedTuple):
 
 
 class GroupCost(NamedTuple):
-    """What a group pays."""
+    """Bandwidths and latencies of a group."""
 
     group: AxisGroup
     bandwidth: float
@@ -56,8 +56,8 @@ class GroupCost(NamedTuple):
     inner: float
     """Bytes/s of one rank inside the node."""
     pair: float
-    """Bytes/s of one rank to the next: what one GPU reaches, and no more than its share of a NIC
-    on the hops between nodes."""
+    """Bytes/s from one rank to the next: what one GPU reaches; between nodes at most its share of a
+    NIC."""
     pass_s: float
     """Latency of the n - 1 hops of a ring."""
     tree_s: float

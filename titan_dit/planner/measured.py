@@ -1,4 +1,4 @@
-"""What was measured: steps of runs (metrics.jsonl, config.toml) and of benchmarks/gpu.py's JSON."""
+"""Steps that were timed: of runs (metrics.jsonl, config.toml), and of benchmarks/gpu.py's JSON."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from titan_dit.planner.memory import GIB, memory, state_of
 from titan_dit.planner.step import estimate
 
 PEAKS_DIFFER = 0.05
-"""Peaks further apart, relative, are those of different devices."""
+"""Devices whose peaks differ by more than this share are different devices."""
 MEASURED = "measured"
 """`result` of a row of gpu.py that has figures."""
 KEY = ("contender", "model", "tokens", "batch")
 """Columns that name a row of gpu.py."""
 
 COLUMNS = {"samples_per_s", "tflops_per_gpu", "data_wait_ms", "peak_gib"}
-"""Of metrics.jsonl, beside step_ms."""
+"""Columns of metrics.jsonl that are read, besides step_ms."""
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,22 @@ class Measured:
     step_ms: float
     """Without waiting for data."""
     allocated_gib: float | None = None
-    """Most bytes of torch's tensors; None if it was not a GPU's."""
+    """Peak of torch's allocated tensors; None if the step did not run on a GPU."""
     reserved_gib: float | None = None
-    """Most that torch's allocator held; None if not logged."""
+    """Peak that torch's allocator reserved; None if not logged."""
     device: str = ""
-    """Its name, as torch reports it; "CPU" of a run; empty if not logged."""
+    """The device's name as torch reports it; "CPU" for a run on a CPU; empty if not logged."""
     in_float8: frozenset[str] | None = None
     """Names within a block of the linears that were converted to float8; None if not logged."""
     left_out: str = ""
-    """Why no device is fitted to it."""
+    """The reason why no device is fitted to this step; empty if there is none."""
     peak_tflops: float | None = None
     """Its peak in [precision] dtype, which mfu is a share of; None if not logged."""
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def samples_per_s(self) -> float:
-        """Of all ranks."""
+        """Samples per second of all ranks."""
         return 1e3 * self.plan.global_batch_size / self.step_ms
 
 
@@ -210,7 +210,7 @@ def device_named(text: str) -> str | None:
 
 
 def another_device(measured: Measured, device: Device) -> str | None:
-    """What says that a step was not measured on this device; None if nothing does."""
+    """A line that says why a step was not measured on this device; None if it may have been."""
     own, its = device_named(device.name), device_named(measured.device)
     if own and measured.device and own != its:
         return f"it was measured on {measured.device}, not on {device.name}"

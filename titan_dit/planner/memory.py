@@ -34,24 +34,26 @@ PARTS = ("embed", "block", "head")
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState:
-    """Per element; parts are embed, a block and the head. The defaults are AdamW's, without EMA."""
+    """Optimizer tensors per element of embed, a block and the head. The defaults: AdamW, no EMA."""
 
     embed: float = 2.0
     """Tensors of the optimizer per trained element of embed; AdamW has two."""
     block: float = 2.0
     head: float = 2.0
     averages: int = 0
-    """Of the EMA, each with all elements."""
+    """Number of EMAs; each holds all elements."""
     matrices: float = 0.0
-    """Trained elements of a block that Muon orthogonalises, as a share."""
+    """Share of a block's trained elements that Muon orthogonalises."""
     num_matrices: int = 0
-    """How many tensors of a block they are."""
+    """Number of a block's tensors that Muon orthogonalises."""
     shard_work: float = 0.0
-    """Bytes that a step takes at its highest point per element of their shards."""
+    """Temporary bytes of Muon's step at its peak, per element of this rank's shards."""
     whole_work: float = 0.0
-    """The same per element of the matrices that a rank makes whole."""
+    """Temporary bytes of Muon's step at its peak, per element of the matrices that this rank owns
+    whole."""
     received_work: float = 0.0
-    """The same per element of the shards that come back from other ranks."""
+    """Temporary bytes of Muon's step at its peak, per element of the shards received from other
+    ranks."""
 
 
 ADAMW = OptimizerState()
@@ -95,11 +97,11 @@ def elements(shapes: Iterable[Sequence[int]]) -> int:
 def with_muon_work(
     state: OptimizerState, config: MuonConfig, shapes: dict[str, Sequence[int]]
 ) -> OptimizerState:
-    """Bytes per element at the highest point of Muon's step: when the results are scattered.
+    """Add the bytes per element at the peak of Muon's step: when the results are scattered.
 
-    The step is in memory in fp32 and in the format of the iterations. Of the whole matrices there
-    are the results, and all of them in one message or tensor; those of tall ones are transposed,
-    and copied before; those of the last shape are still stacked.
+    At that point the step is in memory in fp32 and in the iterations' format. Results are whole
+    matrices, held twice: as tensors, and in one message. Tall matrices were copied to transpose
+    them, and the stack of the last shape is still there.
     """
     width = 2.0 if config.ns_dtype == "bf16" else 4.0
     sizes: dict[tuple[int, int, int], int] = {}
@@ -119,7 +121,7 @@ def with_muon_work(
 
 
 class Moment(NamedTuple):
-    """Bytes beside the state and the inputs, by kind."""
+    """Bytes at one moment by kind, besides the state and the inputs."""
 
     gathered: float = 0.0
     unreduced: float = 0.0
@@ -130,7 +132,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How a rank keeps its parameters, and the gradients of several microbatches."""
+    """How FSDP shards a rank's parameters, and in which formats it gathers and sums."""
 
     width: int
     """Bytes of an element in the compute format."""
@@ -142,7 +144,7 @@ class Sharding:
     reshards: bool
     """Units free their parameters after forward."""
     reshards_root: bool
-    """So do embed and head."""
+    """Embed and head free their parameters after forward, too."""
     prefetch: int
     """Units gathered ahead on request; 0: FSDP2's implicit prefetch."""
     accumulates: bool
@@ -167,12 +169,12 @@ class Sharding:
 
     @property
     def own_copy(self) -> float:
-        """What an all-gather adds to its output: this rank's shards in the compute format."""
+        """Share of a unit's gathered bytes that an all-gather adds: this rank's cast shard."""
         return 1 / self.shards if self.width < self.sum_width else 0.0
 
     @property
     def reduced(self) -> float:
-        """Bytes per element of a reduction's output; replicas without shards divide into a copy."""
+        """Bytes per element of a reduction's output. Replicas without shards divide into a copy."""
         divided = 1 if self.is_alone and self.has_copies else 0
         return self.sum_width * (1 / self.shards + divided)
 
@@ -319,27 +321,27 @@ def single_moments(counts: Counts, layers: int, how: Sharding) -> Iterator[Momen
 
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "float8": 2}
-"""Of a gradient in the format of its product; in float8 it is kept in bf16."""
+"""Bytes of a gradient element, by the format of its product. Gradients of float8 are kept in
+bf16."""
 
 
 class InFlight(NamedTuple):
-    """What a rank holds during an action; one number for each of its stages."""
+    """The microbatches that a rank holds during an action, counted per stage of the rank."""
 
     kind: Kind
     place: int
     """The action's stage among those of the rank."""
     held: tuple[int, ...]
-    """Microbatches with activations: of a forward before it, else with the action's own."""
+    """Microbatches whose activations are held: before a forward, else with the action's own."""
     halves: tuple[int, ...]
-    """Those of them whose input gradients are done."""
+    """Microbatches of `held` whose input gradients are computed already."""
     summed: tuple[bool, ...]
-    """Whether the stage has gradients of an earlier microbatch."""
+    """True for a stage that has gradients of an earlier microbatch."""
     last: bool
-    """Whether the stage's gradients are reduced after it."""
+    """True if the stage's gradients are reduced after this action."""
     messages: int
-    """Streams that are received for the next actions, or that are held because they were sent last.
-
-    An output that was sent is not one of them: its microbatch keeps it."""
+    """Streams that were received for the next actions, or are held because they were sent last. A
+    sent output is not counted: its microbatch keeps it."""
 
 
 @lru_cache(maxsize=4096)
@@ -359,7 +361,7 @@ def profile_of_schedule(
 
 @lru_cache(maxsize=4096)
 def exceeded(schedule: str, pp: int, microbatches: int, virtual_stages: int) -> tuple[bool, ...]:
-    """By rank: whether the rank before it never has less in flight."""
+    """By pipeline rank: True if the rank before it never holds less."""
     flights = profile_of_schedule(schedule, pp, microbatches, virtual_stages)
     return tuple(
         rank > 0 and all(any(_is_above(other, own) for other in flights[rank - 1]) for own in each)
@@ -373,7 +375,7 @@ def _is_above(first: InFlight, second: InFlight) -> bool:
 
 
 def profile(order: Order) -> tuple[tuple[InFlight, ...], ...]:
-    """The moments of each rank that no other one exceeds in every number."""
+    """The maximal moments of each rank: none is exceeded in every number by another one."""
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
     return tuple(_highest(_moments(actions, rank_of, rank)) for rank, actions in enumerate(order))
 
@@ -389,7 +391,7 @@ def _moments(actions: Sequence[Action], rank_of: dict[int, int], rank: int) -> I
         for action in actions
     ]
     sent = False
-    """Whether the last message that the rank sent was a gradient."""
+    """True if the rank's last message was a gradient."""
     for number, action in enumerate(actions):
         place, kind = place_of[action.stage], action.kind
         ends = kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
@@ -410,7 +412,7 @@ def _moments(actions: Sequence[Action], rank_of: dict[int, int], rank: int) -> I
 
 
 def _highest(moments: Iterator[InFlight]) -> tuple[InFlight, ...]:
-    """Without those that another one of the same action exceeds or equals in every number."""
+    """Drop moments that another one of the same action equals or exceeds in every number."""
     groups: dict[tuple[Kind, int, bool], list[InFlight]] = {}
     every = sorted(set(moments), key=_size, reverse=True)
     for moment in every:
@@ -454,7 +456,7 @@ class StageParts:
 
     @cached_property
     def trained(self) -> float:
-        """Those with gradients."""
+        """Elements with gradients on a tp rank, with the copy."""
         return self._elements("trained")
 
     @property
@@ -474,7 +476,7 @@ class StageParts:
 
     @property
     def root(self) -> float:
-        """Those outside the blocks."""
+        """Gradient elements outside the blocks, before they are reduced."""
         return self.unreduced - self.layers * self.counts.block.trained
 
     def _elements(self, key: str) -> float:
@@ -497,7 +499,7 @@ class StageParts:
 
     @cached_property
     def forward_high(self) -> float:
-        """The most that a forward holds of its own microbatch."""
+        """Peak bytes of a forward's own microbatch."""
         counts, found = self.counts, 0.0
         if self.has_embed:
             found = self.entered + counts.embed.forward_peak
@@ -507,7 +509,7 @@ class StageParts:
 
     @cached_property
     def half(self) -> float:
-        """Bytes that a microbatch keeps more between its input and its weight gradients."""
+        """Extra bytes that a microbatch keeps between its input and its weight gradients."""
         counts = self.counts
         if self.has_embed:  # The first stage computes no input gradients: all waits.
             return counts.stream
@@ -515,7 +517,7 @@ class StageParts:
         return self.layers * of_products(counts.block)
 
     def backward(self, how: Sharding, is_summed: bool) -> Iterator[Moment]:
-        """Moments of a full backward; activations are less what its microbatch keeps."""
+        """Moments of a full backward. Activations are relative to what its microbatch keeps."""
         counts, gone, made = self.counts, 0.0, 0.0
         is_cast = how.width < how.sum_width
         # In the weights' own format gradients are added to the sums one by one.
@@ -579,10 +581,10 @@ def pipeline_moments(
     growth: float,
     sending: float,
 ) -> Iterator[Moment]:
-    """Forward and backward of a step.
+    """Moments of a step's forwards and backwards on a pipeline rank.
 
-    `growth`: times the activations of the planned order. `sending`: bytes of a message to which no
-    action belongs.
+    `growth`: activations over those of the planned order. `sending`: bytes of a message that
+    belongs to no action.
     """
     in_float8 = (how.width - how.block_width) * sum(
         stage.layers * stage.counts.block.parameters for stage in stages
@@ -609,7 +611,7 @@ def pipeline_moments(
 
 
 def _own(flight: InFlight, stage: StageParts, how: Sharding) -> Iterator[Moment]:
-    """What an action adds to all that the rank holds."""
+    """Bytes that an action adds to what the rank holds."""
     is_summed, counts = flight.summed[flight.place], stage.counts
     if flight.kind is Kind.FORWARD:
         yield Moment(activations=stage.forward_high)
@@ -651,9 +653,10 @@ def memory(
     *,
     only_fullest: bool = False,
 ) -> list[dict[StorageKind, float]]:
-    """Bytes at the peak by kind, of every pipeline rank. `state`: see `state_of`.
+    """Peak bytes by kind, of every pipeline rank. `state`: see `state_of`.
 
-    `only_fullest`: a rank that holds no more than the one before it gets that one's bytes.
+    `only_fullest`: a rank that holds no more than the one before it is not computed, and gets that
+    one's bytes.
     """
     how = sharding_of(plan, runtime)
     how = replace(how, in_float8=in_float8(plan, counts, how))
@@ -696,7 +699,7 @@ def _local(plan: RunPlan, counts: Counts, how: Sharding) -> Iterator[Moment]:
 
 
 def sharding_of(plan: RunPlan, runtime: Runtime) -> Sharding:
-    """How FSDP runs on a rank, see `parallel.fsdp.shard`."""
+    """The sharding of a plan's ranks, see `parallel.fsdp.shard`."""
     sizes, wanted = plan.sizes, plan.parallel.reshard_after_forward
     replicas = sizes.product("copies")
     shards = sizes.product("fsdp")
@@ -740,7 +743,7 @@ def at_peak(
     runtime: Runtime,
     state: OptimizerState,
 ) -> dict[StorageKind, float]:
-    """The highest moment of a rank, with its state."""
+    """Bytes by kind at the moment of a rank with the largest sum, with its state."""
     counts = stages[0].counts
     held = state_bytes(stages, how, state)
     held[StorageKind.INPUTS] = counts.static + counts.inputs * plan.samples_per_rank
@@ -775,7 +778,7 @@ def at_peak(
 def state_bytes(
     stages: Sequence[StageParts], how: Sharding, state: OptimizerState
 ) -> dict[StorageKind, float]:
-    """Weights, optimizer and EMA of a rank's shards."""
+    """Bytes of a rank's shards of weights, optimizer and EMA."""
     width = how.sum_width / how.shards
     parameters = optimizer = averaged = buffers = 0.0
     for stage in stages:
@@ -795,7 +798,7 @@ def state_bytes(
 
 
 def given_state(elements: float, runtime: Runtime, how: Sharding) -> dict[StorageKind, float]:
-    """The bytes of another trainer, of which only the sum is known."""
+    """Bytes of another trainer's state by kind, from their given sum."""
     assert runtime.state_bytes is not None
     weights = min(float(how.width), runtime.state_bytes)
     gradients = min(float(runtime.gradient_bytes), runtime.state_bytes - weights)
@@ -823,7 +826,7 @@ def optimizer_work(
 
 
 def sent_copy(plan: RunPlan, counts: Counts, how: Sharding) -> float:
-    """Bytes of tied weights that the first rank casts to send them: kept to the end of a step."""
+    """Bytes of tied weights that the first rank casts to send; held to the end of a step."""
     first, last = plan.stage_ranks[0], plan.stage_ranks[-1]
     if first == last or how.width == how.sum_width:
         return 0.0
@@ -851,7 +854,7 @@ def stages_of(plan: RunPlan, counts: Counts, how: Sharding, pipeline_rank: int) 
 
 
 def in_flight(plan: RunPlan) -> tuple[tuple[tuple[InFlight, ...], ...], tuple[float, ...]]:
-    """What each rank has in flight, and how much more it may hold in a run-time order."""
+    """(moments of each rank, factor of its activations in a run-time order)."""
     count = plan.num_microbatches
     if plan.order_of_file is not None:
         return profile(plan.order(count)), (1.0,) * plan.sizes.pp
@@ -865,7 +868,7 @@ def in_flight(plan: RunPlan) -> tuple[tuple[tuple[InFlight, ...], ...], tuple[fl
 
 
 def exceeded_ranks(plan: RunPlan) -> frozenset[int]:
-    """Pipeline ranks that never have more in flight than the one before; none of an own order."""
+    """Pipeline ranks that never hold more than the rank before; empty for an order from a file."""
     if plan.order_of_file is not None or plan.decides_at_run_time:
         return frozenset()
     order = plan.pipeline.schedule, plan.sizes.pp, plan.num_microbatches
@@ -874,7 +877,7 @@ def exceeded_ranks(plan: RunPlan) -> frozenset[int]:
 
 
 def are_alike(stages: Sequence[StageParts], others: Sequence[StageParts]) -> bool:
-    """Whether two ranks of a plan have equal stages."""
+    """True if two ranks of a plan have equal stages."""
 
     def kinds(each: Sequence[StageParts]) -> list[tuple[object, ...]]:
         return [(s.layers, s.has_embed, s.has_head, s.has_copy) for s in each]
@@ -884,25 +887,25 @@ def are_alike(stages: Sequence[StageParts], others: Sequence[StageParts]) -> boo
 
 @dataclass(frozen=True, kw_only=True)
 class Needed:
-    """Device memory of a rank, GiB."""
+    """Device memory of a rank in GiB."""
 
     allocated: float
     """Tensors: torch's `max_memory_allocated`."""
     reserved: float
-    """With what the caching allocator holds beside them: `max_memory_reserved`."""
+    """The caching allocator's memory, fragments included: `max_memory_reserved`."""
     context: float
     """CUDA context, kernels and libraries."""
     communicators: float
-    """Buffers of NCCL."""
+    """NCCL's buffers."""
 
     @property
     def total(self) -> float:
-        """What nvidia-smi shows."""
+        """GiB that nvidia-smi shows."""
         return self.reserved + self.context + self.communicators
 
 
 def needed(held: Mapping[StorageKind, float], plan: RunPlan, device: Device) -> Needed:
-    """What a rank that holds these bytes takes of a device."""
+    """Device memory of a rank with these bytes of tensors."""
     overhead, allocated = device.overhead, sum(held.values()) / GIB
     return Needed(
         allocated=allocated,
@@ -913,7 +916,7 @@ def needed(held: Mapping[StorageKind, float], plan: RunPlan, device: Device) -> 
 
 
 def fits(found: Needed, device: Device) -> bool:
-    """Whether a rank fits a device."""
+    """True if a rank fits the device."""
     return found.total <= device.memory_gib
 
 

@@ -22,12 +22,12 @@ from titan_dit.schedules.proof import execution, num_stages_of
 from titan_dit.schedules.schedule import schedule_of
 
 FULL = 3
-"""Rounds that are played at least; a round has `pp` microbatches, or as many as an interleaved
-schedule takes at a time."""
+"""Minimum number of rounds to play. A round is `pp` microbatches, or the group of an interleaved
+schedule."""
 STEPS = 8192
-"""Actions up to which a pass is played whole."""
+"""Maximum number of actions of a pass that is played whole."""
 COMPLETES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-"""What ends the work of a stage on a microbatch."""
+"""Actions that end a stage's work on a microbatch."""
 
 
 class CompiledAction(NamedTuple):
@@ -46,32 +46,33 @@ class CompiledAction(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """How long everything takes, in seconds."""
+    """Durations of actions and messages, in seconds."""
 
     costs: Mapping[tuple[Kind, int], float]
-    """Of an action, by (kind, stage), as for `simulate`."""
+    """Duration of an action by (kind, stage), as for `simulate`."""
     latency: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    """From the end of an action to the arrival of its output, by (source, target) rank; else 0."""
+    """Time from the end of an action to the arrival of its output, by (source, target) rank;
+    default 0."""
     in_turn: bool = False
-    """A rank sends one message after another, each for its latency: its link has one bandwidth for
-    all that leave it. Else they do not delay each other, as in `simulate`."""
+    """True: a rank sends one message after another, each for its latency, as on one link. False:
+    messages do not delay each other, as in `simulate`."""
     ready: Sequence[float] = ()
-    """When each rank can begin; else 0."""
+    """Time at which each rank can begin; empty: 0."""
     after: Mapping[int, float] = field(default_factory=dict)
-    """What a rank does once it has ended the work of a stage and sent its output; else 0."""
+    """Time that a rank needs, by stage, after its last action of that stage; default 0."""
 
 
 class Played(NamedTuple):
-    """A pass; both by rank, in seconds."""
+    """A simulated pass; both fields by rank, in seconds."""
 
     ends: tuple[float, ...]
-    """When it is free."""
+    """Time at which the rank is free."""
     busy: tuple[float, ...]
-    """Its actions together."""
+    """Sum of its actions' durations."""
 
     @property
     def makespan(self) -> float:
-        """Until every rank is free."""
+        """Time at which every rank is free."""
         return max(self.ends)
 
     @property
@@ -81,7 +82,7 @@ class Played(NamedTuple):
 
 
 def compiled(order: Order) -> tuple[CompiledAction, ...]:
-    """The actions, each after its inputs. Raises ValueError on a deadlock."""
+    """The actions of an order, each after its inputs. Raises ValueError on a deadlock."""
     num_stages = num_stages_of(order)
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
     left = Counter(a.stage for actions in order for a in actions if a.kind in COMPLETES)
@@ -130,7 +131,7 @@ def play(steps: Sequence[CompiledAction], num_ranks: int, times: Times) -> Playe
 
 
 def played(plan: RunPlan, times: Times) -> Played:
-    """The pass of a training step, a run-time order as planned."""
+    """Simulate the pass of a training step; a run-time order counts as planned."""
     count, pp = plan.num_microbatches, plan.sizes.pp
     if plan.order_of_file is not None:
         return play(compiled(plan.order(count)), pp, times)

@@ -1,4 +1,4 @@
-"""What `plan` prints and writes about its choice."""
+"""The report of `plan`: its text and its JSON."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from titan_dit.planner.search import Layout, equals, tp_crosses_nodes
 from titan_dit.planner.step import mfu, samples_per_s
 
 ACROSS = "tp across nodes"
-"""Stands beside every layout whose tp groups leave a node."""
+"""Mark of a layout whose tp groups leave a node."""
 RULE = "fewest axes, then no tp or cp, then least memory"
-"""The sequence of `choice.preferred`."""
+"""Order of preference of `choice.preferred`."""
 LEAST_SHARE = 0.0005
 """Terms below it are left out of the table."""
 
@@ -85,7 +85,7 @@ def head(choice: Choice) -> Iterator[str]:
 
 
 def origin(device: Device) -> str:
-    """Where the rates are from."""
+    """A phrase: calibrated, or from a data sheet."""
     if device.rows:
         return f"calibrated, {margin(device)}"
     return f"from a data sheet, not calibrated, {margin(device)}"
@@ -138,13 +138,13 @@ def cells(row: Layout, choice: Choice) -> list[str]:
 
 
 def milliseconds(seconds: float) -> str:
-    """Three digits or more."""
+    """Seconds as milliseconds, with three digits or more."""
     ms = 1e3 * seconds
     return f"{ms:,.{0 if ms >= 100 else 1 if ms >= 10 else 2}f}"
 
 
 def title(row: Layout, device: Device) -> str:
-    """The mesh, what else of [parallel] is not the default, and whether tp leaves a node."""
+    """A layout in words: its mesh, other keys of [parallel], whether tp leaves a node."""
     one, words = row.candidate, [str(row.plan.sizes)]
     if one.cp > 1:
         words.append(one.cp_method)
@@ -166,7 +166,7 @@ def schedule(row: Layout) -> str:
 
 
 def verdict(choice: Choice) -> Iterator[str]:
-    """What is recommended, and why it and not the fastest."""
+    """Lines: the recommended layout, and why it is preferred to the fastest."""
     best, fastest, device = choice.best, choice.rows[0], choice.device
     alike = len(equals(choice.rows, device.error))
     ms = milliseconds(best.estimate.seconds)
@@ -200,7 +200,7 @@ def terms(choice: Choice) -> Iterator[str]:
 
 
 def loses(choice: Choice) -> Iterator[str]:
-    """The term in which the runner-up loses most to the best."""
+    """A line: the term in which the runner-up loses most."""
     if choice.runner_up is None:
         return
     best, other = choice.best.estimate, choice.runner_up.estimate
@@ -219,7 +219,7 @@ def loses(choice: Choice) -> Iterator[str]:
 
 
 def memory(choice: Choice) -> Iterator[str]:
-    """Bytes by kind of the fullest rank, and what the device must have beside them."""
+    """Lines: bytes by kind of the fullest rank, and the memory that the device needs."""
     best = choice.best
     how = "a whole fake step" if best.is_rehearsed else "composed from a block's counts"
     yield f"memory of the fullest GPU, GiB ({how}):"
@@ -266,7 +266,7 @@ def cost(choice: Choice) -> Iterator[str]:
 
 
 def command(choice: Choice, name: str) -> str:
-    """How to run it."""
+    """The shell command that trains with the recommended layout."""
     gpus, node = choice.space.gpus, choice.device.gpus_per_node
     own = min(gpus, node)
     where = f"NGPU={own} "
@@ -298,7 +298,7 @@ def as_json(choice: Choice, top: int, name: str) -> dict[str, Any]:
 
 
 def gpu_hours(choice: Choice) -> float | None:
-    """Of the config's steps; None if they depend on the data."""
+    """GPU-hours of the config's steps; None if [training] gives epochs."""
     num_steps = choice.space.config.training.steps
     if not num_steps:
         return None

@@ -27,7 +27,7 @@ from titan_dit.system.progress import ProgressLine
 
 
 class Bucket(NamedTuple):
-    """What the work of a block on a microbatch depends on."""
+    """Values on which a block's work on a microbatch depends."""
 
     tp: int
     cp: int
@@ -39,10 +39,10 @@ class Bucket(NamedTuple):
 
 
 class Busy(NamedTuple):
-    """Seconds of a microbatch on a rank of a tp x cp group, at least."""
+    """Lower bounds in seconds, for one microbatch on a rank of a tp x cp group."""
 
     forward: float
-    """Of a block."""
+    """Forward of one block."""
     backward: float
     ends: float
     """Embed and head, both passes."""
@@ -52,14 +52,14 @@ class Busy(NamedTuple):
         return Busy(*(a + times * b for a, b in zip(self, other, strict=True)))
 
     def above(self, other: Busy) -> Busy:
-        """What this takes more, nowhere below 0."""
+        """The difference to `other`, at least 0 each."""
         return Busy(*(max(0.0, a - b) for a, b in zip(self, other, strict=True)))
 
 
 FP32 = 4
 NONE = Busy(0.0, 0.0, 0.0)
 SLICED = ("cp", "attention")
-"""Terms that cp adds to, whatever tp is."""
+"""Terms that cp increases at any tp."""
 
 
 def bucket_of(candidate: Candidate) -> Bucket:
@@ -68,9 +68,9 @@ def bucket_of(candidate: Candidate) -> Bucket:
 
 
 def coarser_than(candidate: Candidate) -> Iterator[Candidate]:
-    """Splits whose work a candidate's can only add to, the cheapest to rehearse first.
+    """Splits with no more work than the candidate's, the cheapest to rehearse first.
 
-    The last one is the candidate's own. Formats are the same: float8 halves the time of products.
+    The last one is the candidate's own. float8 stays as it is: it halves the time of products.
     """
     ranks = candidate.dp_shard * candidate.tp * candidate.cp
     plain = candidate._replace(tp=1, cp=1, mode="none", dp_shard=ranks)
@@ -86,13 +86,14 @@ def coarser_than(candidate: Candidate) -> Iterator[Candidate]:
 
 
 Known = Sequence[tuple[Candidate, Counts]]
-"""Coarser splits with their counts, as far as `coarser_than` was followed."""
+"""Coarser splits of a candidate with their counts: the first ones of `coarser_than`."""
 
 
 def busy_of(known: Known, sample: Candidate, plan: RunPlan, device: Device) -> Busy:
-    """What `sample` takes at least, by the coarser splits that are known; `plan`: of the sample.
+    """Lower bounds of `sample`, from coarser splits with known counts; `plan` is the sample's.
 
-    With tp it is the work of that tp. What [remat] and cp add without tp is added to it.
+    With tp the base is that tp's work. The increase by [remat] and by cp, both measured without tp,
+    is added to it.
     """
     links = Links(plan.sizes, device)
     fused = plan.compile.enabled
@@ -134,7 +135,7 @@ def busy_of(known: Known, sample: Candidate, plan: RunPlan, device: Device) -> B
 
 
 def floor_of(busy: Busy, candidate: Candidate, layers: int, batch: int) -> float:
-    """Seconds of a step at least: the mean over ranks, and the chain through the last rank."""
+    """Lower bound of a step in seconds: the mean over ranks, or the chain through the last rank."""
     count = batch / (candidate.dp_replicate * candidate.dp_shard * candidate.microbatch_size)
     block, pp = busy.forward + busy.backward, candidate.pp
     mean = count * (layers * block + busy.ends) / pp
@@ -150,10 +151,11 @@ def floor_of(busy: Busy, candidate: Candidate, layers: int, batch: int) -> float
 
 
 def least_bytes(counts: Counts, coarse: Candidate, fine: Candidate, model: RunPlan) -> float:
-    """Bytes that the first pipeline rank holds at least: its weights, and what forward keeps.
+    """Lower bound of the first pipeline rank's bytes: its weights, and what forward keeps.
 
-    From the counts of a coarser split with the same [remat]. In a pipeline FSDP keeps the gathered
-    weights, and all schedules but V-shaped ones begin with a forward for each rank.
+    The counts are those of a coarser split with the same [remat]. In a pipeline FSDP keeps the
+    gathered weights. Except in V-shaped schedules, the first rank begins with a forward for each
+    rank.
     """
     layers = model.spec.num_layers // fine.pp
     elements = layers * counts.block.parameters * coarse.tp / fine.tp
@@ -207,12 +209,12 @@ def scaled(counts: Counts, coarse: Candidate, fine: Candidate) -> Counts:
 CountsOf = Callable[[RunPlan], Counts]
 Held = Mapping[StorageKind, float]
 ROUNDS = 3
-"""Rounds of `pp` microbatches after which no schedule but gpipe has more in flight."""
+"""After ROUNDS * pp microbatches no schedule but gpipe has more in flight."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a search asks about a layout; tests replace it."""
+    """The functions that a search calls for a layout; tests replace them."""
 
     counts: CountsOf
     estimate: Callable[[RunPlan, Counts, Device], Estimate] = step.estimate
@@ -224,7 +226,7 @@ class Model:
 def fullest(
     model: Model, plan: RunPlan, counts: Counts, device: Device
 ) -> tuple[Held, Needed, int]:
-    """Memory of the pipeline rank that needs most, and the rank."""
+    """(bytes by kind, device memory, rank) of the pipeline rank that needs most."""
     shorter = shortened(plan)
     rest = counts.inputs * (plan.samples_per_rank - shorter.samples_per_rank)
     found = []
@@ -240,7 +242,7 @@ def tp_crosses_nodes(sizes: AxisSizes, device: Device) -> bool:
 
 
 def shortened(plan: RunPlan) -> RunPlan:
-    """The plan with fewer microbatches, as many in flight: an order of many takes long to read."""
+    """The plan with fewer microbatches and as many in flight: long orders take long to read."""
     most = ROUNDS * plan.sizes.pp
     fixed = plan.pipeline.schedule == "gpipe" or plan.order_of_file is not None
     if plan.sizes.pp == 1 or fixed or plan.num_microbatches <= most:
@@ -257,83 +259,84 @@ class Layout:
     plan: RunPlan
     estimate: Estimate
     held: Held
-    """Bytes by kind of the pipeline rank that needs most, at its peak."""
+    """Peak bytes by kind, of the pipeline rank that needs most."""
     needed: Needed
     rank: int
-    """That pipeline rank."""
+    """The pipeline rank that needs most."""
     is_rehearsed: bool = False
-    """Its memory is that of a whole fake step."""
+    """True if the memory was measured in a whole fake step."""
 
 
 @dataclass
 class Tally:
-    """What a search did."""
+    """Counts of a search, and its CPU seconds."""
 
     candidates: int = 0
     bounded: int = 0
     """Candidates with a bound from counts of their own."""
     weighed: int = 0
-    """Candidates whose memory was composed."""
+    """Candidates whose memory was computed."""
     too_large: int = 0
-    """Those that do not fit."""
+    """Candidates that do not fit."""
     estimated: int = 0
     seconds: float = 0.0
 
     def after(self, other: Tally) -> Tally:
-        """The sums of two searches over the same candidates."""
+        """The sums of two searches over the same candidates, whose number is `self.candidates`."""
         found = Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
         return replace(found, candidates=self.candidates)
 
 
 @dataclass
 class Outcome:
-    """The layouts that were found."""
+    """The layouts that a search found."""
 
     rows: list[Layout]
-    """The fastest of every mesh, the fastest first."""
+    """The fastest layout of every mesh, the fastest first."""
     tally: Tally
     notes: list[str] = field(default_factory=list)
 
 
 def mesh_of(candidate: Candidate) -> tuple[object, ...]:
-    """What one row of the table is about: the sizes of the axes, and the cp method."""
+    """Key of a row of the table: the sizes of the axes, and the cp method."""
     return (*candidate[:5], candidate.cp_method if candidate.cp > 1 else "")
 
 
 def kind_of(candidate: Candidate) -> object:
-    """Layouts of one mesh, mode and format: their composed memory errs alike."""
+    """Key of layouts whose composed memory errs alike: mesh, [remat] mode, float8."""
     return mesh_of(candidate), candidate.mode, candidate.float8
 
 
 def equals(rows: Sequence[Layout], error: float) -> list[Layout]:
-    """Rows within the error of the fastest."""
+    """Rows whose time is within the error of the fastest."""
     best = min(row.estimate.seconds for row in rows)
     return [row for row in rows if row.estimate.seconds <= best * (1 + error)]
 
 
 GIB = 2**30
 SLACK = 1e-9
-"""Relative: bounds and estimates are sums in another sequence."""
+"""Relative tolerance: bounds and estimates are sums in different orders."""
 LESS: Mapping[str, Sequence[str]] = {
     "none": (),
     "attention": ("none",),
     "selective": ("none",),
     "full": ("none", "attention", "selective"),
 }
-"""[remat] mode -> those that compute less again: where one of them fits, it is faster."""
+"""[remat] mode -> modes that recompute less. If one of those fits, it is faster."""
 
 
 class Item(NamedTuple):
-    """A candidate in the queue; the fields are compared in their sequence."""
+    """A candidate in the queue, which is ordered by the fields in turn."""
 
     is_split: bool
-    """With tp or cp. Without, few rehearsals find a first good layout."""
+    """True with tp or cp. Candidates without come first: few rehearsals find a good layout."""
     bound: float
     extra: int
-    """[remat] modes that compute more come later."""
+    """Number of the [remat] mode in MODES: modes that recompute more come later."""
     number: int
     level: int
-    """How far `coarser_than` was followed; beyond it, the bound is that of its own counts."""
+    """Coarser splits that `bound` has used; beyond the last, `bound` is `step.bound` of its own
+    counts."""
     candidate: Candidate
 
 
@@ -349,9 +352,9 @@ class Search:
         shows: bool = False,
         too_large: Mapping[object, float] | None = None,
     ) -> None:
-        """`shows`: progress on stderr.
+        """`shows`: print progress on stderr.
 
-        `too_large`: by `kind_of`, GiB of composed memory from which on layouts did not fit.
+        `too_large`: `kind_of` -> GiB of composed memory from which on layouts do not fit.
         """
         self.space, self.device, self.model = space, device, model
         self.known_too_large = too_large or {}
@@ -364,22 +367,23 @@ class Search:
         self.known: dict[Bucket, Counts | None] = {}
         self.busy: dict[tuple[Bucket, int], Busy | None] = {}
         self.fits: dict[Candidate, bool] = {}
-        """Candidates with microbatches of one sample."""
+        """Candidates with microbatches of one sample -> True if they fit."""
         self.queue: list[Item] = []
         self.top = 0
         self.plain: float | None = None
         """Seconds of the fastest layout without tp and cp."""
         self.left_out = False
-        """`_could_win` has ruled out candidates."""
+        """True once `_could_win` has ruled out a candidate."""
         self.fewest = len(Candidate._fields)
         """The fewest axes of a row within the error of the fastest."""
         self.shown, self.next_look = 0, 0.0
         self.progress = ProgressLine(1, "layouts", what="plan") if shows else None
 
     def run(self, top: int = 10) -> Outcome:
-        """The fastest `top` meshes, and all that may be preferred to them within the error.
+        """The fastest layouts of `top` meshes, and those that may be preferred within the error.
 
-        Each is the fastest layout of its mesh that fits. Of tp and cp only what `_could_win`.
+        Each is the fastest layout of its mesh that fits. With tp or cp only candidates of
+        `_could_win` count.
         """
         began, self.top = time.process_time(), top
         for number, candidate in enumerate(self.space):
@@ -422,9 +426,10 @@ class Search:
         return is_equal and candidate.num_axes <= self.fewest
 
     def _could_win(self, bound: float, candidate: Candidate) -> bool:
-        """False for tp or cp that could be faster than a layout without by the error at most.
+        """False if tp or cp cannot beat the fastest layout without them by more than the error.
 
-        Both would count as equal, and it has no fewer axes: it needs no rehearsal.
+        Both would count as equal, and the candidate has no fewer axes: a rehearsal would not change
+        the choice.
         """
         if candidate.tp * candidate.cp == 1 or self.plain is None:
             return True
@@ -432,7 +437,7 @@ class Search:
         return is_simpler or bound * (1 + self.device.error) < self.plain
 
     def _take(self, item: Item) -> None:
-        """Sharpen the bound of a candidate, or weigh and estimate it."""
+        """Raise the lower bound of a candidate, or compute its memory and time."""
         candidate, level = item.candidate, item.level + 1
         coarser = list(coarser_than(candidate))
         if level < len(coarser):
@@ -452,7 +457,7 @@ class Search:
             heapq.heappush(self.queue, item._replace(bound=max(item.bound, bound), level=level))
 
     def _floor(self, candidate: Candidate, coarser: list[Candidate], level: int) -> float | None:
-        """The floor by a split and those before it; None if the candidate cannot fit or run."""
+        """Lower bound from the first `level` + 1 coarser splits; None if it cannot fit or run."""
         key = bucket_of(candidate), level
         if key not in self.busy:
             if level and bucket_of(coarser[level]) not in self.known:
@@ -471,7 +476,7 @@ class Search:
         return None if busy is None else floor_of(busy, candidate, self.layers, self.batch)
 
     def _is_too_large(self, candidate: Candidate, coarse: Candidate) -> bool:
-        """True if not even weights and activations fit, by a coarser split; in microseconds."""
+        """True if weights and activations alone do not fit, by a coarser split. Costs little."""
         counts = self.known.get(bucket_of(coarse))
         if counts is None or coarse.mode != candidate.mode:
             return False
@@ -479,7 +484,7 @@ class Search:
         return least > GIB * self.device.memory_gib
 
     def _fits_with_one_sample(self, candidate: Candidate) -> bool:
-        """False if not even microbatches of one sample fit: asked once for all sizes."""
+        """False if microbatches of one sample do not fit: then no larger one does."""
         least = candidate._replace(microbatch_size=1)
         share = self.batch // (candidate.dp_replicate * candidate.dp_shard)
         # A single microbatch accumulates no gradients: it may fit where smaller ones do not.
@@ -495,14 +500,14 @@ class Search:
         return self.fits[least]
 
     def _bound(self, candidate: Candidate, counts: Counts | None) -> float | None:
-        """`step.bound` by these counts."""
+        """`step.bound` with these counts; None without counts."""
         if counts is None:
             return None
         self.tally.bounded += 1
         return self.model.bound(self.space.plan(candidate), counts, self.device)
 
     def _before_rehearsal(self, candidate: Candidate, known: list[Candidate]) -> float | None:
-        """The highest bound by the shares of coarser splits; None if not even these fit."""
+        """The highest bound from scaled counts of coarser splits; None if those do not fit."""
         bounds = [0.0]
         for coarse in known:
             counts = self._counts(coarse)
@@ -534,7 +539,7 @@ class Search:
         return self.known[bucket]
 
     def _decide(self, candidate: Candidate) -> None:
-        """Weigh and estimate a candidate; keep the fastest of a mesh."""
+        """Compute memory and time of a candidate; keep it if it is the fastest of its mesh."""
         counts, plan = self._counts(candidate), self.space.plan(candidate)
         assert counts is not None
         self.tally.weighed += 1

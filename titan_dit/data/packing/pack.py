@@ -1,7 +1,7 @@
 """Pack folders of latents or images into shards: parallel and resumable.
 
-Workers write chunks of a listing, each shard atomically. `pack.json` in the output holds the
-plan's digest and a file lock, `sources.json` what the shards were made of.
+Workers write chunks of a listing, each shard atomically. In the output `pack.json` holds the plan's
+digest and is locked; `sources.json` records which files the shards were made of.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from titan_dit.system.files import sync_folder, write_whole
 
 @contextmanager
 def claimed(output: Path, digest: str, command: str = "data pack") -> Iterator[None]:
-    """Hold the lock of an output folder; refuses a folder started with another plan."""
+    """Hold the lock of an output folder. Refuses a folder that another plan has begun."""
     descriptor = lock(output, command)
     try:
         held = os.read(descriptor, 4096)
@@ -85,12 +85,12 @@ def lock(output: Path, command: str = "data pack") -> int:
 
 MAX_PIXELS_FLAG = "--max-pixels"
 CONVERTED = "to_srgb"
-"""Of a record: pictures whose colours were converted."""
+"""Key of a chunk's record: number of pictures whose colours were converted."""
 
 
 @runtime_checkable
 class ShardPlan(Protocol):
-    """A plan of shards: of `data pack` or of `data encode`."""
+    """Interface of a plan of shards, for `data pack` and `data encode`."""
 
     @property
     def command(self) -> str:
@@ -102,7 +102,7 @@ class ShardPlan(Protocol):
 
     @property
     def copies(self) -> int:
-        """Rows of each listed file."""
+        """Rows per listed file."""
 
     @property
     def root(self) -> Path:
@@ -114,7 +114,7 @@ class ShardPlan(Protocol):
 
     @property
     def labels(self) -> Int64[Tensor, " n"]:
-        """Their classes; -1 for a file without one."""
+        """Class of each file; -1 for none."""
 
     @property
     def name(self) -> str:
@@ -140,13 +140,13 @@ class ShardPlan(Protocol):
         """Listing indices of a chunk's files."""
 
     def digest(self) -> str:
-        """SHA-256 of everything that determines the shards' bytes, but the files' contents."""
+        """SHA-256 of all that determines the shards' bytes, except the files' contents."""
 
     def stamp(self, row: int) -> tuple[int, int]:
-        """Length and time of modification of a listed file."""
+        """(length, modification time) of a listed file."""
 
     def has_made(self, record: ChunkRecord, chunk: int) -> bool:
-        """True if the files' contents are those of which a chunk was made."""
+        """True if the files still have the contents that the chunk was made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,7 @@ class Chunks(ABC):
 
 @dataclass(frozen=True)
 class PackPlan(Chunks):
-    """Everything that determines the shards' bytes; not the workers or the output path."""
+    """Everything that determines the shards' bytes, without workers and output path."""
 
     command: ClassVar[str] = "data pack"
     format: ClassVar[str] = FORMAT
@@ -189,7 +189,7 @@ class PackPlan(Chunks):
     about: dict[str, Any]
     """Further manifest keys: source, num_classes, classes, scale, shift, value_range."""
     max_pixels: int | None = None
-    """Of a picture that is read; None: by the memory that its format takes."""
+    """Maximum pixels of a picture; None: as many as its format's memory allows."""
 
     @property
     def root(self) -> Path:
@@ -203,7 +203,7 @@ class PackPlan(Chunks):
 
     @property
     def labels(self) -> Int64[Tensor, " n"]:
-        """Their classes."""
+        """Class of each file."""
         return self.listing.labels
 
     def digest(self) -> str:
@@ -218,11 +218,11 @@ class PackPlan(Chunks):
         return sha.hexdigest()
 
     def budget(self, context: Any = threading) -> DecodingBudget:
-        """What limits its pictures; `context` makes the locks."""
+        """The limit on memory for decoding its pictures; `context` makes the locks."""
         return DecodingBudget(self.max_pixels, context, MAX_PIXELS_FLAG)
 
     def stamp(self, row: int) -> tuple[int, int]:
-        """Length and time of modification of a listed file."""
+        """(length, modification time) of a listed file."""
         return stamp_of(self.listing.root / self.listing.names[row])
 
     def has_made(self, record: ChunkRecord, chunk: int) -> bool:
@@ -236,10 +236,10 @@ class PackPlan(Chunks):
     def read_chunk(
         self, chunk: int, budget: DecodingBudget, report: Callable[[int, int], None]
     ) -> tuple[list[int], Shaped[Tensor, "n c h w"], list[tuple[int, str]], int]:
-        """The rows of a chunk that can be read, their samples, the other rows with the reason.
+        """(kept rows, their samples, (row, reason) of dropped ones, number of converted pictures).
 
-        The last is the number of pictures whose colours were converted. `report` gets increments
-        of (done, dropped).
+        A picture is converted if its colours were not sRGB. `report` gets increments of (done,
+        dropped).
         """
         rows = self.rows(chunk)
         dropped: list[tuple[int, str]] = []
@@ -274,7 +274,7 @@ class PackPlan(Chunks):
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """Result of a chunk; `file` is empty if all its files were dropped."""
+    """The result of a chunk. `file` is empty if all its files were dropped."""
 
     plan: str
     file: str
@@ -284,7 +284,7 @@ class ChunkRecord:
     dropped: list[tuple[int, str]]
     """(index in the listing, reason)."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """What `data encode` sums up over a chunk."""
+    """Further values: sums over the chunk of `data encode`, number of converted pictures."""
 
 
 def pack_chunk(
@@ -313,7 +313,7 @@ def write_chunk(
 ) -> None:
     """Write a chunk's shard and its record, each whole or not at all; no shard if none is `kept`.
 
-    `latents` are the rows of the files `kept`, `plan.copies` of each.
+    `latents` are the rows of the `kept` files, `plan.copies` for each.
     """
     stem = f"{plan.name}-{chunk:05d}"
     record = ChunkRecord(digest, "", 0, 0, "", dropped)
@@ -394,7 +394,7 @@ def pack_chunks(
 
 
 def end_with_parent() -> None:
-    """Exit when the parent process ends, even by SIGKILL."""
+    """Exit when the parent process ends, even if it is killed."""
     parent = parent_process()
     assert parent is not None
     parent.join()
@@ -405,7 +405,7 @@ SOURCES = "sources.json"
 
 
 def stamps_of(plan: ShardPlan) -> list[str]:
-    """A digest of the lengths and times of modification of each chunk's files."""
+    """By chunk: a digest of its files' lengths and modification times."""
     return [
         hashlib.sha256(
             " ".join(f"{plan.stamp(row)}" for row in plan.rows(chunk)).encode()
@@ -417,9 +417,9 @@ def stamps_of(plan: ShardPlan) -> list[str]:
 def check_sources(
     plan: ShardPlan, output: Path, digest: str, made: Mapping[int, ChunkRecord], verify: bool
 ) -> None:
-    """Raise UserError if the files of finished chunks have changed; else record how they are.
+    """Raise UserError if files of finished chunks have changed; else record their state.
 
-    `verify` reads and compares the contents.
+    `verify` reads and compares contents; otherwise lengths and modification times are compared.
     """
     now, before = stamps_of(plan), recorded(plan, output, digest)
     unknown = [chunk for chunk in made if before[chunk] is None]
@@ -451,7 +451,7 @@ def check_sources(
 
 
 def check_sources_unchanged(plan: ShardPlan, output: Path, digest: str) -> None:
-    """Raise UserError if files have changed while they were read."""
+    """Raise UserError if files changed while they were read."""
     pairs = zip(recorded(plan, output, digest), stamps_of(plan), strict=True)
     if any(before not in (None, now) for before, now in pairs):
         raise UserError(
@@ -461,7 +461,7 @@ def check_sources_unchanged(plan: ShardPlan, output: Path, digest: str) -> None:
 
 
 def recorded(plan: ShardPlan, output: Path, digest: str) -> list[str | None]:
-    """The digest of each chunk that was recorded for a plan; None where it is not known."""
+    """By chunk: the recorded digest of its files for this plan; None if not known."""
     file = output / SOURCES
     found = user_text.read_json(file, str(file)) if file.is_file() else None
     if isinstance(found, dict) and found.get("plan") == digest:
@@ -559,7 +559,7 @@ DROPPED, CAPTIONS = "dropped.json", "captions.jsonl"
 SHARD_BYTES = 128 << 20
 SHARD_FILES = r"-\d{5,}\.(safetensors|json)"
 TEMPORARY = r"\.tmp\w{6}"
-"""Temporary files of a killed earlier version."""
+"""Temporary files that an earlier version left when it was killed."""
 
 
 def make_plan(
@@ -686,9 +686,9 @@ def pack(
 def resumed(
     plan: ShardPlan, output: Path, digest: str, verify: bool
 ) -> dict[int, ChunkRecord] | None:
-    """The chunks that need no work; None if the output is whole.
+    """Records of finished chunks; None if the output is whole.
 
-    Raises UserError if the files that they were made of have changed; `verify` compares contents.
+    Raises UserError if the files they were made of have changed; `verify` compares contents.
     """
     manifest = read_json(output)
     if manifest.get("plan") == digest:
@@ -708,7 +708,7 @@ def resumed(
 
 
 def all_finished(plan: ShardPlan, output: Path, digest: str) -> list[ChunkRecord]:
-    """The records of all chunks; UserError if one is missing, or all files were dropped."""
+    """Records of all chunks. UserError if one is missing, or if all files were dropped."""
     check_sources_unchanged(plan, output, digest)
     records = list(find_finished(plan, output, digest).values())
     if len(records) != plan.num_chunks:
@@ -727,7 +727,7 @@ def all_finished(plan: ShardPlan, output: Path, digest: str) -> list[ChunkRecord
 
 
 def num_converted(output: Path) -> int:
-    """Pictures of a whole output whose colours were converted to sRGB."""
+    """Number of pictures of a finished output whose colours were converted to sRGB."""
     shards = read_json(output)["shards"]
     return sum(int(shard.get("extra", {}).get(CONVERTED, 0)) for shard in shards)
 
@@ -775,9 +775,9 @@ def has_size(output: Path, file: str, size: int) -> bool:
 def records_of(
     plan: ShardPlan, output: Path, digest: str, manifest: dict[str, Any]
 ) -> dict[int, ChunkRecord]:
-    """The records of the chunks of a whole dataset, by its manifest.
+    """Records of the chunks of a finished dataset, from its manifest.
 
-    A chunk has none, and is packed again, if the list of its dropped files is lost.
+    A chunk is missing, and is packed again, if the list of its dropped files is lost.
     """
     reasons = reasons_of(output / DROPPED, len(plan.names))
     rows = enumerate(plan.names) if reasons else ()
@@ -794,7 +794,7 @@ def records_of(
 
 
 def reasons_of(report: Path, rows: int) -> dict[str, str]:
-    """Why files were dropped, by name; {} if the list is lost. UserError if it is damaged."""
+    """File -> reason why it was dropped; {} if the list is lost. UserError if it is damaged."""
     if not report.is_file():
         return {}
     # Of a hundred million pictures it may be gigabytes.
@@ -824,9 +824,9 @@ def write_all(
     records: list[ChunkRecord],
     more: dict[str, Any] | None = None,
 ) -> None:
-    """Write the list of dropped files, then the manifest; then delete the chunk records.
+    """Write the list of dropped files and then the manifest; delete the chunk records.
 
-    `more`: keys of the manifest that are known at the end only.
+    `more`: further keys of the manifest.
     """
     names = plan.names
     dropped = [
