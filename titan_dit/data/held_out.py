@@ -64,7 +64,7 @@ class FirstRows(Source):
 
 
 def by_key(source: Source, seed: int, count: int) -> NDArray[np.int64]:
-    """The rows of each group that have the smallest random keys; memory grows with `count` only."""
+    """`count` rows with the smallest random keys, stratified. Memory grows with `count` only."""
     sizes = group_sizes(source)
     if not len(sizes):
         if len(source) < LEAST_SIZE:

@@ -194,7 +194,10 @@ class IndexedWriter:
     def add(
         self, ids: Ids, lengths: Sequence[int] | Counts, sequences: Sequence[int] | Counts
     ) -> None:
-        """Append documents: all ids, tokens of each sequence, sequences of each document."""
+        """Append documents.
+
+        `ids`: all ids. `lengths`: tokens of each sequence. `sequences`: sequences of each document.
+        """
         assert len(ids) == np.sum(lengths)
         assert len(lengths) == np.sum(sequences)
         self.ids.write(np.ascontiguousarray(ids, self.dtype).tobytes())

@@ -305,7 +305,7 @@ class BlendOrder:
 
     @property
     def num_rows(self) -> int:
-        """Samples of an epoch: as many as there are rows, though a blend repeats some first."""
+        """Samples per epoch: the number of rows. A blend repeats some rows before it uses all."""
         return sum(order.num_rows for order in self.orders)
 
     @cached_property

@@ -58,9 +58,9 @@ class PairFacts(DataFacts):
 
     @property
     def fields(self) -> dict[str, Field]:
-        """`tokens`: the sentences' ids; `sentences`: the number of each one's sentence, from 0.
+        """`tokens`: the ids. `sentences`: the number of each token's sentence, from 0.
 
-        Both are padded at the end, `sentences` with -1. Special tokens are not in them.
+        Both are padded at the end, `sentences` with -1. Special tokens are not included.
         """
         field = Field(torch.int64, (self.sequence_length - NUM_SPECIAL,))
         return {"tokens": field, "sentences": field}
@@ -106,10 +106,10 @@ def spans_of(file: IndexedFile, part: TokenPart, targets: Targets) -> Numbers:
 
 
 def trimmed(starts: Numbers, first: Numbers, end: Numbers, wanted: Numbers) -> Numbers:
-    """The tokens of the sentences `first` to `end` - 1, at most `wanted`.
+    """(first, last + 1) token of the sentences `first` to `end` - 1, at most `wanted` tokens.
 
-    What is too long is cut at the end; but of a long first sentence the beginning, so that the
-    second one keeps up to half of the sample.
+    A sample that is too long is cut at its end. A long first sentence is cut at its beginning, so
+    that the second one keeps up to half of the sample.
     """
     head, second = starts[first + 1] - starts[first], starts[first + 2] - starts[first + 1]
     begin = starts[first] + np.maximum(head + np.minimum(second, wanted // 2) - wanted, 0)

@@ -184,7 +184,7 @@ def open_unchanged(file: RowFile) -> int:
 
 
 def check_contents(file: RowFile, descriptor: int, found: os.stat_result) -> None:
-    """Refuse a file of another length or other tensors; `touch` or a copy changes the time only."""
+    """Refuse a file with another length or other tensors. Only its modification time may differ."""
     now: tuple[Stored, ...] = ()
     with suppress(ValueError, OSError):
         now = read_header(descriptor)

@@ -25,7 +25,7 @@ from titan_dit.system.progress import ProgressLine, count
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFacts(DataFacts):
-    """Windows of token ids; stored in checkpoints, so that text is drawn without the dataset."""
+    """Metadata of windows of token ids. Checkpoints store it: text is drawn without the data."""
 
     differing: ClassVar[frozenset[str]] = DataFacts.differing | {
         "num_tokens",
@@ -71,7 +71,10 @@ PART = 1 << 22
 
 @dataclass(frozen=True)
 class TokenPart:
-    """The tokens `first` to `end` - 1 of a .bin file; pickled, so ranks need not read the index."""
+    """The tokens `first` to `end` - 1 of a .bin file.
+
+    It is pickled to all ranks, which so need not read the index.
+    """
 
     prefix: Path
     bin: Path
@@ -87,9 +90,9 @@ class TokenPart:
         return self.end - self.first
 
     def windows(self, length: int) -> int:
-        """Windows of `length` + 1 tokens, each beginning with the last token of the one before.
+        """Number of windows of `length` + 1 tokens; each begins with the last token of another.
 
-        So every token but the first is a target of one window. The rest is left over.
+        So every token but the first is a target of one window, except the rest at the end.
         """
         return max(len(self) - 1, 0) // length
 
@@ -354,7 +357,7 @@ class TokenWindows(BlendedSource):
         return {name: value[0] for name, value in self.read([index]).items()}
 
     def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Read windows as int64. Raises UserError for a failed read or an id too large."""
+        """Read windows as int64. UserError for a failed read or an id outside the vocabulary."""
         out = np.empty((len(rows), self.facts.sequence_length + 1), np.int64)
         places = np.array([self.place_of(row) for row in rows], np.int64).reshape(-1, 2)
         paths, windows = places.T

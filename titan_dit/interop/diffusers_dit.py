@@ -1,9 +1,9 @@
-"""DiTs of diffusers: folders of `DiTTransformer2DModel`, and of the whole `DiTPipeline`.
+"""DiTs of diffusers: folders of a `DiTTransformer2DModel`, or of a whole `DiTPipeline`.
 
-These differ besides the names. Its qkv are three weights. Every block holds a copy of the embedders
-of timestep and label. Its patch convolution is our linear weight. The pipeline guides with class
-1000, so the label table has 1,001 rows: the rows after our classes are copies of the null row. Its
-timestep frequencies divide by 127, the original's by 128.
+They differ from ours in more than names. qkv is three weights. Every block holds a copy of the
+embedders of timestep and label. Their patch convolution is our linear weight. The pipeline guides
+with class 1000, so the label table has 1,001 rows: the rows after our classes are copies of the
+null row. Timestep frequencies divide by 127, the original's by 128.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from titan_dit.models.dit import DiTConfig
 
 KIND, PIPELINE = "DiTTransformer2DModel", "DiTPipeline"
 OLD_KIND = "Transformer2DModel"
-"""The class of a DiT in older releases and in the published weights; of other networks, too."""
+"""Class name of a DiT in older releases and in the published weights; other networks have it,
+too."""
 CONFIG, INDEX, SCHEDULER = "config.json", "model_index.json", "scheduler_config.json"
 TRANSFORMER, VAE = "transformer", "vae"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -189,7 +190,7 @@ def check_expressible(config: DiTConfig, as_is: bool) -> None:
 
 
 def is_dit(values: Mapping[str, Any]) -> bool:
-    """True if a config.json is of a DiT."""
+    """True if a config.json describes a DiT."""
     kind = values.get("_class_name")
     return kind == KIND or (kind == OLD_KIND and values.get("norm_type") == FIXED["norm_type"])
 
@@ -305,7 +306,7 @@ def objective_of(scheduler: Mapping[str, Any], learn_sigma: bool) -> dict[str, A
 
 
 def noise_of(scheduler: Mapping[str, Any], steps: int) -> str | None:
-    """The name of a scheduler's noise schedule; None without betas, or if we do not have it."""
+    """Name of a scheduler's noise schedule; None without betas, and if it is not supported."""
     given = scheduler.get("trained_betas")
     if given is None:
         cosine = scheduler.get("beta_schedule") == "squaredcos_cap_v2"

@@ -27,7 +27,7 @@ from titan_dit.system.files import sync_folder
 CONFIG = "config.json"
 WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"
 LARGEST_SHARD = 5 * 10**9
-"""Maximum bytes of a weight file, a former default of transformers."""
+"""Maximum bytes of a weight file, an earlier default of transformers."""
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -40,7 +40,7 @@ TOKENIZER = (
 
 
 def is_folder_of_transformers(path: Path) -> bool:
-    """True if a path is a folder of transformers."""
+    """True if a path is a folder of transformers' format."""
     return (path / CONFIG).is_file()
 
 
@@ -133,11 +133,11 @@ class Family(ABC):
     prefix: str
     """Prefix of the names outside the head; directories of the model without a head lack it."""
     dropped: re.Pattern[str]
-    """Tensors in files that the network does not have: masks, positions, other heads."""
+    """Tensors in files that our network does not have: masks, positions, other heads."""
     special: Mapping[str, str]
     """Keys of config.json with ids of special tokens -> fields of the data's facts."""
     copies: Mapping[str, str] = MappingProxyType({})
-    """Name of a tensor that some files store twice -> name of the original, if it is tied."""
+    """Name of a tensor that some files store twice -> name of the original it is tied to."""
     renamed: Mapping[str, str] = MappingProxyType({})
     """Old ending of a name -> current ending."""
 
@@ -334,7 +334,7 @@ ARCHITECTURES = {
 
 
 class BERT(Family):
-    """The four architectures."""
+    """The four BERT architectures."""
 
     architectures = tuple(ARCHITECTURES.values())
     model = "bert"

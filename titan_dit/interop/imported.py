@@ -1,6 +1,6 @@
-"""Write imported weights as a checkpoint, from which runs start, a group of tensors at a time.
+"""Write imported weights as a checkpoint for runs to start from, a group of tensors at a time.
 
-It appears whole or not at all, also if its writer is killed.
+It appears whole or not at all, even if its writer is killed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def new_output(target: Path) -> Iterator[Path]:
     """Yield a path to write; it is renamed to `target` at the end of the block.
 
     The path is in a folder beside the target, which may hold other files, too. Leftovers of killed
-    processes are deleted. Raises UserError if the target cannot be written. Errors of reading
-    within the block need `tensor_reader.reading`.
+    processes are deleted. Raises UserError if the target cannot be written. Code that reads tensors
+    within the block should use `tensor_file.reading`, or its errors name the target.
     """
     final = target.resolve()  # Follows a link.
     aside = final.with_name(f"{final.name}.{os.getpid()}{PARTIAL}")
@@ -85,9 +85,9 @@ def locked(folder: Path) -> int:
 
 
 EMA_DECAY = "0.9999"
-"""Decay of the imported average; runs with another one start from it, too."""
+"""Decay of the imported average. A run with another decay starts from it, too."""
 GROUP = 32 * 2**20
-"""Maximum bytes of tensors in memory at once; a larger tensor is alone."""
+"""Maximum bytes of tensors in memory at once; a larger tensor is a group of its own."""
 
 
 def record_of(tables: config_file.Tables, facts: DataFacts) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def record_made_of(record: Mapping[str, Any], **tables: Any) -> dict[str, Any]:
 
 
 def new_record() -> dict[str, Any]:
-    """Keys that the records of all weights without a run have in common."""
+    """The keys common to the records of all weights without a run."""
     return {
         "step": 0,
         "cursor": 0,
@@ -154,7 +154,7 @@ def save(
 ) -> None:
     """Write the checkpoint and copies of `files`, by their names in it; whole or not at all.
 
-    `tensors`: as a run saves them; mappings may be read on demand.
+    `tensors`: nested as in a run's checkpoint; mappings may be read on demand.
     """
     found = list(leaves(tensors, tensors["model"]))
     with writing(target, (leaf.outline for leaf in found)), new_output(target) as place:
@@ -176,7 +176,7 @@ class Leaf:
 
 
 def leaves(tree: Mapping[str, Any], model: Mapping[str, Tensor]) -> Iterator[Leaf]:
-    """The tensors of a tree; all tensors of a model parameter follow each other."""
+    """The tensors of a tree; those of one model parameter are adjacent, its averages included."""
     order = {name: number for number, name in enumerate(model)}
     found = list(flattened(tree))
     yield from sorted(found, key=lambda leaf: next(order[k] for k in leaf.keys if k in order))
@@ -194,7 +194,7 @@ def flattened(tree: Mapping[str, Any], keys: tuple[str, ...] = ()) -> Iterator[L
 
 
 def groups(found: list[Leaf]) -> Iterator[Group]:
-    """Consecutive tensors of few bytes together."""
+    """Groups of consecutive tensors, of at most GROUP bytes each."""
     group, size = list[Leaf](), 0
     for leaf in found:
         if group and size + leaf.outline.nbytes > GROUP:
@@ -206,7 +206,7 @@ def groups(found: list[Leaf]) -> Iterator[Group]:
 
 
 def group_of(group: list[Leaf]) -> Group:
-    """The outline of some tensors and the function that makes them."""
+    """(outline of some tensors, function that makes them)."""
 
     def make() -> TensorTree:
         made: dict[tuple[int, str], Tensor] = {}

@@ -28,7 +28,7 @@ from titan_dit.models.dit_sizes import SIZES
 
 
 def write_pickled(target: Path, source: Path, outline: Mapping[str, Tensor]) -> None:
-    """Durably write the tensors of a file of `tensor_writer` as a state dict.
+    """Durably write the tensors of a safetensors file as a state dict.
 
     `outline`: their shapes and dtypes, in the order of the file.
     """
@@ -44,7 +44,7 @@ def write_pickled(target: Path, source: Path, outline: Mapping[str, Tensor]) -> 
 
 
 def mapped(pages: mmap.mmap, outline: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors at the end of mapped pages."""
+    """Yield the tensors at the end of mapped pages."""
     place = len(pages) - sum(tensor.nbytes for tensor in outline.values())
     for name, tensor in outline.items():
         flat = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel(), offset=place)
@@ -59,7 +59,7 @@ class Releasing:
         self.stream, self.pages, self.bytes = stream, pages, 0
 
     def write(self, data: Any) -> int:
-        """Write; the pages are read again from the file if they are needed again."""
+        """Write; the file is read again if released pages are needed again."""
         written: int = self.stream.write(data)
         self.bytes += written
         if self.bytes > MAPPED:
@@ -73,25 +73,25 @@ class Releasing:
 
 
 FIXED: Mapping[str, Any] = {"direction": "to_data", "time_scale": 1.0}
-"""Keys of [objective] that define SiT's time and velocity."""
+"""Keys of [objective] that define SiT's time and velocity -> SiT's values."""
 SIT_OBJECTIVE: Mapping[str, Any] = {"name": "rectified_flow", "timesteps": "uniform", **FIXED}
 """[objective] of the released weights."""
 ARGUMENTS: Mapping[str, Any] = {"path_type": "Linear", "prediction": "velocity"}
-"""Arguments of its train.py, and the values that correspond to `OBJECTIVE`."""
+"""Arguments of SiT's train.py -> values that correspond to `SIT_OBJECTIVE`."""
 
 
 def wrote_sit(arguments: Mapping[str, Any]) -> bool:
-    """True if the arguments in a file are those of SiT's train.py."""
+    """True if SiT's train.py wrote the arguments of a file."""
     return "path_type" in arguments or str(arguments.get("model", "")).startswith("SiT-")
 
 
 def is_named_sit(path: str) -> bool:
-    """True if the name of a file says that it is SiT's, such as SiT-XL-2-256.pt."""
+    """True if the file name contains SiT, such as SiT-XL-2-256.pt."""
     return re.search(r"(?<![a-z])sit(?![a-z])", Path(path).name, re.IGNORECASE) is not None
 
 
 def check_arguments_of_sit(arguments: Mapping[str, Any]) -> None:
-    """Refuse weights of another path or prediction."""
+    """Raise UserError for weights with another path or prediction."""
     for key, value in ARGUMENTS.items():
         if (given := arguments.get(key, value)) != value:
             flag = key.replace("_", "-")
@@ -247,12 +247,12 @@ class Original:
 
 
 def entry(moments: Moments, key: str, name: str) -> Tensor:
-    """A moment of a tensor of the original."""
+    """One of AdamW's tensors, by the original's parameter name."""
     return moments[name][key]
 
 
 def moment(halves: Mapping[str, OnDemand], count: Tensor, name: str, key: str) -> Tensor:
-    """A moment of our parameter, or its number of steps."""
+    """One of AdamW's tensors, by our parameter name."""
     return count if key == "step" else halves[key][name]
 
 

@@ -1,8 +1,8 @@
-"""Adapters of LoRA in peft's format, for the modules of diffusers' DiTTransformer2DModel.
+"""LoRA adapters in peft's format, for the modules of diffusers' DiTTransformer2DModel.
 
 Names are `base_model.model.MODULE.lora_A.weight` [rank, inputs] and `.lora_B.weight` [outputs,
-rank]. Our qkv is one layer with one A. It becomes three with that A and a third of the rows of B
-each. Three that have an A each become one of three times the rank.
+rank]. Our qkv is one layer. Exported, it becomes three: each has its A, and a third of the rows of
+its B. Imported, three layers with an A each become one of three times the rank.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ UNSUPPORTED = (
 )
 """Keys that must be empty or false."""
 INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Values of init_lora_weights that leave the adapted weights unchanged. pissa and others change
-them, so that their adapters do not fit the base."""
+"""Values of init_lora_weights that leave the adapted weights unchanged. Others, such as pissa,
+change them: their adapters do not fit the base."""
 
 Pair = tuple[Tensor, Tensor]
 """An A and a B."""
 
 
 def is_directory(path: Path) -> bool:
-    """True if a path is a folder of peft."""
+    """True if a path is a folder of peft's."""
     return (path / CONFIG).is_file()
 
 

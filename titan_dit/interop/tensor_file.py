@@ -56,7 +56,7 @@ class OnDemand(Mapping[str, Tensor]):
 
 
 def outline_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Tensors of the same shapes and dtypes, without reading any."""
+    """Tensors with the same shapes and dtypes, without reading any values."""
     return tensors.outline if isinstance(tensors, OnDemand) else tensors
 
 
@@ -103,7 +103,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 MAPPED = 128 * 2**20
-"""Bytes of a .pt file that are read before its pages are released."""
+"""Bytes that are read of a .pt file before its pages are released."""
 
 
 def open_safetensors(path: Path) -> tuple[OnDemand, dict[str, str]]:
@@ -245,7 +245,7 @@ def write_tensor_file(
     source: Iterator[tuple[str, Tensor]],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write the next tensors of `source`, those of `outline`, durably."""
+    """Durably write the next tensors of `source`, which must match `outline`."""
     with file.open("wb") as stream:
         stream.write(header(outline, metadata))
         for name, expected in outline.items():
@@ -260,7 +260,7 @@ def write_tensor_file(
 
 
 def header(outline: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """The length of the header and the header, padded so that the tensors are aligned."""
+    """The header's length and the header, padded so that the tensors are aligned."""
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in outline.items():

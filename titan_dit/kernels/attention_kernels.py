@@ -42,9 +42,9 @@ class Kernel:
 
 
 def named(name: str, q: Tensor, causal: bool = False) -> Kernel:
-    """The kernel of a [precision] attention key; RuntimeError if the device has none.
+    """The kernel for a value of [precision] attention; RuntimeError if the device has none.
 
-    "auto" is for as many keys as queries, as in a ring.
+    "auto" assumes as many keys as queries, as in a ring.
     """
     if name == "auto":
         _, heads, tokens, head_dim = q.shape
@@ -176,7 +176,7 @@ def _flash_backward(
 
 
 LSE_ALIGNMENT = 32
-"""The efficient kernels pad the rows of the log-sum-exp to a multiple of this."""
+"""The efficient kernels pad rows of the log-sum-exp to a multiple of this."""
 
 
 def _efficient_forward(

@@ -32,11 +32,11 @@ class Writer:
 
     row: Callable[[Row], None]
     shows: Mapping[str, Show]
-    """Suffix of a preview's file -> function that shows it."""
+    """Suffix of a preview's file -> function that shows the file."""
 
 
 def curve(rows: Iterable[Row], *names: str) -> tuple[list[int], list[float]]:
-    """Steps and values of a column, or of the first of several that a row has."""
+    """(steps, values) of a column; of several, the first that a row has."""
     found = [(row["step"], next(values_of(row, names), None)) for row in rows]
     known = [(step, value) for step, value in found if value is not None]
     return [step for step, _ in known], [value for _, value in known]
@@ -100,7 +100,7 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def tensorboard_writer(folder: Path, resumed_step: int) -> Writer:
-    """Scalars named as in metrics.jsonl, and `samples`; purges steps > `resumed_step`."""
+    """A writer to TensorBoard, named as in metrics.jsonl; purges steps > `resumed_step`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.utils.tensorboard import SummaryWriter

@@ -1,4 +1,4 @@
-"""Simulated orders as a PNG, one below the other on one time axis, drawn like measured ones."""
+"""Simulated orders as a PNG, one below the other on one time axis, in the measured ones' style."""
 
 from __future__ import annotations
 

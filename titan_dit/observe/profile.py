@@ -50,7 +50,7 @@ STEPS, DATA_WAIT, OPTIMIZER = "steps", "data wait", "optimizer"
 
 
 class TimeKind(StrEnum):
-    """Kind of a moment's time; each moment has one, or several in equal parts."""
+    """Kind of time. A moment has one kind, or several in equal parts."""
 
     GEMM = "GEMM"
     ATTENTION = "attention"

@@ -1,7 +1,7 @@
-"""The timeline of a pipeline: what every rank did in each moment of a window of steps.
+"""The timeline of a pipeline: what every rank did at each moment of a window of steps.
 
-Its console lines, its Chrome trace (https://ui.perfetto.dev opens it), its picture, and the slow
-rank or link that it names.
+It becomes console lines, a Chrome trace (https://ui.perfetto.dev opens it), a picture, and the name
+of a slow rank or link.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from titan_dit.schedules.simulator import Taken, TimedAction, replay
 COMPUTING = tuple(str(kind) for kind in Kind)
 WAITING = ("input", "gradient", "memory")
 IDLE = (*WAITING, "decision", "rest")
-"""Waiting for an input, for a gradient, for memory; deciding; sending, gathering and the loop."""
+"""Idle times: waiting for an input, a gradient or memory; deciding; the rest (sending, gathering,
+the loop)."""
 OUTSIDE = ("data wait", "optimizer", "outside")
 KINDS = (*COMPUTING, *IDLE, *OUTSIDE)
 
@@ -75,7 +76,7 @@ class Arrival(NamedTuple):
         """(least, most) seconds that the message travelled, if it left at time `left`.
 
         `allowed`: time at which its receive was posted. A message that left before was held up
-        until then, and until its sender knew: its travel time is unknown.
+        until then, so its travel time is unknown.
         """
         most = max(0.0, self.at - left)
         if allowed > left:
@@ -308,7 +309,7 @@ class Timeline:
 
     @cached_property
     def links(self) -> dict[Edge, float]:
-        """Edge -> median seconds of a message, without the receiver's lateness.
+        """Edge -> median seconds of a message, without the receiver's delay.
 
         An edge whose receiver seldom waits for a message gets the usual seconds of the other edges,
         or those of its fastest message if that is faster.
@@ -474,7 +475,7 @@ SLOW_RANK = 1.15
 SLOW_LINK = 5.0
 """Minimum ratio to the other links' latency for a slow link..."""
 SLOW_LINK_FORWARDS = 0.25
-"""... whose latency is also at least this share of a forward: less does not delay a step."""
+"""... whose latency is also at least this share of a forward; a shorter one delays no step."""
 
 
 @dataclass(frozen=True)
@@ -488,7 +489,7 @@ class Suspects:
     usual_link: float
     """Seconds of a message on the other links."""
     only_ends: frozenset[int] = frozenset()
-    """Ranks that hold only the first or the last stage, whose costs are known less well."""
+    """Ranks that hold only the first or the last stage, whose costs are less certain."""
 
     def __bool__(self) -> bool:
         """True if a rank or a link is slow."""
@@ -608,7 +609,7 @@ def timeline_lines(timeline: Timeline, suspects: Suspects) -> list[str]:
 
 
 def messages(timeline: Timeline) -> Iterator[str]:
-    """A line on every link."""
+    """A line with the milliseconds per message of every link."""
     links = (f"{s} -> {t} {1e3 * seconds:.3f}" for (s, t), seconds in timeline.links.items())
     yield f"ms per message: {', '.join(links) or 'no messages'}"
 
@@ -659,7 +660,7 @@ def median_seconds(timeline: Timeline) -> Mapping[Action, Taken]:
 
 
 def table(timeline: Timeline) -> Iterator[str]:
-    """A column per rank, in milliseconds per step; kinds that no rank has are left out."""
+    """Lines: a column per rank, in milliseconds per step; kinds that no rank has are left out."""
     count, ranks = len(timeline.ranks[0].steps), timeline.ranks
     seconds = [rank.seconds() for rank in ranks]
 
@@ -703,7 +704,7 @@ def costs(timeline: Timeline) -> MeasuredCosts:
 
 
 def write_costs(path: Path, timeline: Timeline) -> None:
-    """Write the costs file, which `pipeline plan` reads."""
+    """Write the costs file; `pipeline plan` reads it."""
     costs_file.write(path, costs(timeline))
 
 

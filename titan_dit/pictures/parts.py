@@ -49,7 +49,7 @@ class Parts:
         return hashlib.sha256(json.dumps(self.plan, sort_keys=True).encode()).hexdigest()
 
     def open(self) -> None:
-        """Make the folder, or check that it is of the same plan. On one rank, before the others."""
+        """Make the folder, or check that its plan is the same. One rank calls it, first."""
         file = self.folder / PLAN
         if file.is_file():
             before: dict[str, Any] = {}

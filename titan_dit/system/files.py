@@ -55,7 +55,7 @@ def write_whole(file: Path, data: bytes) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a file could not be read or written, as one line."""
+    """The reason of an error as one line, without the path."""
     text = error.strerror if isinstance(error, OSError) else None
     return text or (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 

@@ -21,7 +21,7 @@ from titan_dit.scores.score import Described
 
 WHERE = "[evaluation]"
 BATCH = 64
-"""Pictures that a data rank draws at once."""
+"""Pictures that a data rank draws per batch."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Evaluation:
         share: DataShare,
         alive: Callable[[], None],
     ) -> dict[str, float]:
-        """Draw the pictures, split over the data ranks, and score them. Collective.
+        """Draw pictures, split over the data ranks, and score them. Collective.
 
-        There are no scores if samples are NaN or infinite, which is said with their number.
+        Returns no scores, and prints the number, if samples are NaN or infinite.
         """
         num, ranks = self.config.num, Ranks()
         labels = objective.picture_labels(num, self.classes).to(share.device)

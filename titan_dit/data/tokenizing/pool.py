@@ -39,7 +39,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents of one key: all ids, tokens of each sequence, sequences of each document."""
+    """Documents of one key.
+
+    `ids`: all ids. `lengths`: tokens of each sequence. `sequences`: sequences of each document.
+    """
 
     ids: NDArray[np.integer]
     lengths: NDArray[np.int32]
