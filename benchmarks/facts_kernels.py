@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from titan_dit.planner.work import Attention, Counts, Part, Product, Work
+from titan_dit.planner.work import AttentionCall, Counts, Part, Product, Work
 
 ONE_KERNEL = (2, 4)
 """The same of a fused cross entropy on bf16 logits (flash-attention's, in place)."""
@@ -67,7 +67,7 @@ def unfused(work: Work, scores: tuple[float, float]) -> Work:
     return replace(work, attention={}) + extra
 
 
-def written_out(attention: Attention, per_score: float) -> Work:
+def written_out(attention: AttentionCall, per_score: float) -> Work:
     """One call of attention as products, softmax and dropout, of so many bytes per score."""
     batch, queries, keys = attention.batch * attention.heads, attention.queries, attention.keys
     dim, dtype = attention.head_dim, attention.dtype

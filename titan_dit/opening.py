@@ -36,7 +36,7 @@ from titan_dit.optim.ema import EMA
 from titan_dit.parallel.mesh import refitted
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.recovery import kept_keys, restore, resume, run_identity
-from titan_dit.validation.validation_set import ValidationSet, losses_of_all, open_checked
+from titan_dit.validation.validation_set import ValidationSet, losses_with_averages, open_checked
 
 if TYPE_CHECKING:
     from titan_dit.validation.evaluation import Evaluation
@@ -110,7 +110,7 @@ class Opened:
         seed = config.job.seed
         scores = self.evaluation is not None and due(config.evaluation.every)
         if self.validation_set and (due(config.validation.every) or not scores):
-            found |= losses_of_all(
+            found |= losses_with_averages(
                 self.validation_set,
                 self.objective,
                 executor,

@@ -9,7 +9,7 @@ from torch import nn
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.models import initializers
 from titan_dit.plan import resolve
-from titan_dit.planner.choice import parts_of, peak_of
+from titan_dit.planner.choice import fake_step_inputs, peak_of
 
 
 def table():
@@ -44,6 +44,6 @@ def test_every_whole_step_places_the_modules_of_an_objective_of_its_own():
 
     own = {f.name: getattr(config.objective, f.name) for f in fields(config.objective) if f.init}
     config = replace(config, objective=WeighedConfig(**own))
-    parts, plan = parts_of(config), resolve(config, 2)
+    parts, plan = fake_step_inputs(config), resolve(config, 2)
     first, second = (peak_of(parts, plan, 0) for _ in range(2))
     assert first == second

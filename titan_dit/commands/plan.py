@@ -20,14 +20,14 @@ from titan_dit.config.section import UserError
 from titan_dit.observe import console
 from titan_dit.plan import resolve
 from titan_dit.planner import hardware, links, report
-from titan_dit.planner.candidates import KEYS, Space, alone
-from titan_dit.planner.choice import Choice, parts_of, peak_of, search
+from titan_dit.planner.candidates import KEYS, Space, all_on_dp_shard
+from titan_dit.planner.choice import Recommendation, fake_step_inputs, peak_of, search
 from titan_dit.planner.counts import Derived, Rehearsals
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.measured import beside, outdated
 from titan_dit.planner.memory import memory, state_of
 from titan_dit.planner.rates import OURS
-from titan_dit.planner.search import Model
+from titan_dit.planner.search import CostModel
 
 
 def main(options: PlanFlags, keys: Sequence[str]) -> None:
@@ -131,17 +131,19 @@ def config_of(options: PlanFlags, keys: Sequence[str]) -> tuple[JobConfig, list[
     ]
 
 
-def plan(config: JobConfig, gpus: int, device: Device, fixed: Sequence[str], top: int) -> Choice:
+def plan(
+    config: JobConfig, gpus: int, device: Device, fixed: Sequence[str], top: int
+) -> Recommendation:
     """Search, then rehearse. Raises UserError if nothing can run or fits."""
     device.peak(config.precision.dtype)
     space = Space(config, gpus, device, fixed)
-    parts = parts_of(config)
+    parts = fake_step_inputs(config)
     one = resolve(config_alone(config), 1)
     objective = parts.objective()
     validate_parts(one, objective, parts.fields, config.data.name)
     check_optimizer(one, objective, config.optimizer)
     exact, state = Rehearsals(config).counts, state_of(config)
-    model = Model(
+    model = CostModel(
         counts=Derived(exact).counts,
         memory=lambda plan, counts: memory(plan, counts, OURS, state, only_fullest=True),
     )
@@ -154,7 +156,7 @@ def plan(config: JobConfig, gpus: int, device: Device, fixed: Sequence[str], top
 
 def config_alone(config: JobConfig) -> JobConfig:
     """The config on one rank."""
-    return replace(config, parallel=alone(config.parallel))
+    return replace(config, parallel=all_on_dp_shard(config.parallel))
 
 
 def written(path: str, text: str) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from titan_dit.config.section import UserError
 from titan_dit.data.base import Source
-from titan_dit.data.order import LEAST_SIZE, Permutation, mix, round_keys
+from titan_dit.data.order import MIN_SIZE, Permutation, mix, round_keys
 from titan_dit.rng import words
 
 STREAM = "validation"
@@ -67,7 +67,7 @@ def by_key(source: Source, seed: int, count: int) -> NDArray[np.int64]:
     """`count` rows with the smallest random keys, stratified. Memory grows with `count` only."""
     sizes = group_sizes(source)
     if not len(sizes):
-        if len(source) < LEAST_SIZE:
+        if len(source) < MIN_SIZE:
             return by_sorting(source, seed, count).numpy()
         return Permutation.of(seed, STREAM, 0, len(source))(np.arange(count))
     (key,) = round_keys(seed, STREAM, 0, rounds=1)

@@ -90,7 +90,7 @@ class Digits(DigitsKeys, DataConfig):
         return LatentShards(Path(__file__).parent / "digits", verify=True)
 
 
-class Shard(NamedTuple):
+class LatentShard(NamedTuple):
     """One file of a dataset."""
 
     latents: RowFile
@@ -191,7 +191,9 @@ class LatentShards(Source):
         labels = np.array([self._labels[number][row] for number, row in pairs], dtype=np.int64)
         return {"latent": torch.from_numpy(latents), "label": torch.from_numpy(labels)}
 
-    def _open_shard(self, entry: dict[str, Any], manifest: dict[str, Any], verify: bool) -> Shard:
+    def _open_shard(
+        self, entry: dict[str, Any], manifest: dict[str, Any], verify: bool
+    ) -> LatentShard:
         """Check a shard's size, shapes and dtypes, and map it; with `verify`, check its SHA-256."""
         path = self.path / entry["file"]
         remedy = "Restore the file, or pack the dataset again."
@@ -222,7 +224,7 @@ class LatentShards(Source):
             tensors = read_header(opened.fileno())
         start = next(tensor.start for tensor in tensors if tensor.name == "latent")
         rows = RowFile(path, start, status.st_size, status.st_mtime_ns, tensors)
-        return Shard(rows, labels)
+        return LatentShard(rows, labels)
 
 
 def check_maps(path: Path, num_shards: int) -> None:

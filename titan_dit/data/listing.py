@@ -35,7 +35,7 @@ SUPPORTED = (
 )
 PLACE = "[data] path="
 """Beginning of an error, before a path."""
-MOST = 1000
+MAX_ENTRIES = 1000
 """Maximum entries of a folder that are examined."""
 NO = "not supported yet"
 ENCODED = f"{NO}; of pictures `data encode` makes a dataset"
@@ -77,7 +77,7 @@ def check_path(root: Path, where: str = PLACE) -> None:
     if not root.is_dir():
         raise not_supported(root, f"it is {kind_of(root.name) or sample(root.name)}", where)
     with os.scandir(root) as found:
-        entries = [(e.name, e.is_dir()) for e in islice(found, MOST) if e.name[0] != "."]
+        entries = [(e.name, e.is_dir()) for e in islice(found, MAX_ENTRIES) if e.name[0] != "."]
     names = sorted(name for name, _ in entries)
     if not names:
         raise UserError(f"{where}{root}: no dataset found: the folder is empty. {SUPPORTED}.")

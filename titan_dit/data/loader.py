@@ -40,7 +40,7 @@ KILLED = (
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredBatch:
     """One rank's share of a step as a worker returns it, in stored units."""
 
     fields: Fields
@@ -55,7 +55,7 @@ class Stored:
         """All tensors by name; the sample numbers are named ""."""
         return [*self.fields.items(), ("", self.sample_numbers)]
 
-    def pin_memory(self) -> Stored:
+    def pin_memory(self) -> StoredBatch:
         """Copy to pinned memory; called by torch's DataLoader."""
         return unpack({name: value.pin_memory() for name, value in self.named()})
 
@@ -71,14 +71,14 @@ def is_small(value: Tensor) -> bool:
     return value.nbytes < SMALL_BYTES and value.dtype != torch.bfloat16  # numpy has no bfloat16
 
 
-def unpack(packed: dict[str, Any]) -> Stored:
+def unpack(packed: dict[str, Any]) -> StoredBatch:
     """Inverse of `Stored.named`; accepts numpy arrays."""
     tensors = {
         name: value if isinstance(value, Tensor) else torch.from_numpy(value)
         for name, value in packed.items()
     }
     numbers = tensors.pop("")
-    return Stored(tensors, numbers)
+    return StoredBatch(tensors, numbers)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class NumberedSamples:
         """Rows of the source."""
         return len(self.source)
 
-    def __getitems__(self, pairs: list[tuple[int, int]]) -> Stored | UserError:
+    def __getitems__(self, pairs: list[tuple[int, int]]) -> StoredBatch | UserError:
         """Read the rows of a batch.
 
         Errors are returned, because raising in a worker prints a traceback. A failed read becomes a
@@ -112,11 +112,11 @@ class NumberedSamples:
             self.inspect(fields)
         except UserError as error:
             return error
-        stored = Stored(fields, torch.tensor([number for number, _ in pairs]))
+        stored = StoredBatch(fields, torch.tensor([number for number, _ in pairs]))
         return shared(stored) if get_worker_info() else stored
 
 
-def shared(stored: Stored) -> Stored | UserError:
+def shared(stored: StoredBatch) -> StoredBatch | UserError:
     """Move a worker's batch to shared memory. torch would do it in a thread that loses errors."""
     try:
         stored.share()

@@ -21,7 +21,7 @@ from titan_dit.config.section import UserError, show
 from titan_dit.data.base import SampleOrder, Source
 from titan_dit.rng import GOLDEN, SPLITMIX, permutation, stream_key, words
 
-LEAST_SIZE, MOST_SIZE = 1 << 16, 1 << 62
+MIN_SIZE, MAX_SIZE = 1 << 16, 1 << 62
 """Minimum and maximum size of a `Permutation`."""
 ROUNDS = 8
 """Rounds of the permutation; FF3 has as many (NIST SP 800-38G). The tests see structure with 2."""
@@ -64,7 +64,7 @@ class Permutation:
 
     def __call__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Map places in range(size) to elements, in the memory of a few arrays like `places`."""
-        assert LEAST_SIZE <= self.size <= MOST_SIZE
+        assert MIN_SIZE <= self.size <= MAX_SIZE
         found = self.permuted(places.astype(np.uint64))
         outside = np.flatnonzero(found >= self.size)
         while len(outside):
@@ -92,7 +92,7 @@ def round_keys(seed: int, stream: str, number: int, rounds: int) -> tuple[np.uin
 
 
 SampleRange: TypeAlias = tuple[int, int]
-MOST = 1 << 26
+MAX_STEP_NUMBERS = 1 << 26
 """Maximum numbers of a step in a file."""
 
 
@@ -101,10 +101,10 @@ def wrong_ranges(ranges: Sequence[Sequence[int]]) -> str | None:
     if any(first > end for first, end in ranges):
         return "has a range that ends before it begins"
     total = sum(end - first for first, end in ranges)
-    return f"has {total:,} numbers, too many for a step" if total > MOST else None
+    return f"has {total:,} numbers, too many for a step" if total > MAX_STEP_NUMBERS else None
 
 
-OF_STEP = schema.Ruled(schema.Rows((schema.COUNT, schema.COUNT)), wrong_ranges)
+STEP_RANGES = schema.Ruled(schema.Rows((schema.COUNT, schema.COUNT)), wrong_ranges)
 """Schema of the ranges of a step."""
 
 
@@ -210,7 +210,7 @@ class EpochOrder:
 
     def permuted(self, epoch: int, places: Numbers) -> Numbers:
         """Map places in an epoch to training rows."""
-        if self.data_order == "sort" or self.num_rows < LEAST_SIZE:
+        if self.data_order == "sort" or self.num_rows < MIN_SIZE:
             return sorted_permutation(self.seed, epoch, self.num_rows)[places]
         return Permutation.of(self.seed, "data_order", epoch, self.num_rows)(places)
 

@@ -130,7 +130,7 @@ SPECIAL = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
 
 
 @dataclass(frozen=True)
-class Surveyed:
+class PairSurvey:
     """Result of rank 0's survey, for all ranks."""
 
     parts: tuple[TokenPart, ...]
@@ -142,7 +142,7 @@ class Surveyed:
 class SentencePairs(SentencePairsKeys, IndexedData):
     """Sentences on disk: Megatron's .bin and .idx with a sequence per sentence."""
 
-    def survey(self) -> Surveyed:
+    def survey(self) -> PairSurvey:
         """Check the files and their ids, and find the samples."""
         files = self.files()
         assert files.tokenizer
@@ -171,7 +171,7 @@ class SentencePairs(SentencePairsKeys, IndexedData):
             num_left_out=files.num_tokens - used,
             **{name: ids[token] for name, token in SPECIAL.items()},
         )
-        return Surveyed(files.parts, spans, facts)
+        return PairSurvey(files.parts, spans, facts)
 
     def check_spans(self, parts: Sequence[TokenPart], spans: Sequence[Numbers]) -> None:
         """Raise UserError if a part has no sample: any part with a weight, or all parts."""
@@ -182,7 +182,7 @@ class SentencePairs(SentencePairsKeys, IndexedData):
                 "sentences. Tokenize with --split-sentences, or choose another `split`."
             )
 
-    def open_surveyed(self, survey: Surveyed) -> SentenceSpans:
+    def open_surveyed(self, survey: PairSurvey) -> SentenceSpans:
         """Open the surveyed files."""
         return SentenceSpans(survey, () if self.part else self.weights)
 
@@ -203,13 +203,13 @@ class SentenceSpans(BlendedSource):
 
     facts: PairFacts
 
-    def __init__(self, survey: Surveyed, weights: Sequence[float] = ()) -> None:
+    def __init__(self, survey: PairSurvey, weights: Sequence[float] = ()) -> None:
         self.survey = survey
         self.facts, self.fields = survey.facts, survey.facts.fields
         self.files = [IndexedFile(part.prefix) for part in survey.parts]
         super().__init__([len(spans) for spans in survey.spans], weights)
 
-    def __reduce__(self) -> tuple[type[SentenceSpans], tuple[Surveyed, tuple[float, ...]]]:
+    def __reduce__(self) -> tuple[type[SentenceSpans], tuple[PairSurvey, tuple[float, ...]]]:
         """Pickle what was surveyed; a spawned process opens the files itself."""
         return SentenceSpans, (self.survey, self.weights)
 

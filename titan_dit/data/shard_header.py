@@ -14,7 +14,7 @@ MAX_BYTES = 1 << 20
 """Maximum bytes of a header: a shard has two tensors."""
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor of a file."""
 
     name: str
@@ -29,7 +29,7 @@ class Stored(NamedTuple):
         return f"{self.name} {self.dtype} {list(self.shape)} from byte {self.start:,}"
 
 
-def read_header(descriptor: int) -> tuple[Stored, ...]:
+def read_header(descriptor: int) -> tuple[StoredTensor, ...]:
     """The tensors of an open file, by name. Raises ValueError if it has no valid header."""
     size = int.from_bytes(os.pread(descriptor, LENGTH, 0), "little")
     end = LENGTH + size
@@ -38,7 +38,9 @@ def read_header(descriptor: int) -> tuple[Stored, ...]:
     try:
         header = json.loads(os.pread(descriptor, size, LENGTH))
         return tuple(
-            Stored(name, entry["dtype"], tuple(entry["shape"]), end + entry["data_offsets"][0])
+            StoredTensor(
+                name, entry["dtype"], tuple(entry["shape"]), end + entry["data_offsets"][0]
+            )
             for name, entry in sorted(header.items())
             if name != "__metadata__"
         )

@@ -21,13 +21,13 @@ import numpy as np
 from jaxtyping import Int64, Shaped
 
 from titan_dit.config.section import UserError
-from titan_dit.data.shard_header import Stored, read_header
+from titan_dit.data.shard_header import StoredTensor, read_header
 
 AHEAD_BYTES = 64 << 20
 """Bytes that are requested before the first read is waited for."""
-MOST_BUFFERS = 1024
+MAX_BUFFERS = 1024
 """Maximum buffers per read: Linux's IOV_MAX."""
-FEWEST_OPEN, MOST_OPEN = 16, 1 << 16
+MIN_OPEN, MAX_OPEN = 16, 1 << 16
 """Minimum and maximum open files of a dataset. titan_dit.launcher.open_files counts the minimum,
 for two datasets."""
 SPARED = 1 << 15
@@ -45,12 +45,12 @@ class RowFile:
     """Bytes of the file."""
     modified_ns: int
     """Modification time in ns."""
-    tensors: tuple[Stored, ...] = ()
+    tensors: tuple[StoredTensor, ...] = ()
     """Tensors of its header. If empty, a file with another modification time is refused."""
 
 
 @dataclass
-class Run:
+class RowRead:
     """Neighbouring rows of one file, and the buffers that they are read into."""
 
     file: int
@@ -60,7 +60,7 @@ class Run:
 
 
 class ShardRows:
-    """Reads rows of several files; keeps at most `most_open()` of them open."""
+    """Reads rows of several files; keeps at most `max_open()` of them open."""
 
     def __init__(self, files: Sequence[RowFile], row_bytes: int, stride: int | None = None) -> None:
         """`stride`: bytes between the starts of two rows; less than `row_bytes` if rows overlap."""
@@ -68,7 +68,7 @@ class ShardRows:
         """File number -> descriptor, the first opened first."""
         self.files, self.row_bytes, self.stride = files, row_bytes, stride or row_bytes
         self.starts = np.array([file.start for file in files], dtype=np.int64)
-        self.most_open = most_open()
+        self.most_open = max_open()
         self.can_ask = True
         """False if the file system, such as NFS, does not say what is cached."""
 
@@ -83,12 +83,12 @@ class ShardRows:
 
         Rows are read in the order of the files, not of the batch.
         """
-        waiting: list[Run] = []
+        waiting: list[RowRead] = []
         ahead = 0
         for number, offset, buffers in self.reads(file, row, out):
             if self.is_cached(number, offset, buffers):
                 continue
-            waiting.append(Run(number, offset, buffers))
+            waiting.append(RowRead(number, offset, buffers))
             ahead += len(buffers) * self.row_bytes
             if ahead >= AHEAD_BYTES:
                 self.fill(waiting)
@@ -107,7 +107,7 @@ class ShardRows:
         if is_new.all():  # As good as always when rows are random.
             yield from zip(files, offsets, ([buffer] for buffer in buffers), strict=True)
             return
-        is_new[MOST_BUFFERS - 1 :: MOST_BUFFERS] = True
+        is_new[MAX_BUFFERS - 1 :: MAX_BUFFERS] = True
         for begin, end in pairwise([0, *(np.flatnonzero(is_new) + 1).tolist(), len(order)]):
             yield files[begin], offsets[begin], buffers[begin:end]
 
@@ -129,7 +129,7 @@ class ShardRows:
             os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
         return False
 
-    def fill(self, runs: list[Run]) -> None:
+    def fill(self, runs: list[RowRead]) -> None:
         """Read the rows of `runs`, waiting for the disk."""
         for run in runs:
             while run.buffers:
@@ -141,7 +141,7 @@ class ShardRows:
                     raise self.failed(run, "is missing: the file has been cut off")
                 advance(run, num)
 
-    def failed(self, run: Run, what: str) -> UserError:
+    def failed(self, run: RowRead, what: str) -> UserError:
         """The error for a row that could not be read."""
         file = self.files[run.file]
         row = (run.offset - file.start) // self.stride
@@ -157,11 +157,11 @@ class ShardRows:
         return opened
 
 
-def most_open() -> int:
+def max_open() -> int:
     """Maximum open files of a dataset: more if the limit is far above a rank's needs."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    spare = MOST_OPEN if soft == resource.RLIM_INFINITY else (soft - SPARED) // 4
-    return min(max(FEWEST_OPEN, spare), MOST_OPEN)
+    spare = MAX_OPEN if soft == resource.RLIM_INFINITY else (soft - SPARED) // 4
+    return min(max(MIN_OPEN, spare), MAX_OPEN)
 
 
 def open_unchanged(file: RowFile) -> int:
@@ -185,7 +185,7 @@ def open_unchanged(file: RowFile) -> int:
 
 def check_contents(file: RowFile, descriptor: int, found: os.stat_result) -> None:
     """Refuse a file with another length or other tensors. Only its modification time may differ."""
-    now: tuple[Stored, ...] = ()
+    now: tuple[StoredTensor, ...] = ()
     with suppress(ValueError, OSError):
         now = read_header(descriptor)
     if found.st_size != file.size:
@@ -209,7 +209,7 @@ def moment(nanoseconds: int) -> str:
     return f"{datetime.fromtimestamp(nanoseconds / 1e9, UTC):%Y-%m-%d %H:%M:%S.%f}"
 
 
-def advance(run: Run, num: int) -> None:
+def advance(run: RowRead, num: int) -> None:
     """Drop the first `num` bytes of a run: a read may return fewer than requested."""
     run.offset += num
     while run.buffers and num >= len(run.buffers[0]):

@@ -18,7 +18,7 @@ EXTENDED = (
 )
 
 
-class Member(tarfile.TarInfo):
+class BoundedMember(tarfile.TarInfo):
     """A member whose size is not negative: after a negative one the tar file would begin again.
 
     tarfile reads extended headers whole, so their size is bounded.

@@ -245,7 +245,7 @@ PLAYS = Path(__file__).parent / "plays"
 
 
 @dataclass(frozen=True)
-class Surveyed:
+class TokenSurvey:
     """Result of rank 0's survey, for all ranks."""
 
     parts: tuple[TokenPart, ...]
@@ -256,7 +256,7 @@ class Surveyed:
 class Tokens(IndexedData):
     """Token ids on disk: Megatron's .bin and .idx, as `data tokenize` writes them."""
 
-    def survey(self) -> Surveyed:
+    def survey(self) -> TokenSurvey:
         """Check the files and their ids."""
         length, files = self.sequence_length, self.files()
         self.check_windows(files.parts)
@@ -276,7 +276,7 @@ class Tokens(IndexedData):
             num_tokens=files.num_tokens,
             num_left_over=sum(part.left_over(length) for part in files.parts),
         )
-        return Surveyed(files.parts, facts)
+        return TokenSurvey(files.parts, facts)
 
     def check_windows(self, parts: Sequence[TokenPart]) -> None:
         """Raise UserError if a part has no window: any part with a weight, or all parts."""
@@ -289,7 +289,7 @@ class Tokens(IndexedData):
                 "it documents, or a shorter sequence_length."
             )
 
-    def open_surveyed(self, survey: Surveyed) -> TokenWindows:
+    def open_surveyed(self, survey: TokenSurvey) -> TokenWindows:
         """Open the surveyed files."""
         return TokenWindows(survey, () if self.part else self.weights)
 
@@ -337,7 +337,7 @@ class TokenWindows(BlendedSource):
 
     facts: TokenFacts
 
-    def __init__(self, survey: Surveyed, weights: Sequence[float] = ()) -> None:
+    def __init__(self, survey: TokenSurvey, weights: Sequence[float] = ()) -> None:
         self.survey, self.parts = survey, survey.parts
         self.facts, self.fields = survey.facts, survey.facts.fields
         length = self.facts.sequence_length

@@ -24,9 +24,9 @@ from titan_dit.config.section import MOST, UserError, show
 from titan_dit.diffusion.noise_schedule import named
 from titan_dit.diffusion.samplers.from_diffusers import PREDICTIONS, betas, config_of_flow
 from titan_dit.interop import hugging_face, tensor_layouts
-from titan_dit.interop.original_dit import check
+from titan_dit.interop.original_dit import check_tensors
 from titan_dit.interop.tensor_file import OnDemand
-from titan_dit.interop.tensor_layouts import Copies, FilledTable, Kernel, Same, SplitQKV
+from titan_dit.interop.tensor_layouts import ConvKernel, Copies, FilledTable, Same, SplitQKV
 from titan_dit.models.dit import DiTConfig
 
 KIND, PIPELINE = "DiTTransformer2DModel", "DiTPipeline"
@@ -90,7 +90,7 @@ class DiffusersDiT:
     def layouts(self) -> dict[str, Same]:
         """Name of our parameter -> its layout in diffusers' tensors."""
         _, layers, heads, patch = self.config.shape
-        found: dict[str, Same] = {PATCH: Kernel((f"{THEIR_PATCH}.weight",), patch)}
+        found: dict[str, Same] = {PATCH: ConvKernel((f"{THEIR_PATCH}.weight",), patch)}
         found["embed.patch.bias"] = Same((f"{THEIR_PATCH}.bias",))
         tables = tuple(self.table(layer) for layer in range(layers))
         found[TABLE] = FilledTable(tables, self.config.num_classes, self.rows)
@@ -124,7 +124,7 @@ class DiffusersDiT:
         """
         outline = {n: t for n, t in theirs.outline.items() if n != "pos_embed.pos_embed"}
         kept = OnDemand(outline, theirs.get_tensor)
-        check(kept, {name: tuple(tensor.shape) for name, tensor in self.outline().items()})
+        check_tensors(kept, {name: tuple(tensor.shape) for name, tensor in self.outline().items()})
         self.check_copies(kept)
         return tensor_layouts.to_ours(self.layouts(), kept, self.parameters)
 

@@ -131,7 +131,7 @@ def new_record() -> dict[str, Any]:
     }
 
 
-def record_of_dit(
+def dit_record(
     config: DiTConfig, objective: Mapping[str, Any], facts: LatentFacts
 ) -> dict[str, Any]:
     """`record_of` for a DiT. [data] is a placeholder, as the data of the weights are unknown."""

@@ -22,7 +22,7 @@ from titan_dit.config.section import UserError, show
 from titan_dit.diffusion.keys import RectifiedFlowKeys
 from titan_dit.interop import tensor_layouts
 from titan_dit.interop.tensor_file import MAPPED, OnDemand, outline_of
-from titan_dit.interop.tensor_layouts import Kernel, RowsOfQKV, Same
+from titan_dit.interop.tensor_layouts import ConvKernel, RowsOfQKV, Same
 from titan_dit.models.dit import DiTConfig
 from titan_dit.models.dit_sizes import SIZES
 
@@ -80,17 +80,17 @@ ARGUMENTS: Mapping[str, Any] = {"path_type": "Linear", "prediction": "velocity"}
 """Arguments of SiT's train.py -> values that correspond to `SIT_OBJECTIVE`."""
 
 
-def wrote_sit(arguments: Mapping[str, Any]) -> bool:
+def are_sit_arguments(arguments: Mapping[str, Any]) -> bool:
     """True if SiT's train.py wrote the arguments of a file."""
     return "path_type" in arguments or str(arguments.get("model", "")).startswith("SiT-")
 
 
-def is_named_sit(path: str) -> bool:
+def has_sit_name(path: str) -> bool:
     """True if the file name contains SiT, such as SiT-XL-2-256.pt."""
     return re.search(r"(?<![a-z])sit(?![a-z])", Path(path).name, re.IGNORECASE) is not None
 
 
-def check_arguments_of_sit(arguments: Mapping[str, Any]) -> None:
+def check_sit_arguments(arguments: Mapping[str, Any]) -> None:
     """Raise UserError for weights with another path or prediction."""
     for key, value in ARGUMENTS.items():
         if (given := arguments.get(key, value)) != value:
@@ -117,7 +117,7 @@ def misfits(objective: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def check_expressible_as_sit(objective: Mapping[str, Any]) -> None:
+def check_sit_objective(objective: Mapping[str, Any]) -> None:
     """Raise UserError for an objective that SiT's code would misinterpret; name its keys."""
     if found := misfits(objective):
         raise UserError(
@@ -150,7 +150,7 @@ the weights: rounding alone makes its average drift, but by no more than 1.7e-4.
 SCALE = 0.18215
 """Scale of latents of Stable Diffusion's autoencoder, on which the released weights are trained."""
 
-Moments: TypeAlias = Mapping[str, Mapping[str, Tensor]]
+AdamState: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 """AdamW's `exp_avg`, `exp_avg_sq` and `step` by parameter."""
 
 
@@ -196,7 +196,7 @@ class Original:
         found: dict[str, Same] = {}
         for name, theirs in self.names().items():
             if theirs == PATCH:
-                found[name] = Kernel((theirs,), patch)
+                found[name] = ConvKernel((theirs,), patch)
             elif ".attn.qkv." in name:
                 found[name] = RowsOfQKV((theirs,), heads)
             else:
@@ -205,7 +205,7 @@ class Original:
 
     def to_ours(self, tensors: Mapping[str, Tensor]) -> OnDemand:
         """Convert original tensors to our fp32 parameters; raises UserError on a mismatch."""
-        check(tensors, self.shapes())
+        check_tensors(tensors, self.shapes())
         check_positions(tensors[POSITIONS], self.config)
         return self.converted(tensors)
 
@@ -213,7 +213,7 @@ class Original:
         """Convert tensors of the original's shapes to our names and layout, fp32."""
         return tensor_layouts.to_ours(self.layouts(), tensors, self.parameters)
 
-    def adam_to_ours(self, moments: Moments) -> Moments:
+    def adam_to_ours(self, moments: AdamState) -> AdamState:
         """Convert the original's AdamW state to ours; raises UserError on a mismatch."""
         shapes = {name: shape for name, shape in self.shapes().items() if name != POSITIONS}
         halves = {}
@@ -222,7 +222,7 @@ class Original:
                 {name: outline_of(state)[key] for name, state in moments.items()},
                 partial(entry, moments, key),
             )
-            check(tensors, shapes, f"AdamW's {key} does")
+            check_tensors(tensors, shapes, f"AdamW's {key} does")
             halves[key] = self.converted(tensors)
         ours: dict[str, Mapping[str, Tensor]] = {}
         for name, theirs in self.names().items():
@@ -246,7 +246,7 @@ class Original:
         return itertools.chain(theirs, [(POSITIONS, positions(self.config))])
 
 
-def entry(moments: Moments, key: str, name: str) -> Tensor:
+def entry(moments: AdamState, key: str, name: str) -> Tensor:
     """One of AdamW's tensors, by the original's parameter name."""
     return moments[name][key]
 
@@ -326,7 +326,7 @@ def heads_of(hidden: int, layers: int) -> int:
     )
 
 
-def check(
+def check_tensors(
     tensors: Mapping[str, Tensor],
     shapes: Mapping[str, tuple[int, ...]],
     what: str = "the weights do",

@@ -20,7 +20,7 @@ from torch import Tensor
 from titan_dit.config.section import UserError
 from titan_dit.interop import hugging_face
 from titan_dit.interop.diffusers_dit import DiffusersDiT
-from titan_dit.interop.tensor_layouts import Copies, FilledTable, Kernel, Same, SplitQKV
+from titan_dit.interop.tensor_layouts import ConvKernel, Copies, FilledTable, Same, SplitQKV
 from titan_dit.models import lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -55,7 +55,7 @@ def to_theirs(found: DiffusersDiT, pairs: Mapping[str, Pair]) -> Iterator[tuple[
     layouts = found.layouts()
     for name, (a, b) in pairs.items():
         layout = layouts[name]
-        if isinstance(layout, Kernel):
+        if isinstance(layout, ConvKernel):
             raise UserError(f"[lora] targets: {name} is a convolution in diffusers: not supported.")
         for part, rows in zip(layout.names, layout.to_theirs(b), strict=True):
             module = f"{PREFIX}{part.removesuffix('.weight')}"
@@ -148,7 +148,7 @@ def to_ours(found: DiffusersDiT, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     made: dict[str, Pair] = {}
     for name in dict.fromkeys(owners[part] for part in pairs):
         layout = layouts[name]
-        if isinstance(layout, (Kernel, FilledTable)):
+        if isinstance(layout, (ConvKernel, FilledTable)):
             raise UserError(f"{WEIGHTS}: an adapter of {layout.names[0]} is not supported.")
         for part in layout.names:
             if part in pairs:

@@ -298,7 +298,7 @@ Getter: TypeAlias = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightFile:
     """Contents of a weight file."""
 
     ema: OnDemand
@@ -311,7 +311,7 @@ class Weights:
     """Arguments of the script that wrote a .pt file; empty if unknown."""
 
 
-def read_weight_file(path: Path) -> Weights:
+def read_weight_file(path: Path) -> WeightFile:
     """Read a state dict, or a dict with "ema", "model" and "opt".
 
     Raises UserError for any other file, and for one that would execute code when loaded.
@@ -331,7 +331,7 @@ def read_weight_file(path: Path) -> Weights:
     assert ema is not None
     assert model is not None
     adam = adam_of(content.get("opt"), model, get)
-    return Weights(ema, model, adam, metadata, arguments_of(content.get("args")))
+    return WeightFile(ema, model, adam, metadata, arguments_of(content.get("args")))
 
 
 def open_file(path: Path) -> tuple[Mapping[str, Any], dict[str, str], Getter]:

@@ -93,7 +93,7 @@ class SplitQKV(Same):
 
 
 @dataclass(frozen=True)
-class Kernel(Same):
+class ConvKernel(Same):
     """A convolution of patches [out, c, p, p]; ours is a linear layer of inputs (p, p, c)."""
 
     patch: int

@@ -54,7 +54,7 @@ CUDNN_CHANNELS = (64, 128)
 """Head dims that cuDNN 9.19 does not pad. It does not document them: on an H200 72 takes as long as
 128."""
 PROBE_TOKENS = 256
-WRONG = 0.05
+MIN_ERROR = 0.05
 """Minimum error against matmuls, relative to the largest value, that counts as wrong; rounding of
 bf16 is smaller."""
 NO_LENGTHS = "ring attention supports no mask by lengths"
@@ -178,7 +178,7 @@ def is_deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled()
 
 
-def check(key: str, shape: AttentionShape) -> None:
+def check_runs(key: str, shape: AttentionShape) -> None:
     """Run the kernel once on a sample of this rank. UserError names the reason and alternatives."""
     if key == "auto":
         use_implementation(key)
@@ -276,7 +276,7 @@ def compare_with_matmuls(key: str, q: Tensor, k: Tensor, v: Tensor, causal: bool
     )
     for found, exact, what in pairs:
         error = float((found.double() - exact.double()).abs().max() / exact.double().abs().max())
-        if not error < WRONG:
+        if not error < MIN_ERROR:
             raise RuntimeError(f"its {what} differs from that of matmuls by {error:.2g}")
 
 

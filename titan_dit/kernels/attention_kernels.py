@@ -34,14 +34,14 @@ BackwardKernel: TypeAlias = Callable[
 
 
 @dataclass(frozen=True)
-class Kernel:
+class AttentionKernel:
     """A forward and its backward."""
 
     forward: ForwardKernel
     backward: BackwardKernel
 
 
-def named(name: str, q: Tensor, causal: bool = False) -> Kernel:
+def named(name: str, q: Tensor, causal: bool = False) -> AttentionKernel:
     """The kernel for a value of [precision] attention; RuntimeError if the device has none.
 
     "auto" assumes as many keys as queries, as in a ring.
@@ -263,9 +263,9 @@ def _padded(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(F.pad(x, (0, missing)) for x in tensors) if missing else _rows(*tensors)
 
 
-MATH = Kernel(_math_forward, _math_backward)
+MATH = AttentionKernel(_math_forward, _math_backward)
 """Plain matmuls with the n x n scores in memory: for fp64 on a GPU, and as a reference."""
-CPU = Kernel(_cpu_forward, _cpu_backward)
-FLASH = Kernel(_flash_forward, _flash_backward)
-EFFICIENT = Kernel(_efficient_forward, _efficient_backward)
-CUDNN = Kernel(_cudnn_forward, _cudnn_backward)
+CPU = AttentionKernel(_cpu_forward, _cpu_backward)
+FLASH = AttentionKernel(_flash_forward, _flash_backward)
+EFFICIENT = AttentionKernel(_efficient_forward, _efficient_backward)
+CUDNN = AttentionKernel(_cudnn_forward, _cudnn_backward)

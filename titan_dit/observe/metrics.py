@@ -16,7 +16,7 @@ import numpy as np
 
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError, show
-from titan_dit.observe.flops import Work
+from titan_dit.observe.flops import Throughput
 from titan_dit.system.files import write_whole
 
 Row = dict[str, Any]
@@ -27,7 +27,7 @@ Show = Callable[[int, Path], None]
 
 
 @dataclass(frozen=True)
-class Writer:
+class MetricsWriter:
     """Writes metrics to another program, besides metrics.jsonl."""
 
     row: Callable[[Row], None]
@@ -56,7 +56,7 @@ def row_of(
     lr: float,
     *,
     times: tuple[float, float],
-    work: Work,
+    work: Throughput,
     peak_gib: float,
     counters: Row,
 ) -> Row:
@@ -99,7 +99,7 @@ def read_rows(file: Path) -> list[Row]:
     ]
 
 
-def tensorboard_writer(folder: Path, resumed_step: int) -> Writer:
+def tensorboard_writer(folder: Path, resumed_step: int) -> MetricsWriter:
     """A writer to TensorBoard, named as in metrics.jsonl; purges steps > `resumed_step`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -126,12 +126,12 @@ def tensorboard_writer(folder: Path, resumed_step: int) -> Writer:
         events.add_text("samples", "\n".join(f"    {line}" for line in lines), step)
         events.flush()
 
-    return Writer(write, by_suffix(picture, text))
+    return MetricsWriter(write, by_suffix(picture, text))
 
 
 def wandb_writer(
     folder: Path, name: str, run: Mapping[str, Any], project: str, entity: str
-) -> Writer:
+) -> MetricsWriter:
     """A writer to Weights & Biases; UserError if it cannot start."""
     import wandb
 
@@ -171,7 +171,7 @@ def wandb_writer(
         shown = html.escape(file.read_text(encoding="utf-8"))
         wandb.log({"samples": wandb.Html(f"<pre>{shown}</pre>"), "step": step})
 
-    return Writer(write, by_suffix(picture, text))
+    return MetricsWriter(write, by_suffix(picture, text))
 
 
 def by_suffix(picture: Show, text: Show) -> dict[str, Show]:

@@ -401,7 +401,7 @@ class Recording(Protocol):
         """End the window, write its files with a note, and return console lines."""
 
 
-class Profile:
+class StepProfiler:
     """Profiles the steps of [profile] on this rank; does nothing if disabled.
 
     Every rank has one: call `begin` before and `is_over` after every step. Only the ranks of

@@ -90,7 +90,7 @@ class Arrival(NamedTuple):
 
 
 @dataclass
-class Pass:
+class PipelinePass:
     """One pass over the microbatches on one rank."""
 
     start: float
@@ -113,7 +113,7 @@ class RankTimeline:
     """Without gaps, from the first step to the end of the window."""
     steps: list[tuple[int, float]] = field(default_factory=list)
     """(Step, start)."""
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[PipelinePass] = field(default_factory=list)
 
     def seconds(self) -> dict[str, float]:
         """Seconds by kind."""
@@ -140,13 +140,13 @@ class RankTimeline:
                     yield end, count
 
 
-class Reader:
+class TimelineReader:
     """Turns the moments of one rank into its timeline."""
 
     def __init__(self, rank: int, seconds: Callable[[float], float]) -> None:
         self.found, self.seconds = RankTimeline(rank), seconds
         self.kind, self.since = "", 0.0
-        self.one: Pass | None = None
+        self.one: PipelinePass | None = None
         self.is_sending = False
         """True between the end of an action and the rank's next moment of `GOES_ON`."""
         self.waited: tuple[float, float] | None = None
@@ -181,10 +181,10 @@ class Reader:
         elif moment is Moment.OUTSIDE:
             self.turn(str(what) if what in OUTSIDE else "outside", at)
         elif moment is Moment.STARTS:
-            self.one, self.looked = Pass(at), (None, None)
+            self.one, self.looked = PipelinePass(at), (None, None)
             self.turn("rest", at)
 
-    def inside(self, one: Pass, moment: Moment, what: object, at: float) -> None:
+    def inside(self, one: PipelinePass, moment: Moment, what: object, at: float) -> None:
         """Read a moment of a pass."""
         if not one.ready and moment in GOES_ON:
             one.ready = at
@@ -215,7 +215,7 @@ class Reader:
             case _:
                 self.message(one, moment, what, at)
 
-    def message(self, one: Pass, moment: Moment, what: object, at: float) -> None:
+    def message(self, one: PipelinePass, moment: Moment, what: object, at: float) -> None:
         """Read a moment at which a message leaves, is allowed or arrives."""
         if isinstance(what, Action) and moment is Moment.SENDS:
             one.sent[what] = at
@@ -254,7 +254,7 @@ class Timeline:
         """Passes that every rank has finished."""
         return min(len(rank.passes) for rank in self.ranks)
 
-    def passes(self, number: int) -> list[Pass]:
+    def passes(self, number: int) -> list[PipelinePass]:
         """A pass on every rank."""
         return [rank.passes[number] for rank in self.ranks]
 
@@ -640,7 +640,7 @@ def makespan(spans: tuple[TimedAction, ...]) -> float:
     return max(span.end for span in spans)
 
 
-def taken(one: Pass, done: Done) -> Taken:
+def taken(one: PipelinePass, done: Done) -> Taken:
     """The measured seconds of an action."""
     left = one.sent.get(output_of(done.action), done.end)
     return Taken(done.end - done.start, left - done.start, done.free - done.start)
@@ -727,7 +727,7 @@ WIDTH, LEFT, RIGHT = 1600, 110, 110
 TOP, ROW, GAP = 96, 46, 10
 
 
-class Picture:
+class TimelinePicture:
     """The sheet, and where a moment is on it."""
 
     def __init__(self, timeline: Timeline, number: int, width_s: float | None = None) -> None:
@@ -824,7 +824,7 @@ class Picture:
 
 def draw_timeline(path: Path, timeline: Timeline, suspects: Suspects) -> None:
     """Write the picture of the pass of median length."""
-    picture = Picture(timeline, timeline.typical)
+    picture = TimelinePicture(timeline, timeline.typical)
     picture.title()
     for rank in timeline.ranks:
         picture.row(rank, rank.rank in suspects.ranks)

@@ -38,7 +38,7 @@ CONFIG_KEYS = {
     "latents_std": tuple[PositiveFloat, ...] | None,
 }
 """Config keys whose values are checked here; diffusers checks none."""
-MOST_LAYERS = 64
+MAX_LAYERS = 64
 """Maximum layers of a block. diffusers would build any number before it reads the weights."""
 
 
@@ -148,7 +148,7 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
         config = library.AutoencoderKL.load_config(named)
         kind = class_of(library, config, f"{where} {source}")
         if folder.is_dir():
-            check_size(kind, config, folder, f"{where} {source}")
+            check_parameters_fit(kind, config, folder, f"{where} {source}")
         module: nn.Module = kind.from_pretrained(named, torch_dtype=torch.float32)
         # With its class's defaults: older releases wrote no scaling_factor.
         config = dict(module.config)  # type: ignore[arg-type]
@@ -191,12 +191,12 @@ def class_of(library: Any, config: Mapping[str, Any], where: str) -> Any:
         conform(config.get(key), hint, f"{where}: {CONFIG}: {key}")
     for key, value in config.items():
         layers = value if isinstance(value, list | tuple) else [value]
-        if "layers" in key and any(isinstance(n, int | float) and n > MOST_LAYERS for n in layers):
-            raise UserError(f"{where}: {CONFIG}: {key}={show(value)} is above {MOST_LAYERS}.")
+        if "layers" in key and any(isinstance(n, int | float) and n > MAX_LAYERS for n in layers):
+            raise UserError(f"{where}: {CONFIG}: {key}={show(value)} is above {MAX_LAYERS}.")
     return kind
 
 
-def check_size(kind: Any, config: Mapping[str, Any], folder: Path, where: str) -> None:
+def check_parameters_fit(kind: Any, config: Mapping[str, Any], folder: Path, where: str) -> None:
     """Raise UserError if a config describes more parameters than the folder's files can hold.
 
     diffusers allocates them before it reads the weights.

@@ -36,18 +36,18 @@ from titan_dit.data.packing.pack import (
     writing,
 )
 from titan_dit.pictures.autoencoder import Autoencoder
-from titan_dit.pictures.picture_set import UNLABELLED, Asked, PictureSet
+from titan_dit.pictures.picture_set import UNLABELLED, ListingOptions, PictureSet
 from titan_dit.system.files import write_whole
 from titan_dit.system.host_copy import HostCopy
 
 CROP = "upright by EXIF; ADM: halve by a box filter, resize by a bicubic one, crop the center"
 PICTURES = "pictures_sha256"
 """Key of a chunk's record: SHA-256 over the digests of its pictures' files."""
-FEWEST, MOST_CHUNKS = 256, 64
+MIN_SHARD_PICTURES, MAX_CHUNKS = 256, 64
 """Minimum pictures of a shard; maximum chunks of a small dataset, which give many ranks work."""
 
 
-class Picture(NamedTuple):
+class DecodedPicture(NamedTuple):
     """A picture, decoded and cropped."""
 
     pixels: UInt8[Tensor, "3 s s"]
@@ -58,7 +58,7 @@ class Picture(NamedTuple):
 
 
 @dataclass(frozen=True)
-class EncodePlan(Chunks):
+class EncodeJob(Chunks):
     """A set of pictures, and how they are encoded. See `packing.pack.Chunks`."""
 
     command: ClassVar[str] = "data encode"
@@ -118,7 +118,7 @@ class EncodePlan(Chunks):
         # Outputs of versions without these limits go on.
         for limit, default in (
             (self.max_pixels, None),
-            (self.pictures.max_file_bytes, Asked.max_file_bytes),
+            (self.pictures.max_file_bytes, ListingOptions.max_file_bytes),
         ):
             if limit != default:
                 sha.update(f" {limit}".encode())
@@ -142,7 +142,7 @@ class EncodePlan(Chunks):
                     return False
         return sha.hexdigest() == record.extra.get(PICTURES)
 
-    def picture(self, row: int, budget: DecodingBudget) -> Picture:
+    def picture(self, row: int, budget: DecodingBudget) -> DecodedPicture:
         """Decode and crop a picture. Raises BadFileError."""
         if int(self.pictures.labels[row]) < 0:
             raise BadFileError(UNLABELLED)
@@ -151,10 +151,10 @@ class EncodePlan(Chunks):
             raise BadFileError("empty file")
         size = self.image_size
         found = decode_image(data, size, (3, size, size), budget)
-        return Picture(found.pixels, hashlib.sha256(data).digest(), found.is_converted)
+        return DecodedPicture(found.pixels, hashlib.sha256(data).digest(), found.is_converted)
 
 
-def make_plan(
+def make_job(
     pictures: PictureSet,
     root: Path,
     output: Path,
@@ -169,7 +169,7 @@ def make_plan(
     shard_size: int | None = None,
     text: str | None = None,
     max_pixels: int | None = None,
-) -> EncodePlan:
+) -> EncodeJob:
     """Plan the shards. Raises UserError if the autoencoder cannot encode this size."""
     factor = vae.facts.factor
     if image_size % factor:
@@ -186,7 +186,7 @@ def make_plan(
     side = image_size // factor
     shape = (vae.channels * (2 if posterior == "both" else 1), side, side)
     bytes_each = math.prod(shape) * STORED_DTYPES[dtype].itemsize * (2 if flip else 1)
-    size = max(FEWEST, -(-len(pictures) // MOST_CHUNKS))
+    size = max(MIN_SHARD_PICTURES, -(-len(pictures) // MAX_CHUNKS))
     about = {
         "source": text or f"encoded from {root.resolve().name}",
         "num_classes": pictures.num_classes,
@@ -207,7 +207,7 @@ def make_plan(
         "batch_size": batch_size,
         "units": units,
     }
-    return EncodePlan(
+    return EncodeJob(
         pictures,
         root,
         output.resolve().name,
@@ -225,13 +225,13 @@ def make_plan(
 
 
 Drops = list[tuple[int, str]]
-Reading = Future[Picture]
+Reading = Future[DecodedPicture]
 AHEAD = 2
 """Batches queued on the device behind the one that the host waits for."""
 
 
 @dataclass(frozen=True)
-class Batch:
+class PictureBatch:
     """Decoded pictures of one chunk."""
 
     chunk: int
@@ -247,7 +247,7 @@ class Batch:
 
 
 @dataclass
-class Chunk:
+class EncodedChunk:
     """The encoded part of a chunk."""
 
     number: int
@@ -258,7 +258,7 @@ class Chunk:
     num_converted: int = 0
 
 
-def todo_of(plan: EncodePlan, output: Path, verify: bool) -> list[int] | None:
+def missing_chunks(plan: EncodeJob, output: Path, verify: bool) -> list[int] | None:
     """Numbers of the missing chunks; None if the output is whole. Needs the output's lock."""
     finished = pack.resumed(plan, output, plan.digest(), verify)
     if finished is None:
@@ -267,7 +267,7 @@ def todo_of(plan: EncodePlan, output: Path, verify: bool) -> list[int] | None:
 
 
 def encode_chunks(
-    plan: EncodePlan,
+    plan: EncodeJob,
     vae: Autoencoder,
     output: Path,
     chunks: Sequence[int],
@@ -276,14 +276,14 @@ def encode_chunks(
 ) -> None:
     """Encode and write chunks; `report` gets increments of (pictures done, of which dropped)."""
     digest = plan.digest()
-    chunk: Chunk | None = None
+    chunk: EncodedChunk | None = None
     try:
         with same_bits():
             for batch, stored in encoded(plan, vae, decoded(plan, vae, chunks, threads)):
                 if chunk is None or chunk.number != batch.chunk:
                     if chunk:
                         write(plan, digest, output, chunk)
-                    chunk = Chunk(batch.chunk)
+                    chunk = EncodedChunk(batch.chunk)
                 dropped = len(chunk.dropped)
                 add(plan, chunk, batch, stored)
                 more = len(chunk.dropped) - dropped
@@ -307,8 +307,8 @@ def same_bits() -> Iterator[None]:
 
 
 def decoded(
-    plan: EncodePlan, vae: Autoencoder, chunks: Sequence[int], threads: int
-) -> Iterator[Batch]:
+    plan: EncodeJob, vae: Autoencoder, chunks: Sequence[int], threads: int
+) -> Iterator[PictureBatch]:
     """Decode the pictures of all chunks in threads, some batches ahead."""
     pinned = vae.device.type == "cuda"
     waiting: deque[tuple[int, range, list[Reading]]] = deque()
@@ -327,7 +327,7 @@ def decoded(
             pool.shutdown(cancel_futures=True)
 
 
-def joined(chunk: int, rows: range, readings: list[Reading], pinned: bool) -> Batch:
+def joined(chunk: int, rows: range, readings: list[Reading], pinned: bool) -> PictureBatch:
     """A batch of the pictures that could be decoded."""
     kept, found, dropped = [], [], []
     for row, reading in zip(rows, readings, strict=True):
@@ -341,18 +341,18 @@ def joined(chunk: int, rows: range, readings: list[Reading], pinned: bool) -> Ba
     if stacked is not None and pinned:
         stacked = stacked.pin_memory()
     digests = [picture.digest for picture in found]
-    return Batch(chunk, kept, digests, stacked, dropped, sum(p.is_converted for p in found))
+    return PictureBatch(chunk, kept, digests, stacked, dropped, sum(p.is_converted for p in found))
 
 
 def encoded(
-    plan: EncodePlan, vae: Autoencoder, batches: Iterator[Batch]
-) -> Iterator[tuple[Batch, Tensor | None]]:
+    plan: EncodeJob, vae: Autoencoder, batches: Iterator[PictureBatch]
+) -> Iterator[tuple[PictureBatch, Tensor | None]]:
     """Each batch with its rows on the CPU: [pictures, copies, c, h, w].
 
     AHEAD batches are queued behind the one that is waited for. A GPU works on them while the host
     adds rows, writes shards and joins the next batch.
     """
-    queued: deque[tuple[Batch, HostCopy | None]] = deque()
+    queued: deque[tuple[PictureBatch, HostCopy | None]] = deque()
     for batch in batches:
         started = None
         if batch.pictures is not None:
@@ -364,13 +364,13 @@ def encoded(
         yield rows_of(*queued.popleft())
 
 
-def rows_of(batch: Batch, stored: HostCopy | None) -> tuple[Batch, Tensor | None]:
+def rows_of(batch: PictureBatch, stored: HostCopy | None) -> tuple[PictureBatch, Tensor | None]:
     """Wait for the rows of a batch."""
     return batch, None if stored is None else stored.read()
 
 
 def latents_of(
-    plan: EncodePlan, vae: Autoencoder, pictures: UInt8[Tensor, "b 3 s s"]
+    plan: EncodeJob, vae: Autoencoder, pictures: UInt8[Tensor, "b 3 s s"]
 ) -> Shaped[Tensor, "b k c h w"]:
     """The rows of pictures: unscaled mean and std of each, or the mean alone."""
     images = pictures.to(vae.device, non_blocking=True)
@@ -381,7 +381,7 @@ def latents_of(
     return stored.view(len(pictures), len(copies), *plan.shape)
 
 
-def add(plan: EncodePlan, chunk: Chunk, batch: Batch, stored: Tensor | None) -> None:
+def add(plan: EncodeJob, chunk: EncodedChunk, batch: PictureBatch, stored: Tensor | None) -> None:
     """Add a batch to its chunk, without pictures whose latents are not finite."""
     dropped = list(batch.dropped)
     if stored is not None:
@@ -397,7 +397,7 @@ def add(plan: EncodePlan, chunk: Chunk, batch: Batch, stored: Tensor | None) -> 
     chunk.num_converted += batch.num_converted
 
 
-def write(plan: EncodePlan, digest: str, output: Path, chunk: Chunk) -> None:
+def write(plan: EncodeJob, digest: str, output: Path, chunk: EncodedChunk) -> None:
     """Write a chunk's shard and its record."""
     every = chunk.latents or [torch.empty(0, plan.copies, *plan.shape)]
     latents = torch.cat(every).flatten(0, 1)
@@ -409,7 +409,7 @@ def write(plan: EncodePlan, digest: str, output: Path, chunk: Chunk) -> None:
     write_chunk(plan, digest, output, chunk.number, chunk.rows, latents, chunk.dropped, extra)
 
 
-def sums(plan: EncodePlan, rows: Shaped[Tensor, "n c h w"]) -> dict[str, list[float]]:
+def sums(plan: EncodeJob, rows: Shaped[Tensor, "n c h w"]) -> dict[str, list[float]]:
     """Sum and sum of squares of each channel of drawn latents, in fp64.
 
     A drawn latent is mean + std * noise, so its expected square is mean^2 + std^2.
@@ -424,7 +424,7 @@ def sums(plan: EncodePlan, rows: Shaped[Tensor, "n c h w"]) -> dict[str, list[fl
     return {"sum": total.tolist(), "squares": squares.tolist()}
 
 
-def moments(plan: EncodePlan, records: Sequence[ChunkRecord]) -> tuple[list[float], list[float]]:
+def moments(plan: EncodeJob, records: Sequence[ChunkRecord]) -> tuple[list[float], list[float]]:
     """Mean and std of each channel over the dataset, summed in the plan's order."""
     count = sum(record.count for record in records) * math.prod(plan.shape[1:])
     total, squares = np.zeros(plan.channels), np.zeros(plan.channels)
@@ -437,7 +437,7 @@ def moments(plan: EncodePlan, records: Sequence[ChunkRecord]) -> tuple[list[floa
     return mean.tolist(), std.tolist()
 
 
-def finish(plan: EncodePlan, output: Path) -> tuple[Drops, list[float], list[float]]:
+def finish(plan: EncodeJob, output: Path) -> tuple[Drops, list[float], list[float]]:
     """Write captions, dropped.json and the manifest, which makes the output whole.
 
     Returns (dropped pictures, mean of each channel, std of each channel).
@@ -464,7 +464,7 @@ def finish(plan: EncodePlan, output: Path) -> tuple[Drops, list[float], list[flo
     return [drop for record in records for drop in record.dropped], mean, std
 
 
-def captions(plan: EncodePlan, records: Sequence[ChunkRecord]) -> Iterator[bytes]:
+def captions(plan: EncodeJob, records: Sequence[ChunkRecord]) -> Iterator[bytes]:
     """A line of JSON for each kept picture: its first row, file name and caption."""
     row = 0
     for number, record in enumerate(records):

@@ -15,7 +15,7 @@ from titan_dit.config.section import UserError
 from titan_dit.launcher.torch_range import pip_install
 
 
-def install(package: str) -> str:
+def install_advice(package: str) -> str:
     """The advice for a missing package, as a sentence."""
     extra = pip_install("'titan_dit[pictures]'")
     return f"Install it: {extra}, or in a clone: {pip_install(package)}"
@@ -37,7 +37,7 @@ def diffusers(what: str) -> ModuleType:
     except ImportError as error:
         raise UserError(
             f"{what} needs the library diffusers, which cannot be imported ({error}). "
-            + install("diffusers")
+            + install_advice("diffusers")
         ) from None
     # Of the hub: a line for each try without a network, a warning of how diffusers calls it.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -81,5 +81,5 @@ def parquet(what: str) -> ModuleType:
     except ImportError as error:
         raise UserError(
             f"{what} needs the library pyarrow, which cannot be imported ({error}). "
-            + install("pyarrow")
+            + install_advice("pyarrow")
         ) from None

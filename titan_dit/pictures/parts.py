@@ -33,7 +33,7 @@ def shown(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Parts:
+class FinishedParts:
     """The parts of one output."""
 
     folder: Path

@@ -29,7 +29,7 @@ UNLABELLED = "no label"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ListingOptions:
     """Options of a command that lists pictures."""
 
     classes: Sequence[str] | None = None
@@ -52,7 +52,7 @@ class Asked:
     """Maximum rows of parquet files. None: MAX_ROWS, or one row per BYTES_PER_ROW bytes if more."""
 
     @classmethod
-    def to_score(cls, where: str) -> Asked:
+    def to_score(cls, where: str) -> ListingOptions:
         """Options for pictures to score. An environment variable raises their limits."""
         return cls(
             gaps=True,
@@ -91,7 +91,7 @@ class PictureSet:
     """Bytes of a picture's file by its row. Raises BadFileError or OSError."""
     stamp: Callable[[int], Stamp]
     """(length, modification time) of the file that holds a picture, by its row."""
-    max_file_bytes: int = Asked.max_file_bytes
+    max_file_bytes: int = ListingOptions.max_file_bytes
     """Maximum bytes of a picture's file; larger ones are dropped."""
 
     def __len__(self) -> int:
@@ -107,7 +107,7 @@ def make_set(
     texts: Sequence[str],
     read: Callable[[int], bytes],
     stamp: Callable[[int], Stamp],
-    asked: Asked,
+    asked: ListingOptions,
     class_names: Sequence[str] = (),
 ) -> PictureSet:
     """Number the classes and make the set. `class_names`: names of labels that are numbers.
@@ -176,7 +176,9 @@ def make_set(
     )
 
 
-def refuse_mixture(where: str, names: Sequence[str], labels: Sequence[Label], asked: Asked) -> None:
+def refuse_mixture(
+    where: str, names: Sequence[str], labels: Sequence[Label], asked: ListingOptions
+) -> None:
     """Raise UserError if some labels are numbers, or digits as text, and others are names."""
     if asked.classes or asked.gaps:
         return

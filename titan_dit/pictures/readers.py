@@ -30,15 +30,14 @@ from titan_dit.data.listing import (
     holds_samples,
     list_folder,
 )
-from titan_dit.data.tar_members import Member as TarMember
-from titan_dit.data.tar_members import refuse_sparse
+from titan_dit.data.tar_members import BoundedMember, refuse_sparse
 from titan_dit.launcher import open_files
 from titan_dit.pictures.library import parquet
 from titan_dit.pictures.picture_set import (
     BYTES_PER_ROW,
     MAX_ROWS,
-    Asked,
     Label,
+    ListingOptions,
     PictureSet,
     Stamp,
     caption_of,
@@ -50,7 +49,7 @@ from titan_dit.pictures.picture_set import (
 from titan_dit.system.progress import ProgressLine
 
 
-def open_folder(root: Path, asked: Asked) -> PictureSet:
+def open_folder(root: Path, asked: ListingOptions) -> PictureSet:
     """List the pictures; classes are folders, numbered as `data pack` does."""
     listing = list_folder(root, asked.num_classes, asked.classes)
     if listing.kind != "images":
@@ -94,7 +93,7 @@ MAX_RATIO = 200
 class ParquetTable:
     """A parquet file. Texts and labels are read in batches, pictures by row group."""
 
-    def __init__(self, file: Path, where: str, asked: Asked) -> None:
+    def __init__(self, file: Path, where: str, asked: ListingOptions) -> None:
         """Open the file. Raises UserError, which begins with `where`, if it is not readable."""
         self.file, self.where, self.asked = file, where, asked
         self.library = parquet(where)
@@ -226,7 +225,7 @@ NAME, METADATA_LABELS, METADATA_TEXTS = "file_name", ("label", "class"), ("text"
 COLUMNS = (NAME, *METADATA_LABELS, *METADATA_TEXTS)
 
 
-def open_metadata(root: Path, file: Path, asked: Asked) -> PictureSet:
+def open_metadata(root: Path, file: Path, asked: ListingOptions) -> PictureSet:
     """List the rows of a metadata file."""
     where = f"{asked.where}{file}"
     names: list[str] = []
@@ -257,7 +256,7 @@ def open_metadata(root: Path, file: Path, asked: Asked) -> PictureSet:
     return make_set(root, file.name, names, numbers, texts, read, stamp, asked)
 
 
-def rows_of(file: Path, where: str, asked: Asked) -> Iterator[Mapping[str, Any]]:
+def rows_of(file: Path, where: str, asked: ListingOptions) -> Iterator[Mapping[str, Any]]:
     """The rows of a metadata file."""
     most, fix = asked.max_text_bytes, asked.fix("--max-text-bytes")
     if file.suffix == ".parquet":
@@ -335,7 +334,7 @@ KEPT_BYTES = MAX_GROUP_BYTES // 2
 """If KEPT_GROUPS groups would exceed these bytes, two are kept: the current and the next one."""
 
 
-class Group(NamedTuple):
+class RowGroup(NamedTuple):
     """A row group of a parquet file."""
 
     table: ParquetTable
@@ -346,12 +345,12 @@ class Group(NamedTuple):
     """Unpacked bytes of the whole group."""
 
 
-def open_parquet(root: Path, files: Sequence[Path], asked: Asked) -> PictureSet:
+def open_parquet(root: Path, files: Sequence[Path], asked: ListingOptions) -> PictureSet:
     """List the rows of parquet files, one after another. Reads no pictures."""
     names: list[str] = []
     labels: list[Label] = []
     texts: list[str] = []
-    groups: list[Group] = []
+    groups: list[RowGroup] = []
     class_names: Sequence[str] = ()
     total = sum(file.stat().st_size for file in files)
     for file in files:
@@ -400,7 +399,7 @@ def open_parquet(root: Path, files: Sequence[Path], asked: Asked) -> PictureSet:
     return make_set(root, kind, names, numbered, texts, read, stamp, asked, class_names)
 
 
-def groups_of(table: ParquetTable) -> list[Group]:
+def groups_of(table: ParquetTable) -> list[RowGroup]:
     """The row groups of a file; UserError if it has no pictures, or too large a group."""
     image = next((name for name in IMAGES if name in table.names), None)
     if image is None:
@@ -411,7 +410,7 @@ def groups_of(table: ParquetTable) -> list[Group]:
     table.check_once([image])
     about = table.opened.metadata
     return [
-        Group(
+        RowGroup(
             table,
             image,
             number,
@@ -425,7 +424,7 @@ def groups_of(table: ParquetTable) -> list[Group]:
 class HeldGroups:
     """The pictures of the row groups that were read last."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[RowGroup]) -> None:
         self.groups = groups
         self.held: OrderedDict[int, Any] = OrderedDict()
         self.lock = Lock()
@@ -442,7 +441,7 @@ class HeldGroups:
             self.held.move_to_end(number)
             return self.held[number]
 
-    def read(self, group: Group) -> Any:
+    def read(self, group: RowGroup) -> Any:
         """Read the pictures of a row group."""
         opened = group.table.opened
         try:
@@ -473,7 +472,7 @@ OTHER = "other"
 """Key, in a sample, of a picture whose suffix has two dots."""
 
 
-class Member(NamedTuple):
+class TarPicture(NamedTuple):
     """A picture in a tar file."""
 
     file: int
@@ -481,13 +480,13 @@ class Member(NamedTuple):
     size: int
 
 
-def open_tars(root: Path, files: Sequence[Path], asked: Asked) -> PictureSet:
+def open_tars(root: Path, files: Sequence[Path], asked: ListingOptions) -> PictureSet:
     """List the samples of tar files, one after another. Reads headers and texts, not pictures."""
-    samples = Samples(asked, f"{asked.where}{root}/")
+    samples = TarSamples(asked, f"{asked.where}{root}/")
     progress = ProgressLine(len(files), "tar files", what="listed")
     for number, file in enumerate(files):
         try:
-            with tarfile.open(file, "r:", tarinfo=TarMember) as archive:
+            with tarfile.open(file, "r:", tarinfo=BoundedMember) as archive:
                 for member in archive:
                     if member.isfile() or member.issym() or member.islnk():
                         samples.add(archive, member, number, file.relative_to(root))
@@ -504,7 +503,7 @@ def open_tars(root: Path, files: Sequence[Path], asked: Asked) -> PictureSet:
     found = {key: sample for key, sample in samples.found.items() if "picture" in sample}
     labels: list[Label] = [sample.get("label") for sample in found.values()]
     texts = [sample.get("text", "") for sample in found.values()]
-    members: list[Member] = [sample["picture"] for sample in found.values()]
+    members: list[TarPicture] = [sample["picture"] for sample in found.values()]
     descriptors = [os.open(file, os.O_RDONLY) for file in files]
     stamps = [stamp_of(file) for file in files]
 
@@ -525,10 +524,10 @@ def open_tars(root: Path, files: Sequence[Path], asked: Asked) -> PictureSet:
 
 
 @dataclass
-class Samples:
+class TarSamples:
     """The samples of tar files, by name."""
 
-    asked: Asked
+    asked: ListingOptions
     where: str
     """Beginning of an error, before the tar file's name."""
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -551,7 +550,7 @@ class Samples:
                 raise UserError(
                     f"{at} is a link. Make the tar file with --dereference --hard-dereference."
                 )
-            sample["picture"] = Member(number, member.offset_data, member.size)
+            sample["picture"] = TarPicture(number, member.offset_data, member.size)
         elif suffix in (LABEL, TEXT, BOTH):
             said = described(suffix, self.text_of(archive, member, at), at)
             sample = self.found.setdefault(key, {})
@@ -621,7 +620,7 @@ SPLITS = {
 READERS = {".parquet": open_parquet, ".tar": open_tars}
 
 
-def open_input(path: Path, asked: Asked) -> PictureSet:
+def open_input(path: Path, asked: ListingOptions) -> PictureSet:
     """List the pictures of a folder, or of one parquet or tar file.
 
     In a folder the first of these is read: a metadata file; parquet or tar files in it or below; a
@@ -640,13 +639,13 @@ def open_input(path: Path, asked: Asked) -> PictureSet:
     return open_folder(path, asked)
 
 
-def refuse_split(asked: Asked, reason: str) -> None:
+def refuse_split(asked: ListingOptions, reason: str) -> None:
     """Raise UserError if a split is given for an input without splits."""
     if asked.split:
         raise UserError(f"[data encode] split={asked.split}: {reason}. Leave --split out.")
 
 
-def open_listed(folder: Path, asked: Asked) -> PictureSet | None:
+def open_listed(folder: Path, asked: ListingOptions) -> PictureSet | None:
     """The pictures listed by a folder's metadata, parquet or tar files; None if it has none.
 
     Raises UserError for parquet or tar files beside class folders: one of the two would be left
@@ -680,7 +679,7 @@ def open_listed(folder: Path, asked: Asked) -> PictureSet | None:
     return READERS[kinds[0]](folder, files, asked)
 
 
-def of_split(folder: Path, files: Sequence[Path], asked: Asked) -> list[Path]:
+def of_split(folder: Path, files: Sequence[Path], asked: ListingOptions) -> list[Path]:
     """The files of a split. UserError if there are several splits and none is named."""
     if split := asked.split:
         found = [file for file in files if is_of(split, file, folder)]

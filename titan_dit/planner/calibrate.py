@@ -22,11 +22,11 @@ from titan_dit.plan import RunPlan
 from titan_dit.planner.counts import Rehearsals
 from titan_dit.planner.hardware import Device, Overhead, device_of, names, write
 from titan_dit.planner.measured import (
-    Measured,
+    MeasuredStep,
     another_device,
     device_named,
-    of_gpu,
-    of_run,
+    measured_on_gpu,
+    measured_run,
     warnings,
 )
 from titan_dit.planner.rates import OURS, Runtime
@@ -40,8 +40,8 @@ COEFFICIENTS = (*EFFICIENCIES, "launch_us")
 """Coefficients that a fit may change: the fields of `hardware.Efficiency`, and `launch_us`."""
 PRIOR = 0.15
 """Weight of a coefficient's distance from its old value, in logarithms, beside the rows' errors."""
-STEP, ENOUGH = 0.02, 1e-3
-"""Step of the finite differences; the fit ends at a change below ENOUGH. Both in logarithms."""
+STEP, CONVERGED = 0.02, 1e-3
+"""Step of the finite differences; the fit ends at a change below CONVERGED. Both in logarithms."""
 MEANS = {
     "products": "matrix products faster than the device's peak_tflops",
     "attention": "attention faster than the device's peak_tflops",
@@ -158,7 +158,7 @@ def least_squares(
             slopes = slopes_of(misfit, x, now)
         else:
             damping *= 10
-        if np.abs(change).max() < ENOUGH:
+        if np.abs(change).max() < CONVERGED:
             break
     return x, slopes
 
@@ -246,8 +246,8 @@ def calibrate(
     `device`; without it, from the device that `gpu_json` names. `trust`: import the modules that
     their configs name. Raises UserError, also if a step was measured on another device.
     """
-    found = [*(of_gpu(gpu_json, trust) if gpu_json else ())]
-    found += [of_run(run, "--calibrate", trust) for run in runs]
+    found = [*(measured_on_gpu(gpu_json, trust) if gpu_json else ())]
+    found += [measured_run(run, "--calibrate", trust) for run in runs]
     start = device or known_device([one.device for one in found])
     for one in found:
         if other := another_device(one, start):
@@ -255,7 +255,7 @@ def calibrate(
                 f"--calibrate {one.name}: {other}. Calibrate each device on steps of its own, or "
                 "give --device the file of theirs."
             )
-    found = [on(one, start) for one in found]
+    found = [on_device(one, start) for one in found]
     others = {one.name: text for one in found if (text := one.left_out or other_layers(one))}
     found = [one for one in found if one.name not in others]
     cases = cases_of(found)
@@ -274,12 +274,12 @@ def calibrate(
     ]
 
 
-def on(one: Measured, device: Device) -> Measured:
+def on_device(one: MeasuredStep, device: Device) -> MeasuredStep:
     """The step with a plan for this device; gpu.py logs the name of its own, runs do not."""
     return replace(one, plan=replace(one.plan, device=one.plan.device or device.torch_name))
 
 
-def other_layers(one: Measured) -> str | None:
+def other_layers(one: MeasuredStep) -> str | None:
     """A phrase if the config now plans float8 in other layers than were measured; None if not."""
     if one.in_float8 is None:
         return None
@@ -292,7 +292,7 @@ def other_layers(one: Measured) -> str | None:
     )
 
 
-def all_versions(found: Sequence[Measured]) -> dict[str, str]:
+def all_versions(found: Sequence[MeasuredStep]) -> dict[str, str]:
     """Versions that the steps were measured with, by name; several are joined: "2.12.0, 2.13.0"."""
     every: dict[str, set[str]] = {}
     for one in found:
@@ -301,7 +301,7 @@ def all_versions(found: Sequence[Measured]) -> dict[str, str]:
     return {name: ", ".join(sorted(texts)) for name, texts in every.items()}
 
 
-def mixed_versions(found: Sequence[Measured]) -> Iterator[str]:
+def mixed_versions(found: Sequence[MeasuredStep]) -> Iterator[str]:
     """A warning for every version that differs between the steps, or is unknown for some."""
     for name, texts in all_versions(found).items():
         if "," in texts:
@@ -314,7 +314,7 @@ def mixed_versions(found: Sequence[Measured]) -> Iterator[str]:
             )
 
 
-def cases_of(found: Sequence[Measured]) -> list[Case]:
+def cases_of(found: Sequence[MeasuredStep]) -> list[Case]:
     """Measured steps as cases, each with its rehearsed counts."""
     return [
         Case(
@@ -337,7 +337,7 @@ def known_device(measured_on: Sequence[str]) -> Device:
     return device_of(name)
 
 
-def allocator_of(found: Sequence[Measured], overhead: Overhead) -> Overhead:
+def allocator_of(found: Sequence[MeasuredStep], overhead: Overhead) -> Overhead:
     """The overhead, with the measured ratio of reserved to allocated memory if it is known."""
     shares = [
         one.reserved_gib / one.allocated_gib

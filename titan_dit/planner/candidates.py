@@ -93,7 +93,7 @@ class Space:
         pipeline = as_planned(config.pipeline)
         # The layers of a stage and the order of a file belong to one number of stages.
         self.pipeline = replace(pipeline, split=()) if "pipeline.split" not in fixed else pipeline
-        base = resolve(replace(config, parallel=alone(config.parallel)), gpus)
+        base = resolve(replace(config, parallel=all_on_dp_shard(config.parallel)), gpus)
         self.base = replace(base, device=device.torch_name)
         self.tensor_plans: dict[bool, TensorPlan] = {}
         self._parallel: dict[tuple[Any, ...], ParallelConfig] = {}
@@ -143,7 +143,9 @@ class Space:
         own = {key.partition(".")[2]: self.fixed_value(key) for key in self.fixed & PARALLEL}
         size = self.fixed_value("training.microbatch_size")
         training = replace(config.training, microbatch_size=size)
-        simple = replace(config, parallel=replace(alone(config.parallel), **own), training=training)
+        simple = replace(
+            config, parallel=replace(all_on_dp_shard(config.parallel), **own), training=training
+        )
         try:
             validate(simple, resolve(simple, self.gpus))
         except UserError as error:
@@ -340,7 +342,7 @@ class Space:
         return self._options("parallel.reshard_after_forward", ("auto", "never"))
 
 
-def alone(parallel: ParallelConfig) -> ParallelConfig:
+def all_on_dp_shard(parallel: ParallelConfig) -> ParallelConfig:
     """[parallel] with all ranks on dp_shard, whatever was given."""
     sizes = {"dp_replicate": 1, "dp_shard": -1, "tp": 1, "cp": 1, "pp": 1, "async_tp": False}
     return replace(parallel, **sizes)  # type: ignore[arg-type]

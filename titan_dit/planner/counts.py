@@ -26,7 +26,7 @@ from titan_dit.planner.rehearsal import (
     Change,
     Inputs,
     Operator,
-    Pass,
+    RecordedPass,
     Rehearsal,
     Sections,
     State,
@@ -35,7 +35,15 @@ from titan_dit.planner.rehearsal import (
     moved,
     rehearse,
 )
-from titan_dit.planner.work import Attention, Counts, Message, Moments, Part, Product, Work
+from titan_dit.planner.work import (
+    AllocatedBytes,
+    AttentionCall,
+    Counts,
+    Message,
+    Part,
+    Product,
+    Work,
+)
 
 Line: TypeAlias = Callable[[float, float], float]
 """(number at the first size, number at the second) -> number at the wanted size."""
@@ -56,11 +64,11 @@ def interpolated(first: Trace, second: Trace, sizes: tuple[int, int], size: int)
     )
 
 
-def passed(one: Pass, two: Pass, line: Line) -> Pass:
+def passed(one: RecordedPass, two: RecordedPass, line: Line) -> RecordedPass:
     """One pass; its operators are equal but for their sizes."""
     operators = zip(one.operators, two.operators, strict=True)
     changes = zip(one.changes, two.changes, strict=True)
-    return Pass(
+    return RecordedPass(
         [operator(first, second, line) for first, second in operators],
         [Change(line(a.bytes, b.bytes), a.is_gradient) for a, b in changes],
     )
@@ -189,7 +197,7 @@ class Rehearsals:
 
     def layout_of(self, plan: RunPlan) -> tuple[Any, ...]:
         """Cache key of embed and head, without the microbatch size."""
-        return *split_of(plan), plan.precision, self.in_float8(plan)
+        return *split_key(plan), plan.precision, self.in_float8(plan)
 
     def in_float8(self, plan: RunPlan) -> frozenset[str]:
         """Names of a block's linears in float8, which depend on the tokens of a microbatch."""
@@ -236,7 +244,7 @@ class Rehearsals:
         """The counts of a part."""
         passes = {"forward": trace.forward.operators, "backward": trace.backward.operators}
         works = work_of(passes, trace.later)
-        kept, moments = held(trace.forward), moments_of(trace)
+        kept, allocated = held(trace.forward), allocated_bytes_of(trace)
         every = self.inputs.sections.ema.settled().every
         average = updated(state.average).times(1 / every)
         update = updated(trace.reduced) + updated(state.update) + average + casts(state, plan)
@@ -249,12 +257,12 @@ class Rehearsals:
             buffers=state.buffers,
             kept=kept,
             tensors=state.tensors,
-            moments=moments,
-            **moments.peaks(kept),
+            allocated=allocated,
+            **allocated.peaks(kept),
         )
 
 
-def split_of(plan: RunPlan) -> tuple[Any, ...]:
+def split_key(plan: RunPlan) -> tuple[Any, ...]:
     """Cache key: how tokens and weights are split within a stage and a data-parallel rank."""
     parallel, sizes = plan.parallel, plan.sizes
     method = parallel.cp_method if sizes.cp > 1 else ""
@@ -264,7 +272,7 @@ def split_of(plan: RunPlan) -> tuple[Any, ...]:
 
 def state_key(plan: RunPlan) -> tuple[Any, ...]:
     """Cache key of the parameters and their update."""
-    return *split_of(plan), plan.precision
+    return *split_key(plan), plan.precision
 
 
 def sizes_of(plan: RunPlan) -> tuple[int, int]:
@@ -290,16 +298,16 @@ def casts(state: State, plan: RunPlan) -> Work:
     return Work(moved=nbytes, fused=nbytes, operators=2, kernels=2)
 
 
-def held(one: Pass) -> float:
+def held(one: RecordedPass) -> float:
     """Bytes that a pass allocates and does not free."""
     return sum(change.bytes for change in one.changes)
 
 
-def moments_of(trace: Trace) -> Moments:
+def allocated_bytes_of(trace: Trace) -> AllocatedBytes:
     """The sums of a part's allocations and frees; its backward begins with what is carried."""
     backward, own = trace.backward.changes, (change.bytes for change in trace.forward.changes)
     gradients = (change.bytes * change.is_gradient for change in backward)
-    return Moments(
+    return AllocatedBytes(
         forward=tuple(accumulate(own)),
         backward=tuple(accumulate((change.bytes for change in backward), initial=trace.carried)),
         gradients=tuple(accumulate(gradients, initial=0.0)),
@@ -327,13 +335,13 @@ def updated(operators: Sequence[Operator]) -> Work:
 def summed(operators: Sequence[Operator], one_kernel: tuple[float, int]) -> Work:
     """The sum over operators; `one_kernel`: (bytes, kernels) if they are fused."""
     products: dict[Product, float] = {}
-    attention: dict[Attention, float] = {}
+    attention: dict[AttentionCall, float] = {}
     messages: dict[Message, float] = {}
     for operator in operators:
         work = operator.work
         if isinstance(work, Product):
             products[work] = products.get(work, 0) + 1
-        elif isinstance(work, Attention):
+        elif isinstance(work, AttentionCall):
             attention[work] = attention.get(work, 0) + 1
             if work.ring > 1:
                 sent = Message("cp", "ring", (work.ring - 1) * work.hop_bytes)
@@ -353,7 +361,7 @@ def summed(operators: Sequence[Operator], one_kernel: tuple[float, int]) -> Work
     )
 
 
-Item = TypeVar("Item", Product, Attention, Message)
+Item = TypeVar("Item", Product, AttentionCall, Message)
 CountsOf = Callable[[RunPlan], Counts]
 SLICES = 2
 """Rehearsed cp."""
@@ -375,12 +383,12 @@ class Derived:
     def counts(self, plan: RunPlan) -> Counts:
         """Counts of a plan's split, formats, recomputation and microbatch size."""
         size, cp = plan.microbatch_size, plan.sizes.cp
-        key = *derived_split_of(plan), cp, size
+        key = *derived_key(plan), cp, size
         if key not in self.found:
             try:
                 found = self._derived(plan, cp, size)
             except OtherOperatorsError:
-                found = self.exact(alone(plan, cp, size))
+                found = self.exact(one_data_rank(plan, cp, size))
             if self._changes_chunks(plan, cp, size, found.head):
                 found = replace(found, head=self._head(plan, cp, size))
             self.found[key] = found
@@ -395,7 +403,7 @@ class Derived:
         as_many = size if cp == 1 else size * SLICES / cp
         sizes = SIZES
         if plan.precision.float8 != "off":
-            sizes = float8_sizes(alone(plan, cp, LARGE))[0], 2 * LARGE
+            sizes = float8_sizes(one_data_rank(plan, cp, LARGE))[0], 2 * LARGE
         logits = [own * each / as_many for each in (*sizes, as_many)]
         return min(logits) <= CHUNK_ON_DEVICE < max(logits)
 
@@ -414,7 +422,7 @@ class Derived:
         # All-to-alls copy what they send: that is kept or not, as the mode says.
         if plan.remat.mode != "none" and plan.parallel.cp_method == "ring":
             silent = replace(plan, remat=replace(plan.remat, mode="none"))
-            slices = self.counts(alone(silent, cp, size))
+            slices = self.counts(one_data_rank(silent, cp, size))
             remat, none = (self._of_size(each, 1, size / cp) for each in (plan, silent))
             return with_remat(slices, remat, none)
         if cp == SLICES:
@@ -432,7 +440,7 @@ class Derived:
     def _of_size(self, plan: RunPlan, cp: int, size: float) -> Counts:
         if plan.precision.float8 == "off":
             return self._between(plan, cp, SIZES, size)
-        pair = float8_sizes(alone(plan, cp, LARGE))
+        pair = float8_sizes(one_data_rank(plan, cp, LARGE))
         try:
             return self._between(plan, cp, pair, size)
         except OtherOperatorsError:
@@ -444,20 +452,20 @@ class Derived:
         return between(small, large, (size - sizes[0]) / (sizes[1] - sizes[0]))
 
     def _rehearsed(self, plan: RunPlan, cp: int, size: int) -> Counts:
-        key = *derived_split_of(plan), cp, size
+        key = *derived_key(plan), cp, size
         if key not in self.rehearsed:
-            self.rehearsed[key] = self.exact(alone(plan, cp, size))
+            self.rehearsed[key] = self.exact(one_data_rank(plan, cp, size))
         return self.rehearsed[key]
 
 
-def derived_split_of(plan: RunPlan) -> tuple[Any, ...]:
+def derived_key(plan: RunPlan) -> tuple[Any, ...]:
     """Cache key of derived counts, without cp and the microbatch size."""
     method = plan.parallel.cp_method if plan.sizes.cp > 1 else ""
     sequence = plan.parallel.sequence_parallel and plan.sizes.tp > 1
     return plan.sizes.tp, method, sequence, plan.remat.mode, plan.precision.float8
 
 
-def alone(plan: RunPlan, cp: int, size: int) -> RunPlan:
+def one_data_rank(plan: RunPlan, cp: int, size: int) -> RunPlan:
     """The plan of one data-parallel rank without a pipeline, with one microbatch of `size`."""
     sizes = AxisSizes(tp=plan.sizes.tp, cp=cp)
     return replace(
@@ -485,7 +493,7 @@ def with_remat(slices: Counts, remat: Counts, silent: Counts) -> Counts:
     def part(own: Part, more: Part, less: Part) -> Part:
         added, runs = more.backward - less.backward, sum(less.forward.attention.values())
         again = sum(added.attention.values()) / runs if runs else 0.0
-        sent = of_slices(own.forward, less.forward).times(again)
+        sent = cp_work(own.forward, less.forward).times(again)
         return replace(
             own,
             forward=own.forward + (more.forward - less.forward),
@@ -495,7 +503,7 @@ def with_remat(slices: Counts, remat: Counts, silent: Counts) -> Counts:
             backward_peak=own.backward_peak + more.backward_peak - less.backward_peak,
             backward_gradients=own.backward_gradients
             + (more.backward_gradients - less.backward_gradients),
-            moments=None,
+            allocated=None,
         )
 
     return replace(
@@ -506,7 +514,7 @@ def with_remat(slices: Counts, remat: Counts, silent: Counts) -> Counts:
     )
 
 
-def of_slices(forward: Work, whole: Work) -> Work:
+def cp_work(forward: Work, whole: Work) -> Work:
     """Work that cp adds to a forward: attention, its messages, and the rest above `whole`."""
     return Work(
         attention=forward.attention,
@@ -522,7 +530,7 @@ def sliced(halves: Counts, cp: int) -> Counts:
     """Counts of `cp` slices, from `halves`: SLICES slices of fewer samples, with as many tokens."""
     share = SLICES / cp
 
-    def attention(item: Attention) -> Attention:
+    def attention(item: AttentionCall) -> AttentionCall:
         item = item._replace(batch=item.batch / share)
         if item.ring == 1:
             return item._replace(heads=item.heads * share)
@@ -557,8 +565,8 @@ def combined(first: Any, second: Any, law: Callable[[float, float], float]) -> A
     found: dict[str, Any] = {}
     for f in fields(first):
         a, b = getattr(first, f.name), getattr(second, f.name)
-        if isinstance(a, Moments):
-            found[f.name] = moments(a, b, law)
+        if isinstance(a, AllocatedBytes):
+            found[f.name] = combined_bytes(a, b, law)
         elif a is None:
             found[f.name] = None
         elif isinstance(a, Part | Work):
@@ -567,18 +575,18 @@ def combined(first: Any, second: Any, law: Callable[[float, float], float]) -> A
             found[f.name] = items(a, b, law)
         else:
             found[f.name] = law(a, b)
-    if moved := found.get("moments"):
+    if moved := found.get("allocated"):
         found |= moved.peaks(found["kept"])
     return type(first)(**found)
 
 
-def moments(
-    first: Moments, second: Moments | None, law: Callable[[float, float], float]
-) -> Moments | None:
+def combined_bytes(
+    first: AllocatedBytes, second: AllocatedBytes | None, law: Callable[[float, float], float]
+) -> AllocatedBytes | None:
     """`law` of every moment; None if there are others."""
     if second is None or [*map(len, first)] != [*map(len, second)]:
         return None
-    return Moments(*(tuple(map(law, a, b)) for a, b in zip(first, second, strict=True)))
+    return AllocatedBytes(*(tuple(map(law, a, b)) for a, b in zip(first, second, strict=True)))
 
 
 def items(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from titan_dit.parallel.fsdp import unit_sizes
 from titan_dit.parallel.mesh import FILL, AxisSizes, axes
 from titan_dit.plan import RunPlan
-from titan_dit.planner.links import Links
+from titan_dit.planner.links import Network
 from titan_dit.planner.rates import Runtime
 from titan_dit.planner.work import Counts, Message
 
@@ -126,7 +126,7 @@ class Overlap:
         self.now += compute.embed_backward
 
 
-class Unit(NamedTuple):
+class FSDPUnit(NamedTuple):
     """A unit of FSDP: parameters that are gathered and reduced together."""
 
     parameters: float
@@ -145,7 +145,7 @@ class StageShape(NamedTuple):
     is_last: bool
 
 
-COPIES = "dp_replicate"
+REPLICA_AXIS = "dp_replicate"
 """The axis of replicas."""
 
 
@@ -160,7 +160,7 @@ class DataParallel:
 
     plan: RunPlan
     counts: Counts
-    links: Links
+    links: Network
     runtime: Runtime
 
     @cached_property
@@ -191,35 +191,35 @@ class DataParallel:
         return tuple(StageShape(size, i == 0, i == last) for i, size in enumerate(sizes))
 
     @cached_property
-    def _units(self) -> dict[StageShape, tuple[Unit, list[Unit]]]:
+    def _units(self) -> dict[StageShape, tuple[FSDPUnit, list[FSDPUnit]]]:
         return {}
 
-    def units(self, shape: StageShape) -> tuple[Unit, list[Unit]]:
+    def units(self, shape: StageShape) -> tuple[FSDPUnit, list[FSDPUnit]]:
         """The root unit of a stage (perhaps empty), and those of its blocks."""
         if shape not in self._units:
             self._units[shape] = self._new_units(shape)
         return self._units[shape]
 
-    def _new_units(self, shape: StageShape) -> tuple[Unit, list[Unit]]:
+    def _new_units(self, shape: StageShape) -> tuple[FSDPUnit, list[FSDPUnit]]:
         embed, block, head = self.counts.embed, self.counts.block, self.counts.head
         # The last of several stages has a copy of what it shares with the first.
         copied = self.counts.tied * (not shape.is_first)
-        root = Unit(
+        root = FSDPUnit(
             shape.is_first * embed.parameters + shape.is_last * (head.parameters + copied),
             shape.is_first * embed.trained + shape.is_last * (head.trained + copied),
             0,
         )
         size = self.plan.parallel.blocks_per_fsdp_unit
         sizes = unit_sizes(shape.blocks, block.parameters, size)
-        return root, [Unit(n * block.parameters, n * block.trained, n) for n in sizes]
+        return root, [FSDPUnit(n * block.parameters, n * block.trained, n) for n in sizes]
 
-    def gathers(self, unit: Unit) -> Iterator[Message]:
+    def gathers(self, unit: FSDPUnit) -> Iterator[Message]:
         """The messages of one all-gather of a unit."""
         if self.splits > 1 and unit.parameters:
             sent = (self.splits - 1) / self.splits * unit.parameters * self.gather_bytes
             yield Message(shard_axis(self.plan.sizes), "all-gather", sent)
 
-    def reductions(self, unit: Unit) -> Iterator[Message]:
+    def reductions(self, unit: FSDPUnit) -> Iterator[Message]:
         """The messages of one reduction of a unit's gradients."""
         whole = unit.trained * self.gradient_bytes
         shards, copies = self.shards, self.plan.sizes.dp_replicate
@@ -229,30 +229,30 @@ class DataParallel:
             yield Message(shard_axis(self.plan.sizes), name, sent)
         if whole and copies > 1:
             sent = 2 * (copies - 1) / copies * whole / self.splits
-            yield Message(COPIES, "all-reduce", sent)
+            yield Message(REPLICA_AXIS, "all-reduce", sent)
 
-    def gather_s(self, unit: Unit) -> float:
+    def gather_s(self, unit: FSDPUnit) -> float:
         """Seconds of one gather of a unit."""
         return sum(map(self.links.seconds, self.gathers(unit)))
 
-    def reduce_s(self, unit: Unit) -> Reduction:
+    def reduce_s(self, unit: FSDPUnit) -> Reduction:
         """Seconds of one reduction of a unit."""
         took = dict.fromkeys((True, False), 0.0)
         for message in self.reductions(unit):
-            took[message.axis == COPIES] += self.links.seconds(message)
+            took[message.axis == REPLICA_AXIS] += self.links.seconds(message)
         return Reduction(shards=took[False], copies=took[True])
 
     @cached_property
     def is_apart(self) -> bool:
         """True if FSDP's group and the replicas use different links."""
         shard = self.links.group(shard_axis(self.plan.sizes))
-        return shard.nodes == 1 and self.links.group(COPIES).nodes > 1
+        return shard.nodes == 1 and self.links.group(REPLICA_AXIS).nodes > 1
 
     def overlap(self) -> Overlap:
         """New timelines of a rank."""
         return Overlap(hides=self.runtime.overlaps_data, apart=self.is_apart)
 
-    def frees(self, unit: Unit) -> bool:
+    def frees(self, unit: FSDPUnit) -> bool:
         """True if a unit is freed after forward, and gathered again for backward."""
         plan = self.plan
         if self.runtime.sharding != "fsdp" or plan.sizes.pp > 1:
@@ -260,7 +260,7 @@ class DataParallel:
         when = plan.parallel.reshard_after_forward
         return when == "always" or (when == "auto" and bool(unit.blocks) and self.shards > 1)
 
-    def copied(self, unit: Unit) -> tuple[float, float]:
+    def copied(self, unit: FSDPUnit) -> tuple[float, float]:
         """Bytes that FSDP reads and writes in a step for a unit: around gathers, and gradients.
 
         A gather casts the shards and copies the parameters out of its buffer; gradients are added

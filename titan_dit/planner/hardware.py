@@ -165,7 +165,7 @@ def read(path: Path) -> Device:
     """Read a device's file; UserError names the file, the key and what to write."""
     tables = toml_text.parse(path)
     device: Device = build(tables, Device, str(path), "")
-    check(device, str(path))
+    check_device(device, str(path))
     return device
 
 
@@ -228,7 +228,7 @@ def missing(key: str, prefix: str) -> str:
     return f"{prefix}{key} is missing. Write {key} = {show(value)}, as {EXAMPLE} has it."
 
 
-def check(device: Device, file: str) -> None:
+def check_device(device: Device, file: str) -> None:
     """Raise UserError, with the name of a file, about values that are out of range or lack a link.
 
     Values that were not read from a file, such as those of a fit, are checked, too.
@@ -284,7 +284,7 @@ def unsourced(device: Device) -> list[str]:
 
 def write(device: Device, path: Path) -> None:
     """Write a device as TOML, which `read` reads back to an equal one. Raises UserError."""
-    check(device, str(path))
+    check_device(device, str(path))
     plain, tables = [], []
     for name, value in dataclasses.asdict(device).items():
         if isinstance(value, dict):

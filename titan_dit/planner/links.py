@@ -66,7 +66,7 @@ class GroupCost(NamedTuple):
     """Latency of the slowest hop."""
 
 
-class Links:
+class Network:
     """The links of a layout on a device's nodes."""
 
     def __init__(self, sizes: AxisSizes, device: Device) -> None:

@@ -24,7 +24,7 @@ from titan_dit.planner.hardware import Device, names
 from titan_dit.planner.memory import GIB, memory, state_of
 from titan_dit.planner.step import estimate
 
-PEAKS_DIFFER = 0.05
+PEAK_TOLERANCE = 0.05
 """Devices whose peaks differ by more than this share are different devices."""
 MEASURED = "measured"
 """`result` of a row of gpu.py that has figures."""
@@ -36,7 +36,7 @@ COLUMNS = {"samples_per_s", "tflops_per_gpu", "data_wait_ms", "peak_gib"}
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """A step that was timed."""
 
     name: str
@@ -64,7 +64,7 @@ class Measured:
         return 1e3 * self.plan.global_batch_size / self.step_ms
 
 
-def of_run(run: Path, flag: str = "--run", trust: bool = False) -> Measured:
+def measured_run(run: Path, flag: str = "--run", trust: bool = False) -> MeasuredStep:
     """The steps of a run: the median over its rows. UserError, with `flag`, without metrics.
 
     Of a run that was resumed on other ranks, those since then. `trust`: import the modules that its
@@ -80,7 +80,7 @@ def of_run(run: Path, flag: str = "--run", trust: bool = False) -> Measured:
     dotted_names.check_trusted(tables, f"{flag} {run}", trust)
     config = config_file.build(tables, catalog.variant)
     try:
-        rows, ranks = of_the_last_ranks(config, rows)
+        rows, ranks = rows_of_last_world_size(config, rows)
     except KeyError as error:
         raise UserError(
             f"{flag} {run}: a row of metrics.jsonl has no {error.args[0]}. Give a run of this "
@@ -96,7 +96,7 @@ def of_run(run: Path, flag: str = "--run", trust: bool = False) -> Measured:
     peak = last["tflops_per_gpu"] / last["mfu"] if last.get("mfu") else None
     # Without mfu (fp32, an unknown GPU) only a CPU's build of torch says what the device is.
     on_cpu = peak is None and versions.get("torch", "").endswith("+cpu")
-    return Measured(
+    return MeasuredStep(
         name=str(run),
         config=config,
         plan=resolve(config, ranks),
@@ -109,7 +109,7 @@ def of_run(run: Path, flag: str = "--run", trust: bool = False) -> Measured:
     )
 
 
-def of_the_last_ranks(config: JobConfig, rows: Sequence[Row]) -> tuple[list[Row], int]:
+def rows_of_last_world_size(config: JobConfig, rows: Sequence[Row]) -> tuple[list[Row], int]:
     """The last rows with equal ranks, and the ranks; KeyError if a row lacks a column.
 
     Ranks are the FLOP/s of all over those of one (`observe.flops.Work.rates`).
@@ -139,7 +139,7 @@ def versions_of(run: Path) -> dict[str, str]:
     return dict(found.get("versions", {}))
 
 
-def of_gpu(file: Path, trust: bool = False) -> list[Measured]:
+def measured_on_gpu(file: Path, trust: bool = False) -> list[MeasuredStep]:
     """The steps of titan_dit that benchmarks/gpu.py measured, one for each contender and cell.
 
     `trust`: import the modules that their configs name.
@@ -168,7 +168,7 @@ def of_gpu(file: Path, trust: bool = False) -> list[Measured]:
     return found
 
 
-def steps_of(report: Mapping[str, Any], source: str, trust: bool) -> Iterator[Measured]:
+def steps_of(report: Mapping[str, Any], source: str, trust: bool) -> Iterator[MeasuredStep]:
     """The rows of a report that have a config; several rounds are one step."""
     versions = {name: str(report.get(name, "")) for name in ("titan_dit", "torch", "driver")}
     for entry in report.get("configs", ()):
@@ -182,7 +182,7 @@ def steps_of(report: Mapping[str, Any], source: str, trust: bool) -> Iterator[Me
             continue
         dotted_names.check_trusted(entry["tables"], source, trust)
         config = config_file.build(entry["tables"], catalog.variant)
-        yield Measured(
+        yield MeasuredStep(
             name="{contender}, {model}, {tokens} tokens, batch {batch}".format(**key),
             config=config,
             plan=replace(resolve(config, 1), device=str(report.get("device", ""))),
@@ -209,14 +209,14 @@ def device_named(text: str) -> str | None:
     return max(matches, key=len, default=None)
 
 
-def another_device(measured: Measured, device: Device) -> str | None:
+def another_device(measured: MeasuredStep, device: Device) -> str | None:
     """A line that says why a step was not measured on this device; None if it may have been."""
     own, its = device_named(device.name), device_named(measured.device)
     if own and measured.device and own != its:
         return f"it was measured on {measured.device}, not on {device.name}"
     dtype = measured.config.precision.dtype
     peak, expected = measured.peak_tflops, device.peak_tflops.get(dtype)
-    if peak and expected and abs(peak / expected - 1) > PEAKS_DIFFER:
+    if peak and expected and abs(peak / expected - 1) > PEAK_TOLERANCE:
         return (
             f"its mfu is a share of {peak:.3g} TFLOP/s in {dtype}, but {device.name} has "
             f"{expected:.3g}"
@@ -234,7 +234,7 @@ def outdated(device: Device) -> Iterator[str]:
             )
 
 
-def warnings(measured: Measured) -> Iterator[str]:
+def warnings(measured: MeasuredStep) -> Iterator[str]:
     """A line for every version that differs from this process's."""
     for name in VERSIONS:
         if (text := measured.versions.get(name)) and text != VERSIONS[name]:
@@ -246,7 +246,7 @@ def warnings(measured: Measured) -> Iterator[str]:
 
 def beside(run: Path, device: Device, trust: bool = False) -> list[str]:
     """The plan of a run on a device beside its metrics; console lines. Raises UserError."""
-    found = of_run(run, trust=trust)
+    found = measured_run(run, trust=trust)
     plan = replace(found.plan, device=device.torch_name)
     counts = Rehearsals(found.config).counts(plan)
     step = estimate(plan, counts, device)

@@ -120,7 +120,7 @@ def with_muon_work(
     )
 
 
-class Moment(NamedTuple):
+class MemoryUse(NamedTuple):
     """Bytes at one moment by kind, besides the state and the inputs."""
 
     gathered: float = 0.0
@@ -179,34 +179,34 @@ class Sharding:
         return self.sum_width * (1 / self.shards + divided)
 
 
-def sharded_moments(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator[Moment]:
+def sharded_memory(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator[MemoryUse]:
     """Forward and backward of a step's last microbatch under FSDP2."""
     yield from _forward(counts, units, how)
     yield from _backward(counts, units, how)
 
 
-def _forward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator[Moment]:
+def _forward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator[MemoryUse]:
     embed, block, head = counts.embed, counts.block, counts.head
     root = how.width * (embed.parameters + head.parameters)
     sums = _sums(counts, sum(units), how)
     # The output of an all-gather is kept until the next unit's has been copied from its own.
     buffer = 0.0 if how.is_alone else root
     gathered, kept = root, embed.kept
-    yield Moment(gathered + buffer, sums, 0.0, kept + embed.forward_peak)
+    yield MemoryUse(gathered + buffer, sums, 0.0, kept + embed.forward_peak)
     for number, size in enumerate(units):
         own = how.block_width * block.parameters * size
         if not how.is_alone:
-            yield Moment(gathered + buffer + own * (1 + how.own_copy), sums, 0.0, kept)
+            yield MemoryUse(gathered + buffer + own * (1 + how.own_copy), sums, 0.0, kept)
             buffer = own
         ahead = _ahead(counts, units[number + 1 : number + 1 + how.prefetch], how)
         kept += size * block.kept
-        yield Moment(gathered + own + buffer + ahead, sums, 0.0, kept + block.forward_peak)
+        yield MemoryUse(gathered + own + buffer + ahead, sums, 0.0, kept + block.forward_peak)
         gathered += 0.0 if how.reshards else own
     kept += head.kept
-    yield Moment(gathered + buffer, sums, 0.0, kept + head.forward_peak)
+    yield MemoryUse(gathered + buffer, sums, 0.0, kept + head.forward_peak)
 
 
-def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator[Moment]:
+def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator[MemoryUse]:
     embed, block, head = counts.embed, counts.block, counts.head
     width, wide = how.width, how.sum_width
     root, root_trained = embed.parameters + head.parameters, embed.trained + head.trained
@@ -218,10 +218,10 @@ def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator
     ahead = _ahead(counts, units[-1:], how) if gathers else 0.0
     again = width * root if how.reshards_root and not how.is_alone else 0.0
     sums, gradients = _sums(counts, sum(units), how), 0.0
-    yield Moment(resident + again, sums, 0.0, kept + head.kept)
+    yield MemoryUse(resident + again, sums, 0.0, kept + head.kept)
     fresh = how.fresh
     made = sums + fresh * head.backward_gradients
-    yield Moment(resident + ahead, made, 0.0, kept + head.kept, head.backward_peak)
+    yield MemoryUse(resident + ahead, made, 0.0, kept + head.kept, head.backward_peak)
     # The gradient of tied weights waits for embed's share of it.
     of_head = how.fresh * width * (head.trained + counts.tied)
     reducing = 0.0
@@ -231,7 +231,7 @@ def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator
         own, trained = how.block_width * block.parameters * size, block.trained * size
         if how.reshards:
             if gathers:
-                yield Moment(resident + ahead + own, sums + of_head + reducing, gradients, kept)
+                yield MemoryUse(resident + ahead + own, sums + of_head + reducing, gradients, kept)
             resident += own
         before = units[max(0, number - max(1, how.prefetch)) : number]
         ahead = _ahead(counts, before, how) if gathers else 0.0
@@ -239,13 +239,13 @@ def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator
             made = of_head + reducing
             made += fresh * (width * block.trained * done + block.backward_gradients)
             held = kept - done * block.kept
-            yield Moment(resident + ahead, sums + made, gradients, held, block.backward_peak)
+            yield MemoryUse(resident + ahead, sums + made, gradients, held, block.backward_peak)
         kept -= size * block.kept
         resident -= own
         made, summed = width * trained, wide * trained
         reducing = summed
         # The gradients are copied into the buffer that is reduced.
-        yield Moment(
+        yield MemoryUse(
             resident + ahead,
             sums + of_head + reducing + (0.0 if how.accumulates else made),
             gradients,
@@ -253,7 +253,7 @@ def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator
             counts.stream,
         )
         sums -= summed if how.accumulates else 0.0
-        yield Moment(
+        yield MemoryUse(
             resident + ahead,
             sums + of_head + reducing,
             gradients + how.reduced * trained,
@@ -262,10 +262,10 @@ def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator
         )
         gradients += wide * trained / how.shards
     made = sums + of_head + reducing + fresh * embed.backward_gradients
-    yield Moment(resident, made, gradients, kept, embed.backward_peak)
+    yield MemoryUse(resident, made, gradients, kept, embed.backward_peak)
     made = 0.0 if how.accumulates else width * root_trained
-    yield Moment(0.0, sums + made + wide * root_trained, gradients)
-    yield Moment(0.0, wide * root_trained, gradients + how.reduced * root_trained)
+    yield MemoryUse(0.0, sums + made + wide * root_trained, gradients)
+    yield MemoryUse(0.0, wide * root_trained, gradients + how.reduced * root_trained)
 
 
 def _ahead(counts: Counts, units: tuple[int, ...], how: Sharding) -> float:
@@ -285,7 +285,7 @@ def trained_of(counts: Counts, layers: int) -> float:
     return counts.embed.trained + counts.head.trained + layers * counts.block.trained
 
 
-def single_moments(counts: Counts, layers: int, how: Sharding) -> Iterator[Moment]:
+def single_rank_memory(counts: Counts, layers: int, how: Sharding) -> Iterator[MemoryUse]:
     """Forward and backward of the last microbatch on one rank, which has no FSDP."""
     embed, block, head = counts.embed, counts.block, counts.head
     is_cast = how.width < how.sum_width
@@ -295,14 +295,14 @@ def single_moments(counts: Counts, layers: int, how: Sharding) -> Iterator[Momen
     sums = how.sum_width * trained if how.accumulates else 0.0
     kept = embed.kept + layers * block.kept
 
-    def at(made: float, activations: float, part: Part | None = None) -> Moment:
+    def at(made: float, activations: float, part: Part | None = None) -> MemoryUse:
         """With the gradients of `made` elements of this microbatch, in the backward of `part`."""
         temporary = part.backward_peak if part else 0.0
         # In the weights' own format they are added to the sums one by one.
         own = how.fresh * (how.width * made + (part.backward_gradients if part else 0.0))
         if is_cast:
-            return Moment(gathered, own, sums, activations, temporary)
-        return Moment(gathered, 0.0, sums + own, activations, temporary)
+            return MemoryUse(gathered, own, sums, activations, temporary)
+        return MemoryUse(gathered, 0.0, sums + own, activations, temporary)
 
     yield at(0.0, embed.kept + embed.forward_peak)
     yield at(0.0, kept + block.forward_peak)
@@ -315,12 +315,12 @@ def single_moments(counts: Counts, layers: int, how: Sharding) -> Iterator[Momen
     if is_cast:
         chunk = min(trained, CHUNK)
         if how.accumulates:
-            yield Moment(0.0, how.width * trained, sums + how.sum_width * chunk)
+            yield MemoryUse(0.0, how.width * trained, sums + how.sum_width * chunk)
         else:
-            yield Moment(0.0, how.width * chunk, how.sum_width * trained)
+            yield MemoryUse(0.0, how.width * chunk, how.sum_width * trained)
 
 
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "float8": 2}
+GRADIENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "float8": 2}
 """Bytes of a gradient element, by the format of its product. Gradients of float8 are kept in
 bf16."""
 
@@ -345,11 +345,11 @@ class InFlight(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def profile_of_schedule(
+def highest_of_schedule(
     schedule: str, pp: int, microbatches: int, virtual_stages: int
 ) -> tuple[tuple[InFlight, ...], ...]:
-    """`profile` of a schedule's own order."""
-    return profile(
+    """`highest_in_flight` of a schedule's own order."""
+    return highest_in_flight(
         pipeline_order(
             schedule,
             num_ranks=pp,
@@ -362,7 +362,7 @@ def profile_of_schedule(
 @lru_cache(maxsize=4096)
 def exceeded(schedule: str, pp: int, microbatches: int, virtual_stages: int) -> tuple[bool, ...]:
     """By pipeline rank: True if the rank before it never holds less."""
-    flights = profile_of_schedule(schedule, pp, microbatches, virtual_stages)
+    flights = highest_of_schedule(schedule, pp, microbatches, virtual_stages)
     return tuple(
         rank > 0 and all(any(_is_above(other, own) for other in flights[rank - 1]) for own in each)
         for rank, each in enumerate(flights)
@@ -374,7 +374,7 @@ def _is_above(first: InFlight, second: InFlight) -> bool:
     return alike and _covers(first, second)
 
 
-def profile(order: Order) -> tuple[tuple[InFlight, ...], ...]:
+def highest_in_flight(order: Order) -> tuple[tuple[InFlight, ...], ...]:
     """The maximal moments of each rank: none is exceeded in every number by another one."""
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
     return tuple(_highest(_moments(actions, rank_of, rank)) for rank, actions in enumerate(order))
@@ -516,7 +516,7 @@ class StageParts:
         # The head's: a loss over a vocabulary writes them over its logits; others are small.
         return self.layers * of_products(counts.block)
 
-    def backward(self, how: Sharding, is_summed: bool) -> Iterator[Moment]:
+    def backward(self, how: Sharding, is_summed: bool) -> Iterator[MemoryUse]:
         """Moments of a full backward. Activations are relative to what its microbatch keeps."""
         counts, gone, made = self.counts, 0.0, 0.0
         is_cast = how.width < how.sum_width
@@ -526,7 +526,7 @@ class StageParts:
         sums = 0.0 if is_summed else float(how.sum_width)
         if self.has_head:
             own = fresh * counts.head.backward_gradients
-            yield Moment(0.0, own, 0.0, 0.0, counts.head.backward_peak)
+            yield MemoryUse(0.0, own, 0.0, 0.0, counts.head.backward_peak)
             gone = counts.head.kept
             made = width * (counts.head.trained + counts.tied * self.has_copy)
         # Its output is held to the end; a block's gradients are counted in place of its output.
@@ -538,7 +538,7 @@ class StageParts:
                 found += fresh * counts.block.backward_gradients
                 found += ended * sums * counts.block.trained
                 activations = -gone - done * counts.block.kept + (output if done else 0.0)
-                yield Moment(0.0, found, 0.0, activations, counts.block.backward_peak)
+                yield MemoryUse(0.0, found, 0.0, activations, counts.block.backward_peak)
             ended += size
         blocks = self.layers * sums * counts.block.trained
         if self.has_embed:
@@ -546,10 +546,10 @@ class StageParts:
             # Alone on its stage, it adds no part of a table to the head's.
             high = counts.embed.backward_peak
             high -= how.width * counts.tied if self.whole_table else 0.0
-            yield Moment(0.0, found, 0.0, self.entered - self.kept + output, high)
+            yield MemoryUse(0.0, found, 0.0, self.entered - self.kept + output, high)
         # Those outside the blocks are summed at the end.
         own = (width + sums * is_cast) * self.root
-        yield Moment(0.0, blocks + own, 0.0, output - self.kept)
+        yield MemoryUse(0.0, blocks + own, 0.0, output - self.kept)
 
 
 def whole_table(counts: Counts, tp: int, width: int) -> float:
@@ -568,19 +568,19 @@ def whole_table(counts: Counts, tp: int, width: int) -> float:
 def of_products(part: Part) -> float:
     """Bytes of the gradients from which a part computes those of its weights."""
     return sum(
-        count * product.batch * product.m * product.k * BYTES[product.dtype]
+        count * product.batch * product.m * product.k * GRADIENT_BYTES[product.dtype]
         for product, count in part.backward.products.items()
         if product.is_weight_gradient
     )
 
 
-def pipeline_moments(
+def pipeline_memory(
     flights: Sequence[InFlight],
     stages: Sequence[StageParts],
     how: Sharding,
     growth: float,
     sending: float,
-) -> Iterator[Moment]:
+) -> Iterator[MemoryUse]:
     """Moments of a step's forwards and backwards on a pipeline rank.
 
     `growth`: activations over those of the planned order. `sending`: bytes of a message that
@@ -601,7 +601,7 @@ def pipeline_moments(
         halves = sum(count * each.half for count, each in zip(flight.halves, stages, strict=True))
         for own in _own(flight, stages[flight.place], how):
             activations = held + flight.messages * stream + own.activations
-            yield Moment(
+            yield MemoryUse(
                 gathered + own.gathered,
                 how.sum_width * summed + own.unreduced,
                 own.gradients,
@@ -610,11 +610,11 @@ def pipeline_moments(
             )
 
 
-def _own(flight: InFlight, stage: StageParts, how: Sharding) -> Iterator[Moment]:
+def _own(flight: InFlight, stage: StageParts, how: Sharding) -> Iterator[MemoryUse]:
     """Bytes that an action adds to what the rank holds."""
     is_summed, counts = flight.summed[flight.place], stage.counts
     if flight.kind is Kind.FORWARD:
-        yield Moment(activations=stage.forward_high)
+        yield MemoryUse(activations=stage.forward_high)
         return
     arrived = 0.0 if stage.has_head else counts.stream
     """The gradient of the stage's output."""
@@ -625,19 +625,19 @@ def _own(flight: InFlight, stage: StageParts, how: Sharding) -> Iterator[Moment]
     elif flight.kind is Kind.BACKWARD_INPUT and not stage.has_embed:
         # The graph is kept for the second half: nothing is freed.
         if stage.has_head:
-            yield Moment(temporary=counts.head.backward_peak)
-        yield Moment(activations=arrived, temporary=stage.half + counts.block.backward_peak)
+            yield MemoryUse(temporary=counts.head.backward_peak)
+        yield MemoryUse(activations=arrived, temporary=stage.half + counts.block.backward_peak)
     elif flight.kind is Kind.BACKWARD_WEIGHT and stage.has_embed:
         yield from stage.backward(how, is_summed)
     elif flight.kind is Kind.BACKWARD_WEIGHT:
-        yield Moment(unreduced=whole)
+        yield MemoryUse(unreduced=whole)
     if flight.last:
         sums = 0.0 if is_summed else how.sum_width * stage.unreduced
         blocks = stage.largest_unit * counts.block.trained
         gone = stage.kept + (stage.half if flight.kind is Kind.BACKWARD_WEIGHT else 0.0)
         # Each unit frees its parameters, then copies its gradients to reduce them.
         for unit, width in ((stage.root, how.width), (blocks, how.block_width)):
-            yield Moment(-width * unit, sums + how.sum_width * unit, 0.0, -gone)
+            yield MemoryUse(-width * unit, sums + how.sum_width * unit, 0.0, -gone)
 
 
 GIB, MIB_OF_GIB = 2**30, 2**10
@@ -683,19 +683,19 @@ def memory(
             continue
         before = stages
         sending = sent_copy(plan, counts, how) if pipeline_rank == 0 else 0.0
-        moments = pipeline_moments(flight, stages, how, growth[pipeline_rank], sending)
+        moments = pipeline_memory(flight, stages, how, growth[pipeline_rank], sending)
         found.append(at_peak(plan, stages, moments, how, runtime, state))
     return found
 
 
-def _local(plan: RunPlan, counts: Counts, how: Sharding) -> Iterator[Moment]:
+def _local(plan: RunPlan, counts: Counts, how: Sharding) -> Iterator[MemoryUse]:
     """Moments without a pipeline."""
     if plan.world_size == 1 and plan.precision.float8 in FLOAT8:
-        return single_moments(counts, plan.spec.num_layers, how)
+        return single_rank_memory(counts, plan.spec.num_layers, how)
     units = unit_sizes(
         plan.spec.num_layers, counts.block.parameters, plan.parallel.blocks_per_fsdp_unit
     )
-    return sharded_moments(counts, units, how)
+    return sharded_memory(counts, units, how)
 
 
 def sharding_of(plan: RunPlan, runtime: Runtime) -> Sharding:
@@ -738,7 +738,7 @@ def in_float8(plan: RunPlan, counts: Counts, how: Sharding) -> float:
 def at_peak(
     plan: RunPlan,
     stages: Sequence[StageParts],
-    moments: Iterator[Moment],
+    moments: Iterator[MemoryUse],
     how: Sharding,
     runtime: Runtime,
     state: OptimizerState,
@@ -748,7 +748,7 @@ def at_peak(
     held = state_bytes(stages, how, state)
     held[StorageKind.INPUTS] = counts.static + counts.inputs * plan.samples_per_rank
     trained = sum(stage.trained - stage.copied for stage in stages) / how.shards
-    update = Moment(
+    update = MemoryUse(
         gradients=how.sum_width * trained, temporary=optimizer_work(plan, stages, how, state)
     )
     every = [*moments, update]
@@ -857,9 +857,9 @@ def in_flight(plan: RunPlan) -> tuple[tuple[tuple[InFlight, ...], ...], tuple[fl
     """(moments of each rank, factor of its activations in a run-time order)."""
     count = plan.num_microbatches
     if plan.order_of_file is not None:
-        return profile(plan.order(count)), (1.0,) * plan.sizes.pp
+        return highest_in_flight(plan.order(count)), (1.0,) * plan.sizes.pp
     pipeline = plan.pipeline
-    found = profile_of_schedule(pipeline.schedule, plan.sizes.pp, count, pipeline.virtual_stages)
+    found = highest_of_schedule(pipeline.schedule, plan.sizes.pp, count, pipeline.virtual_stages)
     if not plan.decides_at_run_time:
         return found, (1.0,) * plan.sizes.pp
     planned = peak_activations(plan.order(count))
@@ -886,7 +886,7 @@ def are_alike(stages: Sequence[StageParts], others: Sequence[StageParts]) -> boo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needed:
+class DeviceMemory:
     """Device memory of a rank in GiB."""
 
     allocated: float
@@ -904,10 +904,10 @@ class Needed:
         return self.reserved + self.context + self.communicators
 
 
-def needed(held: Mapping[StorageKind, float], plan: RunPlan, device: Device) -> Needed:
+def device_memory(held: Mapping[StorageKind, float], plan: RunPlan, device: Device) -> DeviceMemory:
     """Device memory of a rank with these bytes of tensors."""
     overhead, allocated = device.overhead, sum(held.values()) / GIB
-    return Needed(
+    return DeviceMemory(
         allocated=allocated,
         reserved=allocated * overhead.allocator,
         context=overhead.context_mib / MIB_OF_GIB,
@@ -915,7 +915,7 @@ def needed(held: Mapping[StorageKind, float], plan: RunPlan, device: Device) -> 
     )
 
 
-def fits(found: Needed, device: Device) -> bool:
+def fits(found: DeviceMemory, device: Device) -> bool:
     """True if a rank fits the device."""
     return found.total <= device.memory_gib
 

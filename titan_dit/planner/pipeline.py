@@ -21,12 +21,12 @@ from titan_dit.schedules.placement import pipeline_order
 from titan_dit.schedules.proof import execution, num_stages_of
 from titan_dit.schedules.schedule import schedule_of
 
-FULL = 3
+MIN_ROUNDS = 3
 """Minimum number of rounds to play. A round is `pp` microbatches, or the group of an interleaved
 schedule."""
-STEPS = 8192
+MAX_ACTIONS = 8192
 """Maximum number of actions of a pass that is played whole."""
-COMPLETES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+LAST_KINDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 """Actions that end a stage's work on a microbatch."""
 
 
@@ -45,7 +45,7 @@ class CompiledAction(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
+class Durations:
     """Durations of actions and messages, in seconds."""
 
     costs: Mapping[tuple[Kind, int], float]
@@ -62,7 +62,7 @@ class Times:
     """Time that a rank needs, by stage, after its last action of that stage; default 0."""
 
 
-class Played(NamedTuple):
+class PassTimes(NamedTuple):
     """A simulated pass; both fields by rank, in seconds."""
 
     ends: tuple[float, ...]
@@ -85,7 +85,7 @@ def compiled(order: Order) -> tuple[CompiledAction, ...]:
     """The actions of an order, each after its inputs. Raises ValueError on a deadlock."""
     num_stages = num_stages_of(order)
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
-    left = Counter(a.stage for actions in order for a in actions if a.kind in COMPLETES)
+    left = Counter(a.stage for actions in order for a in actions if a.kind in LAST_KINDS)
     made: dict[Action, int] = {}
     steps: list[CompiledAction] = []
     sends: dict[int, tuple[int, int]] = {}
@@ -97,13 +97,13 @@ def compiled(order: Order) -> tuple[CompiledAction, ...]:
                 source = made[message]
                 sends[source] = rank_of[message.stage], rank
         made[output_of(action)] = len(steps)
-        left[action.stage] -= action.kind in COMPLETES
-        is_last = action.kind in COMPLETES and not left[action.stage]
+        left[action.stage] -= action.kind in LAST_KINDS
+        is_last = action.kind in LAST_KINDS and not left[action.stage]
         steps.append(CompiledAction(rank, (action.kind, action.stage), source, None, is_last))
     return tuple(step._replace(sends=sends.get(number)) for number, step in enumerate(steps))
 
 
-def play(steps: Sequence[CompiledAction], num_ranks: int, times: Times) -> Played:
+def play(steps: Sequence[CompiledAction], num_ranks: int, times: Durations) -> PassTimes:
     """One pass, every action as soon as its rank and its input are there.
 
     A channel has one latency for all messages, so none overtakes another.
@@ -127,17 +127,17 @@ def play(steps: Sequence[CompiledAction], num_ranks: int, times: Times) -> Playe
             sent[rank] = arrives
         arrivals.append(arrives)
         free[rank] = end + times.after.get(cost[1], 0.0) if is_last else end
-    return Played(tuple(free), tuple(busy))
+    return PassTimes(tuple(free), tuple(busy))
 
 
-def played(plan: RunPlan, times: Times) -> Played:
+def pass_times(plan: RunPlan, times: Durations) -> PassTimes:
     """Simulate the pass of a training step; a run-time order counts as planned."""
     count, pp = plan.num_microbatches, plan.sizes.pp
     if plan.order_of_file is not None:
         return play(compiled(plan.order(count)), pp, times)
     size, pipeline = round_of(plan), plan.pipeline
     kinds = 3 if plan.splits_backward else 2
-    whole = max(FULL, STEPS // (kinds * plan.num_stages * size))
+    whole = max(MIN_ROUNDS, MAX_ACTIONS // (kinds * plan.num_stages * size))
     if count <= (whole + 1) * size:
         return play(program(pipeline.schedule, pp, pipeline.virtual_stages, count), pp, times)
     # The growth of half of the rounds: messages may let a round last longer, the next one less.
@@ -153,7 +153,7 @@ def played(plan: RunPlan, times: Times) -> Played:
     def grown(few: Sequence[float], many: Sequence[float]) -> tuple[float, ...]:
         return tuple(b + times_grown * (b - a) for a, b in zip(few, many, strict=True))
 
-    return Played(grown(some.ends, most.ends), grown(some.busy, most.busy))
+    return PassTimes(grown(some.ends, most.ends), grown(some.busy, most.busy))
 
 
 def round_of(plan: RunPlan) -> int:

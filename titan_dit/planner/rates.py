@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from titan_dit.planner.hardware import Device
-from titan_dit.planner.links import Links
-from titan_dit.planner.work import Attention, Product, Work
+from titan_dit.planner.links import Network
+from titan_dit.planner.work import AttentionCall, Product, Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ def shape_factor(m: float, n: float, k: float) -> float:
 
 
 @functools.lru_cache(maxsize=2**16)
-def block_s(attention: Attention, device: Device) -> float:
+def block_s(attention: AttentionCall, device: Device) -> float:
     """Seconds of one call of a fused attention kernel; for a ring, of one of its blocks."""
     keys = attention.keys / attention.ring
     flops = attention.flops / attention.ring
@@ -119,7 +119,7 @@ def length_factor(keys: float, is_causal: bool, is_backward: bool = False) -> fl
     return 1 / (1 + tiles * TILE / keys)
 
 
-def attention_s(attention: Attention, device: Device, links: Links) -> float:
+def attention_s(attention: AttentionCall, device: Device, links: Network) -> float:
     """Seconds of fused attention; the hops of a ring hide behind its blocks.
 
     As `parallel.ring_attention` does it: a block of keys is sent on while it is attended to.
@@ -133,7 +133,7 @@ def attention_s(attention: Attention, device: Device, links: Links) -> float:
     return block + (attention.ring - 1) * max(block, hop)
 
 
-def ring_backward_s(attention: Attention, block: float, links: Links) -> float:
+def ring_backward_s(attention: AttentionCall, block: float, links: Network) -> float:
     """Seconds of a ring's backward, one of whose blocks takes `block`.
 
     Gradients of keys and values follow their block, one hop behind: those of a rank's own block
@@ -156,7 +156,7 @@ def moved_s(nbytes: float, device: Device) -> float:
     return nbytes / (1e9 * device.copy_gb_per_s * device.efficiency.moved)
 
 
-def seconds(work: Work, device: Device, links: Links, *, fused: bool) -> dict[str, float]:
+def seconds(work: Work, device: Device, links: Network, *, fused: bool) -> dict[str, float]:
     """Seconds of work, one operator after another; the terms add up.
 
     "products", "attention", "elementwise", "tp" and "cp" (messages that the work waits for), every

@@ -37,7 +37,7 @@ from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.init import allocate
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.plan import RunPlan
-from titan_dit.planner.work import Attention, Message, Product
+from titan_dit.planner.work import AttentionCall, Message, Product
 from titan_dit.rng import SampleRNG
 
 FORMATS = {
@@ -80,7 +80,7 @@ class Operator(NamedTuple):
     """Without its namespace, overload and leading underscores."""
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
-    work: Product | Attention | Message | None
+    work: Product | AttentionCall | Message | None
     """None if the operator only moves bytes."""
     last_dim: bool = True
     """False for a reduction over any dim but the last."""
@@ -172,7 +172,7 @@ class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
 
     def work_of(
         self, full: str, name: str, args: Sequence[Any]
-    ) -> Product | Attention | Message | None:
+    ) -> Product | AttentionCall | Message | None:
         """The product, attention or message of an operator; None if it is none of them."""
         if full in READERS or "c10d" in full:
             return self.ring(full, args) if "ring_" in name else self.message(full, args)
@@ -196,14 +196,14 @@ class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
         operation, sent = READERS[name](args, size)
         return Message(axis, operation, sent if size > 1 else 0)
 
-    def ring(self, name: str, args: Sequence[Any]) -> Attention:
+    def ring(self, name: str, args: Sequence[Any]) -> AttentionCall:
         """The attention of a ring operator: a block of keys from every rank of the ring."""
         is_backward = name.endswith("backward")
         q, k = args[1:3] if is_backward else args[:2]
         size = self.axes[group_name(args)][1]
         sent = READERS[name](args, size)[1]
         batch, heads, queries, head_dim = q.shape
-        return Attention(
+        return AttentionCall(
             batch=batch,
             heads=heads,
             queries=queries,
@@ -217,14 +217,14 @@ class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
         )
 
 
-def attention(args: Sequence[Any], *, is_backward: bool) -> Attention:
+def attention(args: Sequence[Any], *, is_backward: bool) -> AttentionCall:
     """Torch's fused kernel; its arguments begin with q, k, v, those of backward with a gradient."""
     q, k = args[1:3] if is_backward else args[:2]
     batch, heads, queries, head_dim = q.shape
     # Fake tensors are on the CPU, whose kernel has one flag.
     is_causal = any(value is True for value in args)
     dtype = FORMATS[q.dtype]
-    return Attention(batch, heads, queries, k.shape[2], head_dim, dtype, is_causal, is_backward)
+    return AttentionCall(batch, heads, queries, k.shape[2], head_dim, dtype, is_causal, is_backward)
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:
@@ -266,7 +266,7 @@ def is_by_row(name: str, args: Sequence[Any]) -> bool:
     return all(dim in (-1, args[0].ndim - 1) for dim in dims)
 
 
-APART = ("fused_", "sort", "embedding_dense_backward", "foreach_norm")
+NEVER_FUSED = ("fused_", "sort", "embedding_dense_backward", "foreach_norm")
 """Prefixes of operators that are never fused with others."""
 
 
@@ -279,11 +279,11 @@ def moved(operator: Operator) -> float:
 
 def can_fuse(operator: Operator) -> bool:
     """True for elementwise operators, reductions and copies."""
-    return operator.work is None and not operator.name.startswith(APART)
+    return operator.work is None and not operator.name.startswith(NEVER_FUSED)
 
 
 @dataclass
-class Kernel:
+class FusedKernel:
     """Fused operators of one pass, in their order."""
 
     operators: list[Operator]
@@ -357,7 +357,9 @@ def fused(
     }
 
 
-def compute_again(forward: Sequence[Kernel], backward: Sequence[Kernel], barred: set[int]) -> None:
+def compute_again(
+    forward: Sequence[FusedKernel], backward: Sequence[FusedKernel], barred: set[int]
+) -> None:
     """Let backward recompute an output of forward if reading its inputs moves fewer bytes."""
     for kernel in forward:
         read = {a.storage for other in forward if other is not kernel for a in other.reads}
@@ -375,7 +377,7 @@ def compute_again(forward: Sequence[Kernel], backward: Sequence[Kernel], barred:
                     user.reads = kept | sources
 
 
-class Graph:
+class FusionGraph:
     """A dependency graph of operators; sets of nodes are bits of integers."""
 
     def __init__(self, operators: Sequence[Operator]) -> None:
@@ -444,9 +446,9 @@ class Graph:
         return True
 
 
-def kernels_of(operators: Sequence[Operator]) -> Iterator[Kernel]:
+def kernels_of(operators: Sequence[Operator]) -> Iterator[FusedKernel]:
     """Kernels of the operators that can be fused, in the order of their last operators."""
-    graph = Graph(operators)
+    graph = FusionGraph(operators)
     graph.close()
     makers: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
@@ -464,7 +466,7 @@ def kernels_of(operators: Sequence[Operator]) -> Iterator[Kernel]:
         if can_fuse(operator) and not done >> number & 1:
             kernel = graph.members[graph.first(number)]
             done |= kernel
-            yield Kernel([operators[node] for node in bits(kernel)])
+            yield FusedKernel([operators[node] for node in bits(kernel)])
 
 
 def bits(mask: int) -> Iterator[int]:
@@ -487,7 +489,7 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pass:
+class RecordedPass:
     """Forward or backward of a part, or the preparation of its inputs."""
 
     operators: Sequence[Operator]
@@ -498,8 +500,8 @@ class Pass:
 class Trace:
     """The passes of a part, for one microbatch."""
 
-    forward: Pass
-    backward: Pass
+    forward: RecordedPass
+    backward: RecordedPass
     later: frozenset[int]
     """Storages that other parts read."""
     reduced: Sequence[Operator]
@@ -510,7 +512,7 @@ class Trace:
     kept."""
 
 
-class Marks:
+class PassLog:
     """Positions in the logs at which the passes of a microbatch begin and end."""
 
     def __init__(self, memory: MemoryLog, log: OperatorLog) -> None:
@@ -537,9 +539,9 @@ class Marks:
         """Changes of memory in a pass."""
         return self.between(*self.spans[part, which])
 
-    def passed(self, part: str, which: str) -> Pass:
+    def passed(self, part: str, which: str) -> RecordedPass:
         """The record of a pass."""
-        return Pass(tuple(self.log.found[part, which]), tuple(self.changes(part, which)))
+        return RecordedPass(tuple(self.log.found[part, which]), tuple(self.changes(part, which)))
 
     def later(self, part: str) -> frozenset[int]:
         """Storages that other parts read."""
@@ -581,7 +583,7 @@ class _Border(torch.autograd.Function):
 class Chain:
     """Embed, block and head of one microbatch, each with an autograd graph of its own."""
 
-    def __init__(self, model: Model, executor: Any, prepared: Prepared, marks: Marks) -> None:
+    def __init__(self, model: Model, executor: Any, prepared: Prepared, marks: PassLog) -> None:
         self.model, self.executor, self.prepared, self.marks = model, executor, prepared, marks
         self.edges: dict[str, list[GradientEdge | None]] = {}
         """By part: gradient edges of its outputs."""
@@ -659,10 +661,10 @@ class Sections:
 
 
 @dataclass
-class Prepare:
+class Preparation:
     """The preparation of a batch by the objective."""
 
-    made: Pass
+    made: RecordedPass
     read: frozenset[int] = frozenset()
     """Storages of the preparation that the model's parts read."""
     cached: float = 0.0
@@ -675,13 +677,13 @@ class Inputs:
     def __init__(self, sections: Sections) -> None:
         self.sections, self.objective = sections, sections.objective()
         self.mode = fake_tensors()
-        self.batches: dict[InputsKey, tuple[Prepared, Prepare]] = {}
+        self.batches: dict[InputsKey, tuple[Prepared, Preparation]] = {}
         self.cached: float | None = None
         """Bytes; None before the first batch."""
 
     def of(
-        self, plan: RunPlan, size: int, executor: Any, memory: MemoryLog, marks: Marks
-    ) -> tuple[Prepared, Prepare]:
+        self, plan: RunPlan, size: int, executor: Any, memory: MemoryLog, marks: PassLog
+    ) -> tuple[Prepared, Preparation]:
         """This rank's slice of a batch of `size` samples; within `mode` and the logs.
 
         A new batch is recorded as the pass ("inputs", "prepare") of `marks`.
@@ -696,8 +698,8 @@ class Inputs:
         return prepared, how
 
     def made(
-        self, plan: RunPlan, size: int, executor: Any, memory: MemoryLog, marks: Marks
-    ) -> tuple[Prepared, Prepare]:
+        self, plan: RunPlan, size: int, executor: Any, memory: MemoryLog, marks: PassLog
+    ) -> tuple[Prepared, Preparation]:
         """A new batch; the second time, as the objective keeps some tensors of the first."""
         start = len(memory.events)
         first = self.prepare(plan, size, executor)
@@ -705,7 +707,7 @@ class Inputs:
         del first
         with marks.of("inputs", "prepare"):
             prepared = self.prepare(plan, size, executor)
-        how = Prepare(marks.passed("inputs", "prepare"))
+        how = Preparation(marks.passed("inputs", "prepare"))
         if self.cached is None:
             self.cached = whole - sum(change.bytes for change in how.made.changes)
         how.cached = self.cached
@@ -742,7 +744,7 @@ class Rehearsal:
     """The operators and memory of a microbatch of one size."""
 
     parts: Mapping[str, Trace]
-    prepare: Prepare
+    prepare: Preparation
     stream: float
     """Bytes of a block's output."""
 
@@ -763,7 +765,7 @@ class State:
     """Operators of one EMA update."""
 
 
-def alone(plan: RunPlan) -> RunPlan:
+def two_replicas(plan: RunPlan) -> RunPlan:
     """The plan of one pipeline stage and of two replicas, of which one is rehearsed.
 
     With a single replica the norm of the gradients would be sent over the tp or cp group.
@@ -803,7 +805,7 @@ class FakeParts:
     """Embed, the first block and the head of a plan's model, on this rank."""
 
     def __init__(self, plan: RunPlan, inputs: Inputs, mesh: Mesh) -> None:
-        """`plan`: see `alone`; within a fake world."""
+        """`plan`: see `two_replicas`; within a fake world."""
         self.plan, self.inputs, self.mesh = plan, inputs, mesh
         self.sections, self.mode = inputs.sections, inputs.mode
         with torch.device("meta"):
@@ -893,7 +895,7 @@ class FakeParts:
         for parameter in self.parameters.values():
             parameter.grad = None
         self.log.found.clear()
-        marks = Marks(self.memory, self.log)
+        marks = PassLog(self.memory, self.log)
         with self.mode, self.memory, self.log:
             own = self.plan, self.objective, self.mesh, {0: self.model}, CPU
             executor: Any = executor_of(*own)
@@ -932,7 +934,7 @@ def rehearse(
     plan: RunPlan, inputs: Inputs, sizes: Iterable[int], states: Mapping[str, State] | None = None
 ) -> tuple[Mapping[str, State], dict[int, Rehearsal]]:
     """(state by part, rehearsal by number of samples). Given `states` are not recomputed."""
-    own, collects = alone(plan), gc.isenabled()
+    own, collects = two_replicas(plan), gc.isenabled()
     gc.disable()  # It would free tensors at moments that differ from size to size.
     try:
         with fake_world(0, own.world_size), chunks_of_a_device():

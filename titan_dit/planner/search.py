@@ -17,8 +17,8 @@ from titan_dit.planner import memory as memory_of
 from titan_dit.planner import rates, step
 from titan_dit.planner.candidates import MODES, Candidate, Space
 from titan_dit.planner.hardware import Device
-from titan_dit.planner.links import Links
-from titan_dit.planner.memory import Needed
+from titan_dit.planner.links import Network
+from titan_dit.planner.memory import DeviceMemory
 from titan_dit.planner.step import Estimate
 from titan_dit.planner.work import Counts, Part, Work
 from titan_dit.schedules.placement import stages_per_rank
@@ -26,7 +26,7 @@ from titan_dit.schedules.schedule import schedule_of
 from titan_dit.system.progress import ProgressLine
 
 
-class Bucket(NamedTuple):
+class WorkKey(NamedTuple):
     """Values on which a block's work on a microbatch depends."""
 
     tp: int
@@ -57,14 +57,14 @@ class Busy(NamedTuple):
 
 
 FP32 = 4
-NONE = Busy(0.0, 0.0, 0.0)
-SLICED = ("cp", "attention")
+NO_TIME = Busy(0.0, 0.0, 0.0)
+CP_TERMS = ("cp", "attention")
 """Terms that cp increases at any tp."""
 
 
-def bucket_of(candidate: Candidate) -> Bucket:
+def work_key(candidate: Candidate) -> WorkKey:
     """The bucket of a candidate."""
-    return Bucket(*(getattr(candidate, name) for name in Bucket._fields))
+    return WorkKey(*(getattr(candidate, name) for name in WorkKey._fields))
 
 
 def coarser_than(candidate: Candidate) -> Iterator[Candidate]:
@@ -85,17 +85,17 @@ def coarser_than(candidate: Candidate) -> Iterator[Candidate]:
         yield candidate
 
 
-Known = Sequence[tuple[Candidate, Counts]]
+KnownSplits = Sequence[tuple[Candidate, Counts]]
 """Coarser splits of a candidate with their counts: the first ones of `coarser_than`."""
 
 
-def busy_of(known: Known, sample: Candidate, plan: RunPlan, device: Device) -> Busy:
+def busy_of(known: KnownSplits, sample: Candidate, plan: RunPlan, device: Device) -> Busy:
     """Lower bounds of `sample`, from coarser splits with known counts; `plan` is the sample's.
 
     With tp the base is that tp's work. The increase by [remat] and by cp, both measured without tp,
     is added to it.
     """
-    links = Links(plan.sizes, device)
+    links = Network(plan.sizes, device)
     fused = plan.compile.enabled
 
     def took(one: tuple[Candidate, Counts], terms: Sequence[str] = ()) -> Busy:
@@ -119,10 +119,10 @@ def busy_of(known: Known, sample: Candidate, plan: RunPlan, device: Device) -> B
             seconds(*(work for end in ends for work in (end.forward, end.backward))),
         )
 
-    if bucket_of(known[-1][0]) == bucket_of(sample):
+    if work_key(known[-1][0]) == work_key(sample):
         return took(known[-1])
     plain = took(known[0])
-    base, more = plain, NONE
+    base, more = plain, NO_TIME
     for one in known[1:]:
         split = one[0].tp, one[0].cp
         if split == (1, 1):
@@ -130,7 +130,7 @@ def busy_of(known: Known, sample: Candidate, plan: RunPlan, device: Device) -> B
         elif split == (sample.tp, 1):
             base = took(one)
         else:
-            more = more.plus(took(one, SLICED).above(took(known[0], SLICED)))
+            more = more.plus(took(one, CP_TERMS).above(took(known[0], CP_TERMS)))
     return base.plus(more)
 
 
@@ -207,25 +207,25 @@ def scaled(counts: Counts, coarse: Candidate, fine: Candidate) -> Counts:
 
 
 CountsOf = Callable[[RunPlan], Counts]
-Held = Mapping[StorageKind, float]
+BytesByKind = Mapping[StorageKind, float]
 ROUNDS = 3
 """After ROUNDS * pp microbatches no schedule but gpipe has more in flight."""
 
 
 @dataclass(frozen=True)
-class Model:
+class CostModel:
     """The functions that a search calls for a layout; tests replace them."""
 
     counts: CountsOf
     estimate: Callable[[RunPlan, Counts, Device], Estimate] = step.estimate
     bound: Callable[[RunPlan, Counts, Device], float] = step.bound
-    memory: Callable[[RunPlan, Counts], Sequence[Held]] = memory_of.memory
-    needed: Callable[[Held, RunPlan, Device], Needed] = memory_of.needed
+    memory: Callable[[RunPlan, Counts], Sequence[BytesByKind]] = memory_of.memory
+    needed: Callable[[BytesByKind, RunPlan, Device], DeviceMemory] = memory_of.device_memory
 
 
 def fullest(
-    model: Model, plan: RunPlan, counts: Counts, device: Device
-) -> tuple[Held, Needed, int]:
+    model: CostModel, plan: RunPlan, counts: Counts, device: Device
+) -> tuple[BytesByKind, DeviceMemory, int]:
     """(bytes by kind, device memory, rank) of the pipeline rank that needs most."""
     shorter = shortened(plan)
     rest = counts.inputs * (plan.samples_per_rank - shorter.samples_per_rank)
@@ -238,7 +238,7 @@ def fullest(
 
 def tp_crosses_nodes(sizes: AxisSizes, device: Device) -> bool:
     """True if a tp group has ranks on several nodes: predictions of such steps are too fast."""
-    return Links(sizes, device).group("tp").nodes > 1
+    return Network(sizes, device).group("tp").nodes > 1
 
 
 def shortened(plan: RunPlan) -> RunPlan:
@@ -252,15 +252,15 @@ def shortened(plan: RunPlan) -> RunPlan:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PredictedLayout:
     """A candidate that fits, with its predicted step and memory."""
 
     candidate: Candidate
     plan: RunPlan
     estimate: Estimate
-    held: Held
+    held: BytesByKind
     """Peak bytes by kind, of the pipeline rank that needs most."""
-    needed: Needed
+    needed: DeviceMemory
     rank: int
     """The pipeline rank that needs most."""
     is_rehearsed: bool = False
@@ -288,26 +288,26 @@ class Tally:
 
 
 @dataclass
-class Outcome:
+class SearchResult:
     """The layouts that a search found."""
 
-    rows: list[Layout]
+    rows: list[PredictedLayout]
     """The fastest layout of every mesh, the fastest first."""
     tally: Tally
     notes: list[str] = field(default_factory=list)
 
 
-def mesh_of(candidate: Candidate) -> tuple[object, ...]:
+def mesh_key(candidate: Candidate) -> tuple[object, ...]:
     """Key of a row of the table: the sizes of the axes, and the cp method."""
     return (*candidate[:5], candidate.cp_method if candidate.cp > 1 else "")
 
 
-def kind_of(candidate: Candidate) -> object:
+def memory_key(candidate: Candidate) -> object:
     """Key of layouts whose composed memory errs alike: mesh, [remat] mode, float8."""
-    return mesh_of(candidate), candidate.mode, candidate.float8
+    return mesh_key(candidate), candidate.mode, candidate.float8
 
 
-def equals(rows: Sequence[Layout], error: float) -> list[Layout]:
+def equally_fast(rows: Sequence[PredictedLayout], error: float) -> list[PredictedLayout]:
     """Rows whose time is within the error of the fastest."""
     best = min(row.estimate.seconds for row in rows)
     return [row for row in rows if row.estimate.seconds <= best * (1 + error)]
@@ -316,7 +316,7 @@ def equals(rows: Sequence[Layout], error: float) -> list[Layout]:
 GIB = 2**30
 SLACK = 1e-9
 """Relative tolerance: bounds and estimates are sums in different orders."""
-LESS: Mapping[str, Sequence[str]] = {
+RECOMPUTE_LESS: Mapping[str, Sequence[str]] = {
     "none": (),
     "attention": ("none",),
     "selective": ("none",),
@@ -347,25 +347,25 @@ class Search:
         self,
         space: Space,
         device: Device,
-        model: Model,
+        model: CostModel,
         *,
         shows: bool = False,
         too_large: Mapping[object, float] | None = None,
     ) -> None:
         """`shows`: print progress on stderr.
 
-        `too_large`: `kind_of` -> GiB of composed memory from which on layouts do not fit.
+        `too_large`: `memory_key` -> GiB of composed memory from which on layouts do not fit.
         """
         self.space, self.device, self.model = space, device, model
         self.known_too_large = too_large or {}
         self.batch, self.layers = space.base.global_batch_size, space.base.spec.num_layers
         self.tally = Tally()
-        self.rows: dict[object, Layout] = {}
+        self.rows: dict[object, PredictedLayout] = {}
         self.times: list[float] = []
         self.notes: list[str] = []
         self.fitting: set[Candidate] = set()
-        self.known: dict[Bucket, Counts | None] = {}
-        self.busy: dict[tuple[Bucket, int], Busy | None] = {}
+        self.known: dict[WorkKey, Counts | None] = {}
+        self.busy: dict[tuple[WorkKey, int], Busy | None] = {}
         self.fits: dict[Candidate, bool] = {}
         """Candidates with microbatches of one sample -> True if they fit."""
         self.queue: list[Item] = []
@@ -379,7 +379,7 @@ class Search:
         self.shown, self.next_look = 0, 0.0
         self.progress = ProgressLine(1, "layouts", what="plan") if shows else None
 
-    def run(self, top: int = 10) -> Outcome:
+    def run(self, top: int = 10) -> SearchResult:
         """The fastest layouts of `top` meshes, and those that may be preferred within the error.
 
         Each is the fastest layout of its mesh that fits. With tp or cp only candidates of
@@ -408,17 +408,19 @@ class Search:
                 "layouts with tp or cp that cannot be faster by more than the error of "
                 f"{self.device.error:.0%} are left out: --fix parallel.tp=2 shows some"
             )
-        return Outcome(rows, self.tally, notes=self.notes)
+        return SearchResult(rows, self.tally, notes=self.notes)
 
     def _matters(self, bound: float, candidate: Candidate) -> bool:
         """False if the candidate cannot become a row that is shown or preferred."""
         times, top = self.times, self.top
-        row = self.rows.get(mesh_of(candidate))
+        row = self.rows.get(mesh_key(candidate))
         if not times:
             return True
         if row is not None and bound >= row.estimate.seconds:
             return False
-        if any(candidate._replace(mode=mode) in self.fitting for mode in LESS[candidate.mode]):
+        if any(
+            candidate._replace(mode=mode) in self.fitting for mode in RECOMPUTE_LESS[candidate.mode]
+        ):
             return False
         if len(times) < top or bound <= times[top - 1] * (1 + SLACK):
             return True
@@ -458,9 +460,9 @@ class Search:
 
     def _floor(self, candidate: Candidate, coarser: list[Candidate], level: int) -> float | None:
         """Lower bound from the first `level` + 1 coarser splits; None if it cannot fit or run."""
-        key = bucket_of(candidate), level
+        key = work_key(candidate), level
         if key not in self.busy:
-            if level and bucket_of(coarser[level]) not in self.known:
+            if level and work_key(coarser[level]) not in self.known:
                 sharper = self._before_rehearsal(candidate, coarser[:level])
                 if sharper is None or not self._matters(sharper, candidate):
                     return sharper
@@ -477,7 +479,7 @@ class Search:
 
     def _is_too_large(self, candidate: Candidate, coarse: Candidate) -> bool:
         """True if weights and activations alone do not fit, by a coarser split. Costs little."""
-        counts = self.known.get(bucket_of(coarse))
+        counts = self.known.get(work_key(coarse))
         if counts is None or coarse.mode != candidate.mode:
             return False
         least = least_bytes(counts, coarse, candidate, self.space.base)
@@ -524,7 +526,7 @@ class Search:
 
     def _counts(self, candidate: Candidate) -> Counts | None:
         """Counts of a candidate; None if the model cannot run so, or a library is missing."""
-        bucket, size = bucket_of(candidate), candidate.microbatch_size
+        bucket, size = work_key(candidate), candidate.microbatch_size
         if bucket not in self.known:
             plan = self.space.plan(candidate)
             # Of a coarser split a data-parallel rank may have fewer samples in a step.
@@ -544,21 +546,21 @@ class Search:
         assert counts is not None
         self.tally.weighed += 1
         held, needed, rank = fullest(self.model, plan, counts, self.device)
-        most = self.known_too_large.get(kind_of(candidate), math.inf)
+        most = self.known_too_large.get(memory_key(candidate), math.inf)
         if not memory_of.fits(needed, self.device) or needed.total >= most:
             self.tally.too_large += 1
             return
         self.fitting.add(candidate)
         estimate = self.model.estimate(plan, counts, self.device)
         self.tally.estimated += 1
-        mesh = mesh_of(candidate)
+        mesh = mesh_key(candidate)
         row = self.rows.get(mesh)
         if row is None or estimate.seconds < row.estimate.seconds:
-            self.rows[mesh] = Layout(candidate, plan, estimate, held, needed, rank)
+            self.rows[mesh] = PredictedLayout(candidate, plan, estimate, held, needed, rank)
             self.times = sorted(one.estimate.seconds for one in self.rows.values())
             if candidate.tp * candidate.cp == 1:
                 self.plain = min(self.plain or estimate.seconds, estimate.seconds)
-            alike = equals(list(self.rows.values()), self.device.error)
+            alike = equally_fast(list(self.rows.values()), self.device.error)
             self.fewest = min(one.candidate.num_axes for one in alike)
 
     def _show(self) -> None:

@@ -13,8 +13,8 @@ from titan_dit.plan import RunPlan
 from titan_dit.planner import rates
 from titan_dit.planner.data_parallel import Compute, DataParallel, StageShape
 from titan_dit.planner.hardware import Device
-from titan_dit.planner.links import Links
-from titan_dit.planner.pipeline import Times, played
+from titan_dit.planner.links import Network
+from titan_dit.planner.pipeline import Durations, pass_times
 from titan_dit.planner.rates import OURS, Runtime
 from titan_dit.planner.work import Counts, Message, Part, Work
 from titan_dit.schedules.action import Kind
@@ -69,7 +69,7 @@ class Setting:
     """The arguments of the parts' times. Layouts that differ in pp and dp only share them."""
 
     counts: Counts = field(compare=False)
-    links: Links = field(compare=False)
+    links: Network = field(compare=False)
     counts_id: int
     """id() of `counts`, which lives as long as this object: no other counts have the same id."""
     device: Device
@@ -84,7 +84,7 @@ class Setting:
 
 
 def part_passes(
-    plan: RunPlan, counts: Counts, device: Device, links: Links, runtime: Runtime
+    plan: RunPlan, counts: Counts, device: Device, links: Network, runtime: Runtime
 ) -> PartPasses:
     """The parts' passes under a plan."""
     compiled = plan.compile
@@ -216,7 +216,7 @@ class StepTime:
 
     def __init__(self, plan: RunPlan, counts: Counts, device: Device, runtime: Runtime) -> None:
         self.plan, self.counts, self.device, self.runtime = plan, counts, device, runtime
-        self.links = Links(plan.sizes, device)
+        self.links = Network(plan.sizes, device)
         self.parts: PartPasses = part_passes(plan, counts, device, self.links, runtime)
         self.data = DataParallel(plan, counts, self.links, runtime)
         self.ranks = range(plan.sizes.pp)
@@ -276,8 +276,8 @@ class StepTime:
     def pipelined(self) -> tuple[dict[str, float], int, tuple[float, ...]]:
         """See `passes`, with a pipeline."""
         plan, count = self.plan, self.plan.num_microbatches
-        computing = Times(costs=self.costs())
-        computed = played(plan, computing)
+        computing = Durations(costs=self.costs())
+        computed = pass_times(plan, computing)
         critical = max(self.ranks, key=lambda rank: computed.busy[rank])
         own = [self.stages[stage] for stage in self.held[critical]]
         terms = total(
@@ -286,14 +286,14 @@ class StepTime:
         terms["bubble"] = computed.makespan - sum(terms.values())
         terms = total((1.0, terms), (count, self.parts.prepare))
         sending = self.with_messages(computing)
-        sent = played(plan, sending)
+        sent = pass_times(plan, sending)
         terms["stage messages"] = sent.makespan - computed.makespan
         reducing = replace(
             sending,
             ready=tuple(self.data.before_s({s: self.compute(s) for s in own}) for own in self.held),
             after={s: self.data.after_s(s, self.compute(s)) for s in range(len(self.stages))},
         )
-        reduced = played(plan, reducing)
+        reduced = pass_times(plan, reducing)
         terms["data parallel"] = reduced.makespan - sent.makespan
         terms["tied weights"] = self.tied(reducing) - reduced.makespan
         # A blocking message is no computing, although its rank is busy.
@@ -330,7 +330,7 @@ class StepTime:
         gather = Message("tp", "all-gather", (tp - 1) / tp * nbytes)
         return self.links.stage_s(nbytes / tp, source, target) + self.links.seconds(gather)
 
-    def with_messages(self, times: Times) -> Times:
+    def with_messages(self, times: Durations) -> Durations:
         """The times, with messages between stages."""
         took = {pair: self.message_s(*pair) for pair in {pair for _, pair in self.channels()}}
         if not self.runtime.blocking_messages:
@@ -341,23 +341,23 @@ class StepTime:
             costs[action] += took[pair]
         return replace(times, costs=costs)
 
-    def tied(self, times: Times) -> float:
+    def tied(self, times: Durations) -> float:
         """End of a pass with the messages of tied weights, see `parallel.tied`."""
         plan, tied = self.plan, self.counts.tied
         owner, holder = plan.stage_ranks[0], plan.stage_ranks[-1]
         if not tied or owner == holder:
-            return played(plan, times).makespan
+            return pass_times(plan, times).makespan
         gradients = tied * self.data.gradient_bytes / self.data.splits
         back = self.links.stage_s(gradients, holder, owner)
         if self.runtime.sharding == "replicas":
             # Both hold the weight, and add up its gradients.
-            ends = list(played(plan, times).ends)
+            ends = list(pass_times(plan, times).ends)
             ends[owner] = ends[holder] = max(ends[owner], ends[holder]) + back
             return max(ends)
         weights = tied * plan.dtype.itemsize / self.data.splits
         ready = list(times.ready)
         ready[holder] += self.links.stage_s(weights, owner, holder)
-        ends = list(played(plan, replace(times, ready=tuple(ready))).ends)
+        ends = list(pass_times(plan, replace(times, ready=tuple(ready))).ends)
         ends[owner] = max(ends[owner], ends[holder] + back)
         return max(ends)
 
@@ -399,7 +399,7 @@ class StepTime:
         split, the last one then has to go back to the first stage.
         """
         plan, count = self.plan, self.plan.num_microbatches
-        took = self.with_messages(Times(costs=self.costs()))
+        took = self.with_messages(Durations(costs=self.costs()))
         pairs = list(pairwise(plan.stage_ranks))
         sends = [took.latency.get(pair, 0.0) for pair in pairs]
         backs = [took.latency.get(pair[::-1], 0.0) for pair in pairs]

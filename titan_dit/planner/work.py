@@ -31,7 +31,7 @@ class Product(NamedTuple):
         return 2 * self.batch * self.m * self.n * self.k
 
 
-class Attention(NamedTuple):
+class AttentionCall(NamedTuple):
     """A fused attention kernel. Unfused attention is counted as products and moved bytes."""
 
     batch: float
@@ -75,9 +75,9 @@ class Work:
     """One pass of one part. Values of the mappings are numbers of calls."""
 
     products: Mapping[Product, float] = field(default_factory=dict)
-    attention: Mapping[Attention, float] = field(default_factory=dict)
+    attention: Mapping[AttentionCall, float] = field(default_factory=dict)
     messages: Mapping[Message, float] = field(default_factory=dict)
-    """The pass waits for each message; a "ring" is hidden by its `Attention`."""
+    """The pass waits for each message; a "ring" is hidden by its `AttentionCall`."""
     moved: float = 0.0
     """Bytes that all other operators read and write if each one is a kernel."""
     fused: float = 0.0
@@ -132,7 +132,7 @@ def added(first: Mapping[Key, float], second: Mapping[Key, float]) -> dict[Key, 
     return {key: count for key, count in both.items() if count}
 
 
-class Moments(NamedTuple):
+class AllocatedBytes(NamedTuple):
     """Bytes after every allocation and free in a part's passes.
 
     Each is linear in the microbatch size; their maximum is not.
@@ -183,8 +183,8 @@ class Part:
     """Bytes of its parameters' gradients at that point, in the compute dtype."""
     tensors: int
     """Parameter tensors."""
-    moments: Moments | None = None
-    """The moments whose maxima the peaks are; None if not known."""
+    allocated: AllocatedBytes | None = None
+    """Bytes at every moment, whose maxima the peaks are; None if not known."""
 
 
 @dataclass(frozen=True, kw_only=True)

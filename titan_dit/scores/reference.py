@@ -15,7 +15,7 @@ from titan_dit.scores import pictures, score
 from titan_dit.scores.features import Features
 from titan_dit.scores.moments import Moments
 from titan_dit.scores.pictures import Pictures
-from titan_dit.scores.score import Described
+from titan_dit.scores.score import Statistics
 
 UNKNOWN = 2**31
 """Count of moments that were stored without one. It is large: the covariance then has full rank."""
@@ -23,7 +23,7 @@ MEAN, COVARIANCE, COUNT, MADE_BY, SIZE = "mu", "sigma", "count", "features", "si
 """Arrays of a .npz with moments. MEAN and COVARIANCE are those of ADM and pytorch-fid; SIZE is the
 pictures' side."""
 
-Reference: TypeAlias = Pictures | Described
+Reference: TypeAlias = Pictures | Statistics
 
 
 def open_reference(
@@ -36,7 +36,7 @@ def open_reference(
     """
     place = Path(path).expanduser()
     if place.is_dir():
-        return pictures.of_folder(place, size, where)
+        return pictures.open_folder(place, size, where)
     if not place.is_file() or place.suffix != ".npz":
         raise UserError(
             f"{where} {path}: no such folder of pictures, and no .npz file with "
@@ -50,8 +50,8 @@ def open_reference(
             raise UserError(
                 f"{where} {path} holds moments only, but {', '.join(lacking)} needs pictures."
             )
-        return Described(moments_of(place, size, network, where))
-    found = pictures.of_npz(place, where)
+        return Statistics(moments_of(place, size, network, where))
+    found = pictures.open_npz(place, where)
     check_size(found.read(range(1)).shape[1:3], size, f"{where} {path}")
     serves = "fid" in names and {MEAN, COVARIANCE} <= held
     if serves and not misfit_of_moments(place, network, where):
@@ -142,30 +142,30 @@ def integer_of(path: Path, where: str, name: str, least: int) -> int:
 
 def counts(real: Reference) -> dict[str, int]:
     """Metric -> number of a reference's pictures that it compares with."""
-    if isinstance(real, Described):
+    if isinstance(real, Statistics):
         return {"fid": real.moments.count}
     of_fid = real.count if real.moments is None else real.moments.count
     return {"fid": of_fid, "kid": real.count, "prdc": real.count}
 
 
-def describe_reference(
+def reference_statistics(
     network: Features, real: Reference, names: Sequence[str]
-) -> Described | None:
+) -> Statistics | None:
     """Statistics of a reference on the first rank; None on the others. Collective.
 
     Moments in its file replace those of its pictures, which may be fewer.
     """
-    if isinstance(real, Described):
+    if isinstance(real, Statistics):
         return real
     if real.moments is None:
-        return score.describe(network, real, names)
+        return score.compute_statistics(network, real, names)
     if not {"kid", "prdc"} & {*names}:
-        return Described(real.moments)
-    found = score.describe(network, real, names)
+        return Statistics(real.moments)
+    found = score.compute_statistics(network, real, names)
     return found and replace(found, moments=real.moments)
 
 
-def save_moments(file: IO[bytes], described: Described, network: Features, size: int) -> None:
+def save_moments(file: IO[bytes], described: Statistics, network: Features, size: int) -> None:
     """Write moments as ADM's `mu` and `sigma`, with their count, features and pictures' size."""
     moments = described.moments
     np.savez(

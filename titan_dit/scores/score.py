@@ -129,7 +129,7 @@ PIXELS = 1 << 24
 
 
 @dataclass(frozen=True)
-class Described:
+class Statistics:
     """Statistics of a set of pictures that the metrics need."""
 
     moments: Moments
@@ -137,12 +137,16 @@ class Described:
     logits: Float[Tensor, "n k"] | None = None
 
 
-def described(features: Float[Tensor, "n d"], logits: Float[Tensor, "n k"] | None) -> Described:
+def statistics_of(
+    features: Float[Tensor, "n d"], logits: Float[Tensor, "n k"] | None
+) -> Statistics:
     """Statistics of features."""
-    return Described(merge(map(Moments.of, torch.split(features, BATCH))), features, logits)
+    return Statistics(merge(map(Moments.of, torch.split(features, BATCH))), features, logits)
 
 
-def describe(network: Features, chosen: Pictures, names: Sequence[str]) -> Described | None:
+def compute_statistics(
+    network: Features, chosen: Pictures, names: Sequence[str]
+) -> Statistics | None:
     """Statistics of pictures on the first rank; None on the others. Collective.
 
     Rank r computes the batches r, r + ranks, ... Only what the metrics `names` need is kept.
@@ -176,7 +180,7 @@ def rows_at_once(chosen: Pictures) -> int:
 
 def joined(
     ranks: Ranks, moments: Sequence[Moments], parts: Mapping[str, Tensor]
-) -> Described | None:
+) -> Statistics | None:
     """Join the statistics of all ranks on the first; None on the others."""
     mine = {name: tensor.contiguous() for name, tensor in parts.items()}
     if moments:
@@ -196,10 +200,12 @@ def joined(
         found = [every[name] for name in sorted(every) if name.startswith(kind)]
         return torch.cat(found) if found else None
 
-    return Described(whole, rows("features."), rows("logits."))
+    return Statistics(whole, rows("features."), rows("logits."))
 
 
-def score(drawn: Described, real: Described, names: Sequence[str], network: str) -> dict[str, Any]:
+def score(
+    drawn: Statistics, real: Statistics, names: Sequence[str], network: str
+) -> dict[str, Any]:
     """Metric -> value for the metrics `names`. With Inception's features they have FID's names."""
     known = network == "inception"
     found: dict[str, Any] = {}
@@ -230,7 +236,7 @@ def check_network(network: Features, names: Sequence[str], size: int, where: str
         raise UserError(f"{where}: is needs class scores, which {network.name} does not give.")
 
 
-def check(names: Sequence[str], count: int, real: Mapping[str, int], where: str) -> None:
+def check_metrics(names: Sequence[str], count: int, real: Mapping[str, int], where: str) -> None:
     """Raise UserError unless the metrics are known and there are enough pictures.
 
     `count`: number of drawn pictures; `real`: by metric, number of reference pictures.

@@ -17,7 +17,7 @@ from titan_dit.observe.console import SCORE
 from titan_dit.scores import features, reference, score
 from titan_dit.scores.features import Features
 from titan_dit.scores.pictures import Pictures
-from titan_dit.scores.score import Described
+from titan_dit.scores.score import Statistics
 
 WHERE = "[evaluation]"
 BATCH = 64
@@ -30,7 +30,7 @@ class Evaluation:
 
     config: EvaluationConfig
     network: Features
-    real: Described | None
+    real: Statistics | None
     """The reference's features; None on all ranks but the first."""
     classes: Mapping[str, int]
     """Class -> number of pictures in the reference; drawn pictures have the same proportions."""
@@ -73,7 +73,7 @@ class Evaluation:
                 console.say(f"{WHERE} {lost} of {num} samples are NaN or infinite: no scores")
                 return {}
             whole = {name: torch.cat(parts) for name, parts in found.items() if parts}
-            described = score.described(whole["features"], whole.get("logits"))
+            described = score.statistics_of(whole["features"], whole.get("logits"))
             names = self.config.metrics
             every = score.score(described, self.real, names, self.network.name)
             return {f"{SCORE}{name}": value for name, value in every.items()}
@@ -91,8 +91,8 @@ def open_evaluation(
     where = f"{WHERE} reference"
     score.check_network(network, names, size, f"{WHERE} metrics")
     found = reference.open_reference(config.reference, size, network, names, where)
-    score.check(names, config.num, reference.counts(found), f"{WHERE} metrics")
-    real = reference.describe_reference(network, found, names)
+    score.check_metrics(names, config.num, reference.counts(found), f"{WHERE} metrics")
+    real = reference.reference_statistics(network, found, names)
     classes = found.classes if isinstance(found, Pictures) else {}
     if classes and not objective.knows_classes(classes) and Ranks().is_first:
         console.say(

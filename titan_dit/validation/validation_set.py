@@ -225,7 +225,7 @@ def losses(
     return {LOSS: sum(means.values()) / len(means), **others, **named}
 
 
-def losses_of_all(
+def losses_with_averages(
     chosen: ValidationSet,
     objective: Objective,
     executor: Executor,

@@ -89,7 +89,7 @@ CONVERTED = "to_srgb"
 
 
 @runtime_checkable
-class ShardPlan(Protocol):
+class ShardJob(Protocol):
     """Interface of a plan of shards, for `data pack` and `data encode`."""
 
     @property
@@ -173,7 +173,7 @@ class Chunks(ABC):
 
 
 @dataclass(frozen=True)
-class PackPlan(Chunks):
+class PackJob(Chunks):
     """Everything that determines the shards' bytes, without workers and output path."""
 
     command: ClassVar[str] = "data pack"
@@ -288,7 +288,7 @@ class ChunkRecord:
 
 
 def pack_chunk(
-    plan: PackPlan,
+    plan: PackJob,
     digest: str,
     output: Path,
     chunk: int,
@@ -302,7 +302,7 @@ def pack_chunk(
 
 
 def write_chunk(
-    plan: ShardPlan,
+    plan: ShardJob,
     digest: str,
     output: Path,
     chunk: int,
@@ -329,7 +329,7 @@ def write_chunk(
         write_json(output / f"{stem}.json", asdict(record))
 
 
-def shard_of(plan: ShardPlan, kept: Sequence[int], latents: Shaped[Tensor, "n c h w"]) -> bytes:
+def shard_of(plan: ShardJob, kept: Sequence[int], latents: Shaped[Tensor, "n c h w"]) -> bytes:
     """The bytes of a shard."""
     labels = plan.labels[torch.tensor(kept)].repeat_interleave(plan.copies)
     # Not save_file: its files have mode 0600, and if killed it leaves a temporary file.
@@ -338,7 +338,7 @@ def shard_of(plan: ShardPlan, kept: Sequence[int], latents: Shaped[Tensor, "n c 
 
 
 @contextmanager
-def writing(file: Path, command: str = PackPlan.command) -> Iterator[None]:
+def writing(file: Path, command: str = PackJob.command) -> Iterator[None]:
     """Turn an OSError into a UserError that names the file and the fix."""
     try:
         yield
@@ -363,7 +363,7 @@ def read_record(output: Path, stem: str) -> ChunkRecord | None:
 
 
 def pack_chunks(
-    plan: PackPlan,
+    plan: PackJob,
     output: Path,
     chunks: list[int],
     budget: DecodingBudget,
@@ -404,7 +404,7 @@ def end_with_parent() -> None:
 SOURCES = "sources.json"
 
 
-def stamps_of(plan: ShardPlan) -> list[str]:
+def stamps_of(plan: ShardJob) -> list[str]:
     """By chunk: a digest of its files' lengths and modification times."""
     return [
         hashlib.sha256(
@@ -415,7 +415,7 @@ def stamps_of(plan: ShardPlan) -> list[str]:
 
 
 def check_sources(
-    plan: ShardPlan, output: Path, digest: str, made: Mapping[int, ChunkRecord], verify: bool
+    plan: ShardJob, output: Path, digest: str, made: Mapping[int, ChunkRecord], verify: bool
 ) -> None:
     """Raise UserError if files of finished chunks have changed; else record their state.
 
@@ -450,7 +450,7 @@ def check_sources(
             write_json(output / SOURCES, {"plan": digest, "chunks": chunks})
 
 
-def check_sources_unchanged(plan: ShardPlan, output: Path, digest: str) -> None:
+def check_sources_unchanged(plan: ShardJob, output: Path, digest: str) -> None:
     """Raise UserError if files changed while they were read."""
     pairs = zip(recorded(plan, output, digest), stamps_of(plan), strict=True)
     if any(before not in (None, now) for before, now in pairs):
@@ -460,7 +460,7 @@ def check_sources_unchanged(plan: ShardPlan, output: Path, digest: str) -> None:
         )
 
 
-def recorded(plan: ShardPlan, output: Path, digest: str) -> list[str | None]:
+def recorded(plan: ShardJob, output: Path, digest: str) -> list[str | None]:
     """By chunk: the recorded digest of its files for this plan; None if not known."""
     file = output / SOURCES
     found = user_text.read_json(file, str(file)) if file.is_file() else None
@@ -475,7 +475,7 @@ Progress = Callable[[int, int], None]
 """Called often with (files done, of which dropped)."""
 
 
-def pack_here(plan: PackPlan, output: Path, todo: list[int], progress: Progress) -> None:
+def pack_here(plan: PackJob, output: Path, todo: list[int], progress: Progress) -> None:
     """Pack the chunks of `todo` in this process."""
     digest, counts = plan.digest(), [0, 0]
 
@@ -492,7 +492,7 @@ def pack_here(plan: PackPlan, output: Path, todo: list[int], progress: Progress)
 
 
 def run_workers(
-    plan: PackPlan, output: Path, todo: list[int], workers: int, progress: Progress
+    plan: PackJob, output: Path, todo: list[int], workers: int, progress: Progress
 ) -> None:
     """Pack the chunks of `todo` in worker processes; worker i takes todo[i::workers]."""
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork.
@@ -562,7 +562,7 @@ TEMPORARY = r"\.tmp\w{6}"
 """Temporary files that an earlier version left when it was killed."""
 
 
-def make_plan(
+def make_job(
     source: Path,
     output: Path,
     *,
@@ -575,7 +575,7 @@ def make_plan(
     shard_size: int | None = None,
     text: str | None = None,
     max_pixels: int | None = None,
-) -> PackPlan:
+) -> PackJob:
     """List a folder and plan its shards."""
     listing, stated = list_folder(source, num_classes, classes), read_folder_manifest(source)
     pictures = listing.kind == "images"
@@ -586,7 +586,7 @@ def make_plan(
             f"[data pack] image_size={image_size}: {source} holds latents, not images. Omit it."
         )
     dtype = "uint8" if pictures else dtype or "float16"
-    shape = shape_of_most(listing, image_size, max_pixels)
+    shape = most_common_shape(listing, image_size, max_pixels)
     about = {
         "source": text or stated["source"] or f"packed from {source.resolve().name}",
         "num_classes": listing.num_classes,
@@ -597,7 +597,7 @@ def make_plan(
     }
     bytes_each = math.prod(shape) * STORED_DTYPES[dtype].itemsize
     size = shard_size or max(1, SHARD_BYTES // bytes_each)
-    return PackPlan(
+    return PackJob(
         listing,
         output.resolve().name,
         shape,
@@ -609,7 +609,7 @@ def make_plan(
     )
 
 
-def shape_of_most(
+def most_common_shape(
     listing: Listing, image_size: int | None, max_pixels: int | None, num: int = 64
 ) -> tuple[int, int, int]:
     """Return the most frequent shape of up to `num` evenly spaced files."""
@@ -653,7 +653,7 @@ def read_sample(
 
 
 def pack(
-    plan: PackPlan, output: Path, workers: int, progress: Progress, verify: bool = False
+    plan: PackJob, output: Path, workers: int, progress: Progress, verify: bool = False
 ) -> list[tuple[int, str]] | None:
     """Write the shards and the manifest; return the dropped files, or None if already packed.
 
@@ -684,7 +684,7 @@ def pack(
 
 
 def resumed(
-    plan: ShardPlan, output: Path, digest: str, verify: bool
+    plan: ShardJob, output: Path, digest: str, verify: bool
 ) -> dict[int, ChunkRecord] | None:
     """Records of finished chunks; None if the output is whole.
 
@@ -707,7 +707,7 @@ def resumed(
     return found
 
 
-def all_finished(plan: ShardPlan, output: Path, digest: str) -> list[ChunkRecord]:
+def all_finished(plan: ShardJob, output: Path, digest: str) -> list[ChunkRecord]:
     """Records of all chunks. UserError if one is missing, or if all files were dropped."""
     check_sources_unchanged(plan, output, digest)
     records = list(find_finished(plan, output, digest).values())
@@ -732,7 +732,7 @@ def num_converted(output: Path) -> int:
     return sum(int(shard.get("extra", {}).get(CONVERTED, 0)) for shard in shards)
 
 
-def check_output(plan: ShardPlan, output: Path) -> None:
+def check_output(plan: ShardJob, output: Path) -> None:
     """Refuse an output that is inside the input, or holds anything but this plan's files."""
     root = plan.root.resolve()
     if output.resolve() == root or root in output.resolve().parents:
@@ -773,7 +773,7 @@ def has_size(output: Path, file: str, size: int) -> bool:
 
 
 def records_of(
-    plan: ShardPlan, output: Path, digest: str, manifest: dict[str, Any]
+    plan: ShardJob, output: Path, digest: str, manifest: dict[str, Any]
 ) -> dict[int, ChunkRecord]:
     """Records of the chunks of a finished dataset, from its manifest.
 
@@ -807,7 +807,7 @@ def reasons_of(report: Path, rows: int) -> dict[str, str]:
         ) from None
 
 
-def find_finished(plan: ShardPlan, output: Path, digest: str) -> dict[int, ChunkRecord]:
+def find_finished(plan: ShardJob, output: Path, digest: str) -> dict[int, ChunkRecord]:
     """Return the records of finished chunks, from this run or an earlier one."""
     found = {}
     for chunk in range(plan.num_chunks):
@@ -818,7 +818,7 @@ def find_finished(plan: ShardPlan, output: Path, digest: str) -> dict[int, Chunk
 
 
 def write_all(
-    plan: ShardPlan,
+    plan: ShardJob,
     output: Path,
     digest: str,
     records: list[ChunkRecord],
@@ -859,7 +859,7 @@ def write_all(
     clean(plan, output)
 
 
-def clean(plan: ShardPlan, output: Path, all_of_it: bool = False) -> None:
+def clean(plan: ShardJob, output: Path, all_of_it: bool = False) -> None:
     """Delete the files kept for resuming; with `all_of_it`, also the shards and the folder."""
     endings = "json|safetensors" if all_of_it else "json"
     leftover = (
@@ -876,7 +876,7 @@ def clean(plan: ShardPlan, output: Path, all_of_it: bool = False) -> None:
             output.rmdir()
 
 
-def classes_without_samples(plan: ShardPlan, dropped: list[tuple[int, str]]) -> list[int]:
+def classes_without_samples(plan: ShardJob, dropped: list[tuple[int, str]]) -> list[int]:
     """Return the classes whose files were all dropped."""
     labels = plan.labels
     kept = torch.ones(len(labels), dtype=torch.bool)

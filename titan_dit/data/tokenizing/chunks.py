@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 from titan_dit.config.section import UserError
 from titan_dit.config.user_text import BadTextError, decode, is_utf8, parse_json
-from titan_dit.data.tar_members import Member, refuse_sparse
+from titan_dit.data.tar_members import BoundedMember, refuse_sparse
 
 GZIP, XZ, BZ2 = b"\x1f\x8b", b"\xfd7zXZ\x00", b"BZh"
 """First bytes of each format."""
@@ -125,7 +125,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TextChunk:
     """Undecoded text of one file."""
 
     file: str
@@ -161,7 +161,7 @@ def check_inputs(paths: list[Path], command: str) -> int:
 
 def read_chunks(
     paths: list[Path], command: str, limits: Limits = Limits()
-) -> Iterator[tuple[Chunk, int]]:
+) -> Iterator[tuple[TextChunk, int]]:
     """Yield (chunk, bytes of files read so far) for all files.
 
     Raises UserError for a file that is damaged, or that changes while it is read.
@@ -190,14 +190,14 @@ def read_chunks(
         before += size
 
 
-def chunks_of(path: Path, file: Any, where: str, limits: Limits) -> Iterator[Chunk]:
+def chunks_of(path: Path, file: Any, where: str, limits: Limits) -> Iterator[TextChunk]:
     """Yield the chunks of an open file; for a tar, of all its members of a known kind."""
     if not path.name.lower().endswith(TARS):
         yield from chunks_in(str(path), path.name, file, where, limits)
         return
     magic = next((form for form in (GZIP, XZ, BZ2) if file.peek(6).startswith(form)), b"")
     packed = unpacking(file, magic, where, limits) if magic else file
-    with tarfile.open(fileobj=packed, mode="r|", tarinfo=Member) as tar:
+    with tarfile.open(fileobj=packed, mode="r|", tarinfo=BoundedMember) as tar:
         while (member := tar.next()) is not None:
             tar.members.clear()  # type: ignore[attr-defined] # A stream may have millions.
             if member.isfile() and kind_of(member.name):
@@ -208,7 +208,7 @@ def chunks_of(path: Path, file: Any, where: str, limits: Limits) -> Iterator[Chu
                 yield from chunks_in(name, member.name, inner, where, limits)
 
 
-def chunks_in(shown: str, name: str, file: Any, where: str, limits: Limits) -> Iterator[Chunk]:
+def chunks_in(shown: str, name: str, file: Any, where: str, limits: Limits) -> Iterator[TextChunk]:
     """Yield the chunks of an open file, decompressed by the suffix of its name."""
     kind, suffix = kind_of(name), Path(name.lower()).suffix
     assert kind
@@ -217,13 +217,13 @@ def chunks_in(shown: str, name: str, file: Any, where: str, limits: Limits) -> I
         file = unpacking(file, MAGIC[suffix], where, limits)
     if kind == "txt":
         # One byte more than is allowed: texts_of refuses it.
-        yield Chunk(shown, kind, 1, file.read(most + 1), most)
+        yield TextChunk(shown, kind, 1, file.read(most + 1), most)
         return
     line = 1
     while data := file.read(CHUNK_BYTES):
         if not data.endswith(b"\n"):
             data += rest_of_line(file, most)
-        yield Chunk(shown, kind, line, data, most)
+        yield TextChunk(shown, kind, line, data, most)
         line += data.count(b"\n")
 
 
@@ -261,7 +261,7 @@ def advice_for(bad: Sequence[BadLine]) -> str:
     return "--json-keys names the keys of the text." if of_keys else "Correct the files."
 
 
-def texts_of(chunk: Chunk, keys: Sequence[str]) -> Iterator[tuple[str, ...] | BadLine]:
+def texts_of(chunk: TextChunk, keys: Sequence[str]) -> Iterator[tuple[str, ...] | BadLine]:
     """Yield each document's texts, one per key; a .txt file is one text for every key."""
     is_text = chunk.kind == "txt"
     parts = [chunk.data] if is_text else chunk.data.split(b"\n")

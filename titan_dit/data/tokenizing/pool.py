@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan_dit.config.section import UserError
-from titan_dit.data.tokenizing.chunks import BadLine, Chunk, texts_of
+from titan_dit.data.tokenizing.chunks import BadLine, TextChunk, texts_of
 from titan_dit.launcher.disk_errors import FULL, shared_memory_is_full
 
 
@@ -71,7 +71,7 @@ class Encoder:
         self.tokenizer = Tokenizer.from_str(recipe.tokenizer)
         self.split = splitter(recipe.language) if recipe.language else None
 
-    def __call__(self, chunk: Chunk) -> Encoded:
+    def __call__(self, chunk: TextChunk) -> Encoded:
         """Encode the documents of a chunk."""
         keys, bad, columns = self.recipe.keys, [], []
         for found in texts_of(chunk, self.recipe.keys):
@@ -147,14 +147,14 @@ def one_thread() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def work(chunk: Chunk) -> Encoded:
+def work(chunk: TextChunk) -> Encoded:
     """Encode a chunk in a worker."""
     assert encoder
     return encoder(chunk)
 
 
 def encode_here(
-    recipe: Recipe, chunks: Iterator[tuple[Chunk, int]]
+    recipe: Recipe, chunks: Iterator[tuple[TextChunk, int]]
 ) -> Iterator[tuple[Encoded, int]]:
     """Encode the chunks in this process."""
     one_thread()
@@ -164,7 +164,7 @@ def encode_here(
 
 
 def encode_all(
-    recipe: Recipe, chunks: Iterator[tuple[Chunk, int]], workers: int
+    recipe: Recipe, chunks: Iterator[tuple[TextChunk, int]], workers: int
 ) -> Iterator[tuple[Encoded, int]]:
     """Yield (encoded chunk, bytes read up to it), in order."""
     if workers == 1:

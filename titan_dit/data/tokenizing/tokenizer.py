@@ -54,7 +54,7 @@ def check_ids(vocabulary: Mapping[str, int], where: str) -> None:
         )
 
 
-def of_vocabulary(vocab: Path, merges: Path | None, lower: bool, where: str) -> Any:
+def from_vocabulary(vocab: Path, merges: Path | None, lower: bool, where: str) -> Any:
     """GPT-2's tokenizer from vocab.json and merges.txt, or BERT's from vocab.txt."""
     library = needed("tokenizers", where)
     models = library.models
