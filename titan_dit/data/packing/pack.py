@@ -1,6 +1,6 @@
 """Pack folders of latents or images into shards: parallel and resumable.
 
-Workers write chunks of a listing, each shard atomically. In the output `pack.json` holds the plan's
+Workers write chunks of a listing, each shard atomically. In the output `pack.json` holds the job's
 digest and is locked; `sources.json` records which files the shards were made of.
 """
 
@@ -56,7 +56,7 @@ from titan_dit.system.files import sync_folder, write_whole
 
 @contextmanager
 def claimed(output: Path, digest: str, command: str = "data pack") -> Iterator[None]:
-    """Hold the lock of an output folder. Refuses a folder that another plan has begun."""
+    """Hold the lock of an output folder. Refuses a folder that another job has begun."""
     descriptor = lock(output, command)
     try:
         held = os.read(descriptor, 4096)
@@ -90,7 +90,7 @@ CONVERTED = "to_srgb"
 
 @runtime_checkable
 class ShardJob(Protocol):
-    """Interface of a plan of shards, for `data pack` and `data encode`."""
+    """A job that writes shards, of `data pack` or `data encode`."""
 
     @property
     def command(self) -> str:
@@ -207,7 +207,7 @@ class PackJob(Chunks):
         return self.listing.labels
 
     def digest(self) -> str:
-        """Return a SHA-256 of the plan, independent of the parent folders of input and output."""
+        """Return a SHA-256 of the job, independent of the parent folders of input and output."""
         listing = self.listing
         parts = (self.name, self.shape, self.dtype, self.shard_size, self.image_size, listing.kind)
         sha = hashlib.sha256(json.dumps([*parts, self.about], sort_keys=True).encode())
@@ -288,7 +288,7 @@ class ChunkRecord:
 
 
 def pack_chunk(
-    plan: PackJob,
+    job: PackJob,
     digest: str,
     output: Path,
     chunk: int,
@@ -296,13 +296,13 @@ def pack_chunk(
     report: Callable[[int, int], None],
 ) -> None:
     """Read a chunk; write its shard and record; `report` gets increments of (done, dropped)."""
-    kept, latents, dropped, num_converted = plan.read_chunk(chunk, budget, report)
+    kept, latents, dropped, num_converted = job.read_chunk(chunk, budget, report)
     extra = {CONVERTED: num_converted} if num_converted else {}
-    write_chunk(plan, digest, output, chunk, kept, latents, dropped, extra)
+    write_chunk(job, digest, output, chunk, kept, latents, dropped, extra)
 
 
 def write_chunk(
-    plan: ShardJob,
+    job: ShardJob,
     digest: str,
     output: Path,
     chunk: int,
@@ -313,25 +313,25 @@ def write_chunk(
 ) -> None:
     """Write a chunk's shard and its record, each whole or not at all; no shard if none is `kept`.
 
-    `latents` are the rows of the `kept` files, `plan.copies` for each.
+    `latents` are the rows of the `kept` files, `job.copies` for each.
     """
-    stem = f"{plan.name}-{chunk:05d}"
+    stem = f"{job.name}-{chunk:05d}"
     record = ChunkRecord(digest, "", 0, 0, "", dropped)
     if kept:
         file = f"{stem}.safetensors"
-        data = shard_of(plan, kept, latents)
-        with writing(output / file, plan.command):
+        data = shard_of(job, kept, latents)
+        with writing(output / file, job.command):
             write_whole(output / file, data)
         sha = hashlib.sha256(data).hexdigest()
-        count = len(kept) * plan.copies
+        count = len(kept) * job.copies
         record = ChunkRecord(digest, file, count, len(data), sha, dropped, extra or {})
-    with writing(output / f"{stem}.json", plan.command):
+    with writing(output / f"{stem}.json", job.command):
         write_json(output / f"{stem}.json", asdict(record))
 
 
-def shard_of(plan: ShardJob, kept: Sequence[int], latents: Shaped[Tensor, "n c h w"]) -> bytes:
+def shard_of(job: ShardJob, kept: Sequence[int], latents: Shaped[Tensor, "n c h w"]) -> bytes:
     """The bytes of a shard."""
-    labels = plan.labels[torch.tensor(kept)].repeat_interleave(plan.copies)
+    labels = job.labels[torch.tensor(kept)].repeat_interleave(job.copies)
     # Not save_file: its files have mode 0600, and if killed it leaves a temporary file.
     data: bytes = safetensors.save({"latent": latents.contiguous(), "label": labels})
     return data
@@ -363,7 +363,7 @@ def read_record(output: Path, stem: str) -> ChunkRecord | None:
 
 
 def pack_chunks(
-    plan: PackJob,
+    job: PackJob,
     output: Path,
     chunks: list[int],
     budget: DecodingBudget,
@@ -384,9 +384,9 @@ def pack_chunks(
         counts[2 * place + 1] += dropped
 
     try:
-        digest = plan.digest()
+        digest = job.digest()
         for chunk in chunks:
-            pack_chunk(plan, digest, output, chunk, budget, report)
+            pack_chunk(job, digest, output, chunk, budget, report)
     except (UserError, OSError) as error:
         named = line_of(error, "[data pack]") if isinstance(error, OSError) else str(error)
         errors.send(named)
@@ -404,80 +404,80 @@ def end_with_parent() -> None:
 SOURCES = "sources.json"
 
 
-def stamps_of(plan: ShardJob) -> list[str]:
+def stamps_of(job: ShardJob) -> list[str]:
     """By chunk: a digest of its files' lengths and modification times."""
     return [
         hashlib.sha256(
-            " ".join(f"{plan.stamp(row)}" for row in plan.rows(chunk)).encode()
+            " ".join(f"{job.stamp(row)}" for row in job.rows(chunk)).encode()
         ).hexdigest()[:32]
-        for chunk in range(plan.num_chunks)
+        for chunk in range(job.num_chunks)
     ]
 
 
 def check_sources(
-    plan: ShardJob, output: Path, digest: str, made: Mapping[int, ChunkRecord], verify: bool
+    job: ShardJob, output: Path, digest: str, made: Mapping[int, ChunkRecord], verify: bool
 ) -> None:
     """Raise UserError if files of finished chunks have changed; else record their state.
 
     `verify` reads and compares contents; otherwise lengths and modification times are compared.
     """
-    now, before = stamps_of(plan), recorded(plan, output, digest)
+    now, before = stamps_of(job), recorded(job, output, digest)
     unknown = [chunk for chunk in made if before[chunk] is None]
     if verify:
-        changed = [chunk for chunk, record in made.items() if not plan.has_made(record, chunk)]
+        changed = [chunk for chunk, record in made.items() if not job.has_made(record, chunk)]
         how, compare = "contents", ""
     else:
         changed = [chunk for chunk in made if before[chunk] not in (None, now[chunk])]
         how = "length or time of modification"
         compare = " If they are the same, --verify true compares their contents."
     if changed:
-        names = few([f"{plan.name}-{chunk:05d}" for chunk in changed])
+        names = few([f"{job.name}-{chunk:05d}" for chunk in changed])
         raise UserError(
-            f"[{plan.command}] input={plan.root}: files have changed ({how}) since these shards of "
+            f"[{job.command}] input={job.root}: files have changed ({how}) since these shards of "
             f"{output} were made of them: {names}. Delete {output}, or choose another --output."
             f"{compare}"
         )
     if unknown and not verify:
         stdio.write(
             sys.stderr,
-            f"whether the files of {plan.root} have changed is not known: an earlier version wrote "
+            f"whether the files of {job.root} have changed is not known: an earlier version wrote "
             f"{output}. --verify true compares their contents\n",
         )
     kept = {} if verify else dict.fromkeys(unknown)
     chunks = [kept.get(chunk, stamp) for chunk, stamp in enumerate(now)]
     if chunks != before:
-        with writing(output / SOURCES, plan.command):
+        with writing(output / SOURCES, job.command):
             write_json(output / SOURCES, {"plan": digest, "chunks": chunks})
 
 
-def check_sources_unchanged(plan: ShardJob, output: Path, digest: str) -> None:
+def check_sources_unchanged(job: ShardJob, output: Path, digest: str) -> None:
     """Raise UserError if files changed while they were read."""
-    pairs = zip(recorded(plan, output, digest), stamps_of(plan), strict=True)
+    pairs = zip(recorded(job, output, digest), stamps_of(job), strict=True)
     if any(before not in (None, now) for before, now in pairs):
         raise UserError(
-            f"[{plan.command}] input={plan.root}: files have changed while they were read. Delete "
+            f"[{job.command}] input={job.root}: files have changed while they were read. Delete "
             f"{output}, and repeat the command."
         )
 
 
-def recorded(plan: ShardJob, output: Path, digest: str) -> list[str | None]:
-    """By chunk: the recorded digest of its files for this plan; None if not known."""
+def recorded(job: ShardJob, output: Path, digest: str) -> list[str | None]:
+    """By chunk: the recorded digest of its files for this job; None if not known."""
     file = output / SOURCES
     found = user_text.read_json(file, str(file)) if file.is_file() else None
     if isinstance(found, dict) and found.get("plan") == digest:
         chunks = found.get("chunks")
-        if isinstance(chunks, list) and len(chunks) == plan.num_chunks:
+        if isinstance(chunks, list) and len(chunks) == job.num_chunks:
             return chunks
-    return [None] * plan.num_chunks
+    return [None] * job.num_chunks
 
 
 Progress = Callable[[int, int], None]
 """Called often with (files done, of which dropped)."""
 
 
-def pack_here(plan: PackJob, output: Path, todo: list[int], progress: Progress) -> None:
+def pack_here(job: PackJob, output: Path, todo: list[int], progress: Progress) -> None:
     """Pack the chunks of `todo` in this process."""
-    digest, counts = plan.digest(), [0, 0]
+    digest, counts = job.digest(), [0, 0]
 
     def report(done: int, dropped: int) -> None:
         counts[0] += done
@@ -486,23 +486,23 @@ def pack_here(plan: PackJob, output: Path, todo: list[int], progress: Progress) 
 
     try:
         for chunk in todo:
-            pack_chunk(plan, digest, output, chunk, plan.budget(), report)
+            pack_chunk(job, digest, output, chunk, job.budget(), report)
     except OSError as error:
         raise UserError(line_of(error, "[data pack]")) from None
 
 
 def run_workers(
-    plan: PackJob, output: Path, todo: list[int], workers: int, progress: Progress
+    job: PackJob, output: Path, todo: list[int], workers: int, progress: Progress
 ) -> None:
     """Pack the chunks of `todo` in worker processes; worker i takes todo[i::workers]."""
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork.
     shared = context.RawArray("q", 2 * workers)
     pipes = [context.Pipe(duplex=False) for _ in range(workers)]
-    budget = plan.budget(context)
+    budget = job.budget(context)
     processes = [
         context.Process(
             target=pack_chunks,
-            args=(plan, output, todo[i::workers], budget, shared, i, pipes[i][1]),
+            args=(job, output, todo[i::workers], budget, shared, i, pipes[i][1]),
             daemon=True,
         )
         for i in range(workers)
@@ -576,7 +576,7 @@ def make_job(
     text: str | None = None,
     max_pixels: int | None = None,
 ) -> PackJob:
-    """List a folder and plan its shards."""
+    """List a folder and choose the shards."""
     listing, stated = list_folder(source, num_classes, classes), read_folder_manifest(source)
     pictures = listing.kind == "images"
     if pictures and dtype:
@@ -653,38 +653,38 @@ def read_sample(
 
 
 def pack(
-    plan: PackJob, output: Path, workers: int, progress: Progress, verify: bool = False
+    job: PackJob, output: Path, workers: int, progress: Progress, verify: bool = False
 ) -> list[tuple[int, str]] | None:
     """Write the shards and the manifest; return the dropped files, or None if already packed.
 
     `verify` compares the contents of files that were packed before.
     """
-    check_output(plan, output)
-    digest = plan.digest()
+    check_output(job, output)
+    digest = job.digest()
     output.mkdir(parents=True, exist_ok=True)
     with claimed(output, digest):
-        finished = resumed(plan, output, digest, verify)
+        finished = resumed(job, output, digest, verify)
         if finished is None:
             return None
-        todo = [chunk for chunk in range(plan.num_chunks) if chunk not in finished]
-        done = sum(len(plan.rows(chunk)) for chunk in finished)
+        todo = [chunk for chunk in range(job.num_chunks) if chunk not in finished]
+        done = sum(len(job.rows(chunk)) for chunk in finished)
         dropped = sum(len(record.dropped) for record in finished.values())
 
         def report(newly_done: int, newly_dropped: int) -> None:
             progress(done + newly_done, dropped + newly_dropped)
 
         if min(workers, len(todo)) > 1:
-            run_workers(plan, output, todo, min(workers, len(todo)), report)
+            run_workers(job, output, todo, min(workers, len(todo)), report)
         else:
-            pack_here(plan, output, todo, report)
-        records = all_finished(plan, output, digest)
+            pack_here(job, output, todo, report)
+        records = all_finished(job, output, digest)
         with writing(output / MANIFEST):
-            write_all(plan, output, digest, records)
+            write_all(job, output, digest, records)
     return [drop for record in records for drop in record.dropped]
 
 
 def resumed(
-    plan: ShardJob, output: Path, digest: str, verify: bool
+    job: ShardJob, output: Path, digest: str, verify: bool
 ) -> dict[int, ChunkRecord] | None:
     """Records of finished chunks; None if the output is whole.
 
@@ -692,36 +692,36 @@ def resumed(
     """
     manifest = read_json(output)
     if manifest.get("plan") == digest:
-        records = records_of(plan, output, digest, manifest)
+        records = records_of(job, output, digest, manifest)
         if all(has_size(output, shard["file"], shard["bytes"]) for shard in manifest["shards"]):
             try:
-                check_sources(plan, output, digest, records, verify)
+                check_sources(job, output, digest, records, verify)
             finally:
-                clean(plan, output)  # Also of an error: the output is whole, and not claimed.
+                clean(job, output)  # Also of an error: the output is whole, and not claimed.
             return None
         for chunk, record in records.items():
-            write_json(output / f"{plan.name}-{chunk:05d}.json", asdict(record))
+            write_json(output / f"{job.name}-{chunk:05d}.json", asdict(record))
         (output / MANIFEST).unlink()
-    found = find_finished(plan, output, digest)
-    check_sources(plan, output, digest, found, verify)
+    found = find_finished(job, output, digest)
+    check_sources(job, output, digest, found, verify)
     return found
 
 
-def all_finished(plan: ShardJob, output: Path, digest: str) -> list[ChunkRecord]:
+def all_finished(job: ShardJob, output: Path, digest: str) -> list[ChunkRecord]:
     """Records of all chunks. UserError if one is missing, or if all files were dropped."""
-    check_sources_unchanged(plan, output, digest)
-    records = list(find_finished(plan, output, digest).values())
-    if len(records) != plan.num_chunks:
+    check_sources_unchanged(job, output, digest)
+    records = list(find_finished(job, output, digest).values())
+    if len(records) != job.num_chunks:
         raise UserError(
-            f"[{plan.command}] another process changed {output} during packing. Run the command "
+            f"[{job.command}] another process changed {output} during packing. Run the command "
             "again."
         )
     if not any(record.count for record in records):
-        clean(plan, output, all_of_it=True)
+        clean(job, output, all_of_it=True)
         row, reason = records[0].dropped[0]
         raise UserError(
-            f"[{plan.command}] none of the {len(plan.names):,} files can be packed; the first is "
-            f"{plan.root / plan.names[row]}: {reason}. Nothing was written."
+            f"[{job.command}] none of the {len(job.names):,} files can be packed; the first is "
+            f"{job.root / job.names[row]}: {reason}. Nothing was written."
         )
     return records
 
@@ -732,37 +732,37 @@ def num_converted(output: Path) -> int:
     return sum(int(shard.get("extra", {}).get(CONVERTED, 0)) for shard in shards)
 
 
-def check_output(plan: ShardJob, output: Path) -> None:
-    """Refuse an output that is inside the input, or holds anything but this plan's files."""
-    root = plan.root.resolve()
+def check_output(job: ShardJob, output: Path) -> None:
+    """Refuse an output that is inside the input, or holds anything but this job's files."""
+    root = job.root.resolve()
     if output.resolve() == root or root in output.resolve().parents:
         raise UserError(
-            f"[{plan.command}] output={output} is inside the input {plan.root}, so the shards "
+            f"[{job.command}] output={output} is inside the input {job.root}, so the shards "
             "would become part of it. Choose another --output."
         )
     if not output.exists():
         return
     if not output.is_dir():
-        raise UserError(f"[{plan.command}] output={output} is a file. Choose another --output.")
+        raise UserError(f"[{job.command}] output={output} is a file. Choose another --output.")
     stated = read_json(output)
-    if stated and stated.get("plan") != plan.digest():
+    if stated and stated.get("plan") != job.digest():
         raise UserError(
-            f"[{plan.command}] output={output} holds another dataset. Delete it or choose another "
+            f"[{job.command}] output={output} holds another dataset. Delete it or choose another "
             "--output."
         )
     written = f"{CLAIM}|{DROPPED}|{MANIFEST}|{SOURCES}|{re.escape(CAPTIONS)}"
-    known = rf"({re.escape(plan.name)}{SHARD_FILES}|{written})(\.partial)?"
+    known = rf"({re.escape(job.name)}{SHARD_FILES}|{written})(\.partial)?"
     if stated or (output / CLAIM).is_file():
         known += f"|{TEMPORARY}"
     strange = [path.name for path in output.iterdir() if not re.fullmatch(known, path.name)]
     if strange:
         raise UserError(
-            f"[{plan.command}] output={output} is not empty: it holds {sorted(strange)[0]}. Choose "
+            f"[{job.command}] output={output} is not empty: it holds {sorted(strange)[0]}. Choose "
             "another --output."
         )
-    if any(output.glob(f"{plan.name}-*")) and not stated and not (output / CLAIM).is_file():
+    if any(output.glob(f"{job.name}-*")) and not stated and not (output / CLAIM).is_file():
         raise UserError(
-            f"[{plan.command}] output={output} holds shards of unknown origin, without a "
+            f"[{job.command}] output={output} holds shards of unknown origin, without a "
             f"{MANIFEST}. Delete it or choose another --output."
         )
 
@@ -773,22 +773,22 @@ def has_size(output: Path, file: str, size: int) -> bool:
 
 
 def records_of(
-    plan: ShardJob, output: Path, digest: str, manifest: dict[str, Any]
+    job: ShardJob, output: Path, digest: str, manifest: dict[str, Any]
 ) -> dict[int, ChunkRecord]:
     """Records of the chunks of a finished dataset, from its manifest.
 
     A chunk is missing, and is packed again, if the list of its dropped files is lost.
     """
-    reasons = reasons_of(output / DROPPED, len(plan.names))
-    rows = enumerate(plan.names) if reasons else ()
+    reasons = reasons_of(output / DROPPED, len(job.names))
+    rows = enumerate(job.names) if reasons else ()
     dropped = {row: reasons[name] for row, name in rows if name in reasons}
     shards = {shard["file"]: shard for shard in manifest["shards"]}
     records = {}
-    for chunk in range(plan.num_chunks):
-        stem = f"{plan.name}-{chunk:05d}"
-        lost = [(row, dropped[row]) for row in plan.rows(chunk) if row in dropped]
+    for chunk in range(job.num_chunks):
+        stem = f"{job.name}-{chunk:05d}"
+        lost = [(row, dropped[row]) for row in job.rows(chunk) if row in dropped]
         shard = shards.get(f"{stem}.safetensors", {"file": "", "count": 0, "bytes": 0})
-        if shard["count"] // plan.copies + len(lost) == len(plan.rows(chunk)):
+        if shard["count"] // job.copies + len(lost) == len(job.rows(chunk)):
             records[chunk] = ChunkRecord(digest, **({"sha256": ""} | shard), dropped=lost)
     return records
 
@@ -807,18 +807,18 @@ def reasons_of(report: Path, rows: int) -> dict[str, str]:
         ) from None
 
 
-def find_finished(plan: ShardJob, output: Path, digest: str) -> dict[int, ChunkRecord]:
+def find_finished(job: ShardJob, output: Path, digest: str) -> dict[int, ChunkRecord]:
     """Return the records of finished chunks, from this run or an earlier one."""
     found = {}
-    for chunk in range(plan.num_chunks):
-        record = read_record(output, f"{plan.name}-{chunk:05d}")
+    for chunk in range(job.num_chunks):
+        record = read_record(output, f"{job.name}-{chunk:05d}")
         if record and record.plan == digest:
             found[chunk] = record
     return found
 
 
 def write_all(
-    plan: ShardJob,
+    job: ShardJob,
     output: Path,
     digest: str,
     records: list[ChunkRecord],
@@ -828,7 +828,7 @@ def write_all(
 
     `more`: further keys of the manifest.
     """
-    names = plan.names
+    names = job.names
     dropped = [
         {"file": names[row], "reason": reason}
         for record in records
@@ -844,11 +844,11 @@ def write_all(
         if record.file
     ]
     manifest: dict[str, Any] = {
-        "format": plan.format,
-        **plan.about,
+        "format": job.format,
+        **job.about,
         **(more or {}),
-        "shape": list(plan.shape),
-        "dtype": plan.dtype,
+        "shape": list(job.shape),
+        "dtype": job.dtype,
         "count": sum(record.count for record in records),
         "dropped": len(dropped),
         "plan": digest,
@@ -856,14 +856,14 @@ def write_all(
     }
     check_manifest(manifest, output / MANIFEST)  # The check of opening a dataset.
     write_json(output / MANIFEST, manifest)
-    clean(plan, output)
+    clean(job, output)
 
 
-def clean(plan: ShardJob, output: Path, all_of_it: bool = False) -> None:
+def clean(job: ShardJob, output: Path, all_of_it: bool = False) -> None:
     """Delete the files kept for resuming; with `all_of_it`, also the shards and the folder."""
     endings = "json|safetensors" if all_of_it else "json"
     leftover = (
-        rf"{re.escape(plan.name)}-\d{{5,}}\.({endings})|.*\.partial|{re.escape(CLAIM)}|{TEMPORARY}"
+        rf"{re.escape(job.name)}-\d{{5,}}\.({endings})|.*\.partial|{re.escape(CLAIM)}|{TEMPORARY}"
     )
     if all_of_it:
         leftover += f"|{SOURCES}"
@@ -876,9 +876,9 @@ def clean(plan: ShardJob, output: Path, all_of_it: bool = False) -> None:
             output.rmdir()
 
 
-def classes_without_samples(plan: ShardJob, dropped: list[tuple[int, str]]) -> list[int]:
+def classes_without_samples(job: ShardJob, dropped: list[tuple[int, str]]) -> list[int]:
     """Return the classes whose files were all dropped."""
-    labels = plan.labels
+    labels = job.labels
     kept = torch.ones(len(labels), dtype=torch.bool)
     kept[[row for row, _ in dropped]] = False
     had, left = (set(np.unique(some).tolist()) for some in (labels[labels >= 0], labels[kept]))
