@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def measured(path: Path, library: Tokenizer, ours: Encoder) -> tuple[float, float]:
-    """CPU seconds of the library and of ours for a file; each begins with every second chunk."""
+    """CPU seconds of the library and of `data tokenize` for a file; they take turns to go first."""
     seconds = {"theirs": 0.0, "ours": 0.0}
     texts: list[str] = []
 

@@ -113,7 +113,7 @@ def open_safetensors(path: Path) -> tuple[OnDemand, dict[str, str]]:
         for name in file.keys():  # noqa: SIM118
             part = file.get_slice(name)
             kind = DTYPES.get(part.get_dtype())
-            # A dtype that no network of ours has: its outline is the tensor itself.
+            # A dtype that none of our networks has: its outline is the tensor itself.
             known = file.get_tensor(name) if kind is None else None
             outline[name] = (
                 torch.empty(part.get_shape(), dtype=kind, device="meta") if known is None else known
