@@ -48,7 +48,7 @@ class LatentsKeys(DataKeys):
     scale: Finite | None = None
     """The model's input is (stored - shift) * scale. Unset: the manifest's, else 1."""
     shift: Finite | None = None
-    """Unset: the manifest's, else 0."""
+    """Subtracted from stored values before scaling. Unset: the manifest's, else 0."""
     verify: bool = False
     """Check all data at the start: the SHA-256 of every shard, or every file of a folder."""
 

@@ -41,7 +41,7 @@ class VAEFacts:
     """The autoencoder whose latents a dataset holds."""
 
     kind: str
-    """Its class in diffusers, such as "AutoencoderKL"."""
+    """The class in diffusers, such as "AutoencoderKL"."""
     digest: str
     """SHA-256 of its weights, see `pictures.autoencoder.digest_of_weights`."""
     factor: int
@@ -66,7 +66,7 @@ class LatentFacts(DataFacts):
     """[c, h, w] of every stored sample; [2c, h, w] for a mean and a std."""
     num_classes: int
     class_names: tuple[str, ...] = ()
-    """In label order; empty if the classes have no names."""
+    """Names in label order; empty if the classes have none."""
     scale: Units = 1.0
     shift: Units = 0.0
     """The model sees (stored - shift) * scale."""

@@ -281,7 +281,7 @@ class Listing:
     labels: Int64[Tensor, " n"]
     num_classes: int
     class_names: tuple[str, ...]
-    """In label order; empty if the class folders are numbers."""
+    """Names in label order; empty if the class folders are numbers."""
 
 
 def layout_of(root: Path) -> Layout:

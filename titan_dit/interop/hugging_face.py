@@ -127,7 +127,7 @@ class ModelFamily(ABC):
     """Architectures of transformers that correspond to one [model]."""
 
     architectures: tuple[str, ...]
-    """Their names in config.json."""
+    """Names of the architectures in config.json."""
     model: str
     """[model] name."""
     prefix: str

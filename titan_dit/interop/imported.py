@@ -172,7 +172,7 @@ class Leaf:
     outline: Tensor
     get: Callable[[], Tensor]
     source: tuple[int, str]
-    """Equal for the same tensor under other keys."""
+    """Identifier of the tensor, equal for one tensor under several keys."""
 
 
 def leaves(tree: Mapping[str, Any], model: Mapping[str, Tensor]) -> Iterator[Leaf]:

@@ -106,11 +106,11 @@ class PipelinePass:
 
 @dataclass
 class RankTimeline:
-    """One rank's window."""
+    """The timeline of one rank over the window."""
 
     rank: int
     spans: list[Span] = field(default_factory=list)
-    """Without gaps, from the first step to the end of the window."""
+    """Spans without gaps, from the first step to the end of the window."""
     steps: list[tuple[int, float]] = field(default_factory=list)
     """(Step, start)."""
     passes: list[PipelinePass] = field(default_factory=list)
@@ -259,7 +259,7 @@ class Timeline:
         return [rank.passes[number] for rank in self.ranks]
 
     def span_of(self, number: int) -> tuple[float, float]:
-        """From the moment the first rank is ready to the end of the last action."""
+        """(start, end) of a pass: from the first ready rank to the end of the last action."""
         ready = min(one.ready for one in self.passes(number))
         return ready, max(one.actions[-1].end for one in self.passes(number))
 
@@ -279,7 +279,7 @@ class Timeline:
 
     @cached_property
     def durations(self) -> dict[Action, list[float]]:
-        """Seconds of each action, in all passes."""
+        """Action -> its seconds in all passes."""
         found: defaultdict[Action, list[float]] = defaultdict(list)
         for number in range(self.num_passes):
             for one in self.passes(number):
@@ -340,7 +340,7 @@ def write_trace(path: Path, timeline: Timeline) -> None:
 
 
 def trace_events(timeline: Timeline) -> Iterator[Event]:
-    """All events of the trace."""
+    """Yield all events of the trace."""
     # Clocks are known to microseconds: a rank may seem to begin just before the first one.
     origin = min(rank.spans[0].start for rank in timeline.ranks)
     for rank in timeline.ranks:
@@ -422,7 +422,7 @@ class Travel(NamedTuple):
 
 
 def travelled(timeline: Timeline, origin: float) -> Iterator[Travel]:
-    """All messages of the window."""
+    """Yield all messages of the window."""
     for number, travel in enumerate(timeline.messages()):
         source, target, message, (left, _), arrival = travel
         # Clocks are known to microseconds: no message arrives before it left.
@@ -799,7 +799,7 @@ class TimelinePicture:
         self.pen.text(at, words, fill=OTHER if accused else INK, font=self.font, anchor="lm")
 
     def action(self, action: Action, turn: int, cut: tuple[int, int], top: int) -> None:
-        """One action, with its microbatch if there is room."""
+        """Draw one action, with its microbatch if there is room."""
         first, last = cut
         colour = COMPUTED[action.kind][1 + turn]
         # Its right pixel is left to the edge: neighbours of one colour stay apart.

@@ -86,11 +86,11 @@ class FinishedParts:
             write_whole(self.file(number), data)
 
     def read(self) -> Iterator[dict[str, Tensor]]:
-        """All parts, in order."""
+        """Yield the tensors of every part, in order."""
         return map(self.part, range(self.count))
 
     def part(self, number: int) -> dict[str, Tensor]:
-        """One part."""
+        """Tensors of a part. Raises UserError if its file cannot be read."""
         try:
             tensors: dict[str, Tensor] = safetensors.load_file(self.file(number))
         except (OSError, SafetensorError) as error:

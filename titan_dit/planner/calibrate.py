@@ -65,7 +65,7 @@ class Case:
     seconds: float
     runtime: Runtime = OURS
     same: str = ""
-    """Equal for rows that measured the same case. They are left out together."""
+    """Name that is equal for rows of the same measured case. They are left out together."""
 
 
 def predicted(case: Case, device: Device) -> float:

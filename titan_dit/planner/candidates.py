@@ -60,7 +60,7 @@ class Candidate(NamedTuple):
 
     @property
     def sizes(self) -> AxisSizes:
-        """Its mesh."""
+        """The mesh of this layout."""
         return AxisSizes(**dict(zip(self._fields[:5], self[:5], strict=True)))
 
     @property
@@ -336,7 +336,7 @@ class Space:
         return tuple(dict.fromkeys(("off", own.float8, RECIPE) if has else ("off",)))
 
     def _reshards(self, mesh: Candidate) -> Collection[str]:
-        """In a pipeline, and without shards, parameters are kept in any case."""
+        """Values of reshard_after_forward to try: one if parameters are kept in any case."""
         if mesh.pp > 1 or mesh.dp_shard * mesh.cp == 1:
             return self._options("parallel.reshard_after_forward", ("auto",))
         return self._options("parallel.reshard_after_forward", ("auto", "never"))

@@ -41,7 +41,7 @@ from titan_dit.planner.search import (
 
 @dataclass(frozen=True)
 class FakeStepInputs:
-    """What a fake step takes of a config, whatever the layout."""
+    """The parts of a config that a fake step needs, in any layout."""
 
     config: JobConfig
     facts: DataFacts
@@ -108,7 +108,10 @@ def fewest(
     model: CostModel,
     gpus: tuple[int, int],
 ) -> SmallestLayout | None:
-    """The first number of GPUs within `gpus` (from, to) that holds the run; None if none does."""
+    """The layout on the smallest number of GPUs, within `gpus` (from, to), that holds the run.
+
+    None if no number does.
+    """
     for count in gpu_counts(device, *gpus):
         found = smallest(config, device, fixed, model, count)
         if found and memory_of.fits(found.needed, device):
@@ -273,9 +276,9 @@ class Shortlist:
         self.rows, self.model = list(outcome.rows), model
         self.exact, self.peak_of = exact, peak_of
         self.counted: dict[int, PredictedLayout] = {}
-        """By id: with counts of their own, which may make a row slower or larger than the next."""
+        """id(row) -> rows with exact counts, which may be slower or larger than the next row."""
         self.confirmed: dict[int, PredictedLayout] = {}
-        """By id: with the memory of a fake step."""
+        """id(row) -> rows with the memory of a fake step."""
         self.composed = {row.candidate: row.needed.total for row in outcome.rows}
         self.dropped: list[Dropped] = []
         self.notes = list(outcome.notes)
@@ -380,7 +383,7 @@ def by_time(rows: Sequence[PredictedLayout]) -> list[PredictedLayout]:
 
 
 def others_by_time(rows: Sequence[PredictedLayout], best: PredictedLayout) -> list[PredictedLayout]:
-    """All but the best."""
+    """All rows but the best, the fastest first."""
     return [row for row in by_time(rows) if row is not best]
 
 
@@ -397,7 +400,7 @@ def with_exact_counts(
 def rehearsed(
     layout: PredictedLayout, model: CostModel, peak_of: PeakOf, device: Device
 ) -> tuple[PredictedLayout, str]:
-    """A layout with the memory of a whole fake step, and a note."""
+    """(the layout with the memory of a whole fake step, a note)."""
     sizes = layout.plan.sizes
     try:
         peak = peak_of(layout.plan, layout.rank)

@@ -65,7 +65,7 @@ def interpolated(first: Trace, second: Trace, sizes: tuple[int, int], size: int)
 
 
 def passed(one: RecordedPass, two: RecordedPass, line: Line) -> RecordedPass:
-    """One pass; its operators are equal but for their sizes."""
+    """The pass at the wanted size; the two passes differ in sizes only."""
     operators = zip(one.operators, two.operators, strict=True)
     changes = zip(one.changes, two.changes, strict=True)
     return RecordedPass(
@@ -75,7 +75,7 @@ def passed(one: RecordedPass, two: RecordedPass, line: Line) -> RecordedPass:
 
 
 def operator(one: Operator, two: Operator, line: Line) -> Operator:
-    """One operator."""
+    """The operator at the wanted size."""
     assert one.name == two.name, f"{one.name} at one microbatch size, {two.name} at another"
     return one._replace(
         reads=accesses(one.reads, two.reads, line),
@@ -151,13 +151,13 @@ class Rehearsals:
         )
         self.inputs = Inputs(sections)
         self.blocks: dict[tuple[Any, ...], Trace] = {}
-        """By `layout_of` and microbatch size."""
+        """Traces of a block, by `layout_of`, remat and microbatch size."""
         self.ends: dict[tuple[Any, ...], Rehearsal] = {}
-        """By `layout_of` without remat, and microbatch size."""
+        """Rehearsals of embed and head, by `layout_of` and microbatch size."""
         self.states: dict[tuple[Any, ...], Mapping[str, State]] = {}
-        """By tp, cp and precision."""
+        """Parameters and updates of the parts, by `state_key`."""
         self.chosen: dict[tuple[Any, ...], frozenset[str]] = {}
-        """See `in_float8`."""
+        """Results of `in_float8`."""
         self.found: dict[tuple[Any, ...], Counts] = {}
 
     def counts(self, plan: RunPlan) -> Counts:
@@ -171,7 +171,7 @@ class Rehearsals:
         return self.found[key]
 
     def make(self, plan: RunPlan) -> Counts:
-        """See `counts`."""
+        """Compute `counts`, without its cache."""
         layout, size = self.layout_of(plan), plan.microbatch_size
         sizes = sizes_of(plan)
         self.rehearse(plan, sizes)
@@ -561,7 +561,7 @@ def sliced(halves: Counts, cp: int) -> Counts:
 
 
 def combined(first: Any, second: Any, law: Callable[[float, float], float]) -> Any:
-    """`law` of every number of two counts, parts or works of equal operators."""
+    """Two counts, parts or works combined number by number with `law`."""
     found: dict[str, Any] = {}
     for f in fields(first):
         a, b = getattr(first, f.name), getattr(second, f.name)
@@ -583,7 +583,7 @@ def combined(first: Any, second: Any, law: Callable[[float, float], float]) -> A
 def combined_bytes(
     first: AllocatedBytes, second: AllocatedBytes | None, law: Callable[[float, float], float]
 ) -> AllocatedBytes | None:
-    """`law` of every moment; None if there are others."""
+    """Two timelines combined with `law`; None if their lengths differ."""
     if second is None or [*map(len, first)] != [*map(len, second)]:
         return None
     return AllocatedBytes(*(tuple(map(law, a, b)) for a, b in zip(first, second, strict=True)))
@@ -592,7 +592,10 @@ def combined_bytes(
 def items(
     first: Mapping[Item, float], second: Mapping[Item, float], law: Callable[[float, float], float]
 ) -> dict[Item, float]:
-    """`law` of every number of the operators and of how often they run."""
+    """Two mappings of equal operators combined with `law`: their numbers, and how often they run.
+
+    Raises OtherOperatorsError if the operators differ.
+    """
     found: dict[Item, float] = {}
     if len(first) != len(second):
         raise OtherOperatorsError
@@ -603,7 +606,7 @@ def items(
 
 
 def number(a: Any, b: Any, law: Callable[[float, float], float]) -> Any:
-    """`law` of two numbers; text and booleans are equal."""
+    """Two numbers combined with `law`. Text and booleans must be equal."""
     if isinstance(a, bool | str):
         if a != b:
             raise OtherOperatorsError

@@ -31,9 +31,9 @@ class Reduction(NamedTuple):
     """Seconds of the reduction of a unit's gradients."""
 
     shards: float
-    """Over FSDP's group."""
+    """Seconds over FSDP's group."""
     copies: float
-    """Then over the replicas of its shards."""
+    """Seconds over the replicas of its shards, which follow."""
 
 
 NOTHING = Reduction(0.0, 0.0)

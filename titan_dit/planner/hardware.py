@@ -80,7 +80,7 @@ class Device:
     inner_latency_us: NonNegativeFloat
     """Latency of one hop inside a node."""
     nics_per_node: NonNegativeInt
-    """0: a single node."""
+    """NICs of a node; 0 if there is only one node."""
     nic_gb_per_s: NonNegativeFloat
     """Bandwidth of one NIC."""
     node_latency_us: NonNegativeFloat
@@ -186,7 +186,7 @@ def build(table: Mapping[str, Any], kind: Any, file: str, prefix: str) -> Any:
 
 
 def value_of(value: object, hint: Any, file: str, prefix: str, key: str) -> Any:
-    """One value of a file as its field's type."""
+    """A value of a file, checked and converted to its field's type."""
     is_table = dataclasses.is_dataclass(hint) or get_origin(hint) is Mapping
     if not is_table:
         return conform(value, hint, f"{file}: {prefix}{key}")

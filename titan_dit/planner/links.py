@@ -157,19 +157,19 @@ class Network:
 
 
 def one_pass(nbytes: float, cost: GroupCost) -> float:
-    """All-gather, reduce-scatter or broadcast on a ring."""
+    """Seconds of an all-gather, reduce-scatter or broadcast on a ring."""
     return nbytes / cost.bandwidth + cost.pass_s
 
 
 def all_reduce(nbytes: float, cost: GroupCost) -> float:
-    """The faster of NCCL's ring, two passes, and its tree, which sends every byte up and down."""
+    """Seconds of an all-reduce: the faster of NCCL's ring (two passes) and its tree."""
     ranks = cost.group.ranks
     tree = nbytes * ranks / (ranks - 1) / cost.bandwidth + cost.tree_s
     return min(nbytes / cost.bandwidth + 2 * cost.pass_s, tree)
 
 
 def all_to_all(nbytes: float, cost: GroupCost) -> float:
-    """A part to every other rank: inside the node and across nodes at the same time."""
+    """Seconds of an all-to-all: inside the node and across nodes at the same time."""
     group = cost.group
     part = nbytes / (group.ranks - 1)
     inside = part * (group.inside - 1) / cost.inner
@@ -178,12 +178,12 @@ def all_to_all(nbytes: float, cost: GroupCost) -> float:
 
 
 def ring_hops(nbytes: float, cost: GroupCost) -> float:
-    """All hops of ring attention, one after the other, if nothing hides them."""
+    """Seconds of all hops of ring attention, one after the other, if nothing hides them."""
     return nbytes / cost.pair + (cost.group.ranks - 1) * cost.hop_s
 
 
 def one_send(nbytes: float, cost: GroupCost) -> float:
-    """To the next rank of the group."""
+    """Seconds of a message to the next rank of the group."""
     return nbytes / cost.pair + cost.hop_s
 
 

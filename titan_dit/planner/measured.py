@@ -43,7 +43,7 @@ class MeasuredStep:
     config: JobConfig
     plan: RunPlan
     step_ms: float
-    """Without waiting for data."""
+    """Milliseconds per step, without waiting for data."""
     allocated_gib: float | None = None
     """Peak of torch's allocated tensors; None if the step did not run on a GPU."""
     reserved_gib: float | None = None
@@ -55,7 +55,7 @@ class MeasuredStep:
     left_out: str = ""
     """The reason why no device is fitted to this step; empty if there is none."""
     peak_tflops: float | None = None
-    """Its peak in [precision] dtype, which mfu is a share of; None if not logged."""
+    """The device's peak in [precision] dtype, of which mfu is a share; None if not logged."""
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -144,7 +144,7 @@ class Sharding:
     reshards: bool
     """Units free their parameters after forward."""
     reshards_root: bool
-    """Embed and head free their parameters after forward, too."""
+    """True if embed and head free their parameters after forward, too."""
     prefetch: int
     """Units gathered ahead on request; 0: FSDP2's implicit prefetch."""
     accumulates: bool
@@ -180,7 +180,7 @@ class Sharding:
 
 
 def sharded_memory(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator[MemoryUse]:
-    """Forward and backward of a step's last microbatch under FSDP2."""
+    """Yield the memory at moments of a step's last forward and backward under FSDP2."""
     yield from _forward(counts, units, how)
     yield from _backward(counts, units, how)
 
@@ -286,7 +286,7 @@ def trained_of(counts: Counts, layers: int) -> float:
 
 
 def single_rank_memory(counts: Counts, layers: int, how: Sharding) -> Iterator[MemoryUse]:
-    """Forward and backward of the last microbatch on one rank, which has no FSDP."""
+    """Yield the memory at moments of a step's last microbatch on one rank, without FSDP."""
     embed, block, head = counts.embed, counts.block, counts.head
     is_cast = how.width < how.sum_width
     parameters = embed.parameters + head.parameters + layers * block.parameters
@@ -296,7 +296,7 @@ def single_rank_memory(counts: Counts, layers: int, how: Sharding) -> Iterator[M
     kept = embed.kept + layers * block.kept
 
     def at(made: float, activations: float, part: Part | None = None) -> MemoryUse:
-        """With the gradients of `made` elements of this microbatch, in the backward of `part`."""
+        """The memory in the backward of `part`, with the gradients of `made` elements."""
         temporary = part.backward_peak if part else 0.0
         # In the weights' own format they are added to the sums one by one.
         own = how.fresh * (how.width * made + (part.backward_gradients if part else 0.0))
@@ -443,11 +443,11 @@ class StageParts:
     has_embed: bool
     has_head: bool
     has_copy: bool
-    """It computes with a copy of the first stage's weights."""
+    """True if the stage computes with a copy of the first stage's weights."""
     units: tuple[int, ...]
-    """Blocks of its FSDP units."""
+    """Number of blocks of each FSDP unit."""
     whole_table: float = 0.0
-    """See `whole_table`."""
+    """Result of `whole_table`."""
 
     @cached_property
     def parameters(self) -> float:
@@ -581,7 +581,7 @@ def pipeline_memory(
     growth: float,
     sending: float,
 ) -> Iterator[MemoryUse]:
-    """Moments of a step's forwards and backwards on a pipeline rank.
+    """Yield the memory at moments of a step on a pipeline rank.
 
     `growth`: activations over those of the planned order. `sending`: bytes of a message that
     belongs to no action.

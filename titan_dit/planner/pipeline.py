@@ -41,7 +41,7 @@ class CompiledAction(NamedTuple):
     sends: tuple[int, int] | None
     """(source, target) rank, if another rank needs its output."""
     is_last: bool
-    """It ends the work of its stage."""
+    """True if the action ends the work of its stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ def compiled(order: Order) -> tuple[CompiledAction, ...]:
 
 
 def play(steps: Sequence[CompiledAction], num_ranks: int, times: Durations) -> PassTimes:
-    """One pass, every action as soon as its rank and its input are there.
+    """Simulate one pass: every action runs as soon as its rank and its input are ready.
 
     A channel has one latency for all messages, so none overtakes another.
     """
@@ -157,7 +157,7 @@ def pass_times(plan: RunPlan, times: Durations) -> PassTimes:
 
 
 def round_of(plan: RunPlan) -> int:
-    """Microbatches after which an order repeats itself."""
+    """Microbatches of a round, after which an order repeats itself."""
     pp = plan.sizes.pp
     if schedule_of(plan.pipeline.schedule).interleaved:
         return round_size(pp, plan.num_microbatches)

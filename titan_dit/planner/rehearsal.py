@@ -77,7 +77,7 @@ class Operator(NamedTuple):
     """One call of an operator. Views and allocations are not recorded."""
 
     name: str
-    """Without its namespace, overload and leading underscores."""
+    """Name without namespace, overload and leading underscores."""
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
     work: Product | AttentionCall | Message | None
@@ -684,7 +684,7 @@ class Inputs:
     def of(
         self, plan: RunPlan, size: int, executor: Any, memory: MemoryLog, marks: PassLog
     ) -> tuple[Prepared, Preparation]:
-        """This rank's slice of a batch of `size` samples; within `mode` and the logs.
+        """This rank's slice of a batch of `size` samples. Call it within `mode` and the logs.
 
         A new batch is recorded as the pass ("inputs", "prepare") of `marks`.
         """
@@ -891,7 +891,7 @@ class FakeParts:
         self.memory.mark(self.model.buffers(), StorageKind.PARAMETERS)
 
     def run(self, size: int) -> Rehearsal:
-        """One microbatch of `size` samples; after `cast`."""
+        """Rehearse one microbatch of `size` samples. Call `cast` before."""
         for parameter in self.parameters.values():
             parameter.grad = None
         self.log.found.clear()

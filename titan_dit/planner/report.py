@@ -92,7 +92,7 @@ def origin(device: Device) -> str:
 
 
 def steps(choice: Recommendation) -> str:
-    """The length of the run."""
+    """The length of the run, in steps or epochs, as text."""
     training = choice.space.config.training
     if training.steps:
         return f"{training.steps:,} steps"
@@ -277,7 +277,7 @@ def command(choice: Recommendation, name: str) -> str:
 
 
 def as_json(choice: Recommendation, top: int, name: str) -> dict[str, Any]:
-    """All of the report, as JSON."""
+    """The whole report as JSON values."""
     return {
         "config": name,
         "gpus": choice.space.gpus,

@@ -45,7 +45,7 @@ class Busy(NamedTuple):
     """Forward of one block."""
     backward: float
     ends: float
-    """Embed and head, both passes."""
+    """Forward and backward of embed and head."""
 
     def plus(self, other: Busy, times: float = 1.0) -> Busy:
         """The sum."""

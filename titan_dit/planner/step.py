@@ -78,7 +78,7 @@ class Setting:
     fused: tuple[bool, bool, bool]
     """True where elementwise operators are fused: in blocks, in embed and head, in `prepare`."""
     dropout: bool
-    """See `Runtime.attention_dropout`."""
+    """`Runtime.attention_dropout`."""
     splits: bool
     """True if the schedule splits backward."""
 
@@ -255,7 +255,7 @@ class StepTime:
         return self.pipelined() if self.plan.sizes.pp > 1 else self.local()
 
     def local(self) -> tuple[dict[str, float], int, tuple[float, ...]]:
-        """See `passes`, without a pipeline."""
+        """`passes` without a pipeline."""
         count, [stage] = self.plan.num_microbatches, self.stages
         terms = total((count, stage.forward), (count, stage.backward))
         computing = sum(terms.values())
@@ -274,7 +274,7 @@ class StepTime:
         )
 
     def pipelined(self) -> tuple[dict[str, float], int, tuple[float, ...]]:
-        """See `passes`, with a pipeline."""
+        """`passes` with a pipeline."""
         plan, count = self.plan, self.plan.num_microbatches
         computing = Durations(costs=self.costs())
         computed = pass_times(plan, computing)
