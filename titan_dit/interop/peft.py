@@ -42,7 +42,7 @@ INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")
 change them: their adapters do not fit the base."""
 
 Pair = tuple[Tensor, Tensor]
-"""An A and a B."""
+"""The (A, B) of an adapter."""
 
 
 def is_directory(path: Path) -> bool:

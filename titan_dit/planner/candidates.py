@@ -65,7 +65,7 @@ class Candidate(NamedTuple):
 
     @property
     def num_axes(self) -> int:
-        """Axes above 1."""
+        """Number of mesh axes above 1."""
         return sum(size > 1 for size in self[:5])
 
 

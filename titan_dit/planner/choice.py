@@ -286,7 +286,7 @@ class Shortlist:
     def first(
         self, device: Device, order: Callable[[], list[PredictedLayout]]
     ) -> PredictedLayout | None:
-        """The first one in an order that is confirmed."""
+        """The first layout of an order that passes `check`; None if none does."""
         while found := order():
             if id(found[0]) in self.confirmed:
                 return found[0]
@@ -319,7 +319,7 @@ class Shortlist:
         self.dropped.append(Dropped(row.candidate, most, why))
 
     def best(self, device: Device) -> tuple[PredictedLayout | None, PredictedLayout | None]:
-        """The one that is preferred, and the fastest other one."""
+        """(the recommended layout, the fastest other one); None if nothing fits."""
 
         def order() -> list[PredictedLayout]:
             # Within the error of the fastest: its time has to be exact, and it has to fit.

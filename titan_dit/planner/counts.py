@@ -218,7 +218,7 @@ class Rehearsals:
         return self.chosen[key]
 
     def rehearse(self, plan: RunPlan, sizes: Sequence[int]) -> None:
-        """Rehearse what is not known yet."""
+        """Rehearse the sizes that are not cached yet."""
         layout, remat, wanted = self.layout_of(plan), plan.remat, plan.microbatch_size
         missing = [each for each in sizes if (*layout, remat, each) not in self.blocks]
         if (*layout, wanted) not in self.ends and wanted not in missing:
@@ -232,7 +232,7 @@ class Rehearsals:
             self.blocks[*layout, remat, size] = rehearsal.parts["block"]
 
     def block(self, plan: RunPlan, sizes: tuple[int, int]) -> Trace:
-        """A block at the plan's microbatch size."""
+        """The trace of a block at the plan's microbatch size."""
         key, size = (*self.layout_of(plan), plan.remat), plan.microbatch_size
         one, two = (
             with_weight_gradients(self.blocks[*key, own], self.blocks[*key, other])
@@ -583,7 +583,7 @@ def combined(first: Any, second: Any, law: Callable[[float, float], float]) -> A
 def combined_bytes(
     first: AllocatedBytes, second: AllocatedBytes | None, law: Callable[[float, float], float]
 ) -> AllocatedBytes | None:
-    """Two timelines combined with `law`; None if their lengths differ."""
+    """Two sequences of bytes combined with `law`; None if their lengths differ."""
     if second is None or [*map(len, first)] != [*map(len, second)]:
         return None
     return AllocatedBytes(*(tuple(map(law, a, b)) for a, b in zip(first, second, strict=True)))

@@ -38,7 +38,7 @@ Share = Annotated[float, Bound(above=0, most=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Shares of the peaks that a software reaches, 0 to 1: what a calibration fits."""
+    """Shares of the peaks that software reaches, 0 to 1. A calibration fits them."""
 
     products: Share
     """Large matrix products, of the peak."""
@@ -54,7 +54,7 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """Device memory beside torch's tensors: what a calibration of memory fits."""
+    """Device memory besides torch's tensors. A calibration of memory fits it."""
 
     context_mib: NonNegativeFloat
     """CUDA context, kernels and libraries."""

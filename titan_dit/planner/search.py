@@ -375,7 +375,7 @@ class Search:
         self.left_out = False
         """True once `_could_win` has ruled out a candidate."""
         self.fewest = len(Candidate._fields)
-        """The fewest axes of a row within the error of the fastest."""
+        """Smallest number of mesh axes among the rows within the error of the fastest."""
         self.shown, self.next_look = 0, 0.0
         self.progress = ProgressLine(1, "layouts", what="plan") if shows else None
 

@@ -342,7 +342,7 @@ class StepTime:
         return replace(times, costs=costs)
 
     def tied(self, times: Durations) -> float:
-        """End of a pass with the messages of tied weights, see `parallel.tied`."""
+        """Seconds until a pass ends with the messages of tied weights, see `parallel.tied`."""
         plan, tied = self.plan, self.counts.tied
         owner, holder = plan.stage_ranks[0], plan.stage_ranks[-1]
         if not tied or owner == holder:
