@@ -232,7 +232,7 @@ def leaving_at_once(ranks: int, source: int, target: int, gpus: int) -> int:
 
 
 def near(nics: int, gpus: int, ranks: int) -> float:
-    """NICs near to `ranks` GPUs of a node with `gpus`: each has its share, at least one."""
+    """NICs that `ranks` GPUs of a node are near to: each GPU has its share, at least one NIC."""
     return min(nics, ranks * max(1.0, nics / gpus))
 
 
