@@ -41,7 +41,7 @@ from titan_dit.models.dit import DiTConfig
 T = TypeVar("T")
 
 NUMBERS_BYTES = 400
-"""Of a shard in its file, at least: here only that they differ between shards matters."""
+"""Minimum bytes of a shard in its file. Only that shards differ in it matters here."""
 
 
 class Clock:
@@ -70,7 +70,7 @@ class SimulatedRanks(Ranks):
         super().__init__()
         self.count, self.clock = count, clock
         self.parts: list[bytes] = []
-        """What `gather_bytes` returns."""
+        """Result of `gather_bytes`."""
         self.scattered: list[bytes] = []
 
     def gather(self, value: T) -> list[T]:
@@ -138,7 +138,7 @@ def item_of(item: WriteItem, rank: int, ranks: int) -> WriteItem:
 
 
 def results_of(plan: SavePlan, rank: int) -> list[WriteResult]:
-    """What a rank returns after it has written its file."""
+    """The result of a rank that has written its file."""
     file, size = f"__{rank}_0.distcp", NUMBERS_BYTES
     places = (_StorageInfo(file, i * size, size) for i in range(len(plan.items)))
     return [

@@ -34,7 +34,7 @@ class MappedRows:
             self.latents.append(latents.flatten(1).numpy())
 
     def read(self, file: Any, row: Any, out: memoryview) -> None:
-        """As `ShardRows.read`."""
+        """Read rows, see `ShardRows.read`."""
         rows = np.frombuffer(out, self.latents[0].dtype).reshape(len(file), -1)
         for i, (number, where) in enumerate(zip(file.tolist(), row.tolist(), strict=True)):
             rows[i] = self.latents[number][where]

@@ -36,7 +36,7 @@ class Shape:
     s: int
     h: int
     parameters: int
-    """Of one layer."""
+    """Parameters of one layer."""
 
 
 S = Shape(
@@ -81,7 +81,7 @@ def tensor(t: int) -> float:
 
 
 def replicated_tokens(t: int) -> float:
-    """The same without sequence parallelism, where modulation gradients are complete."""
+    """Elements sent without sequence parallelism, where modulation gradients are complete."""
     return (t - 1) / t * S.b * S.h * (8 * S.s + 6) * BF16
 
 

@@ -42,7 +42,7 @@ GOALS = {
 }
 """Least planned step over ours, by scenario."""
 GOALS_AGAINST_1F1B = {("interleaved_zero_bubble", 1.5): (1.12, 1.18, 1.18, 1.50, 1.20)}
-"""The same against planned 1f1b."""
+"""Goals against planned 1f1b."""
 
 
 def run(rank: int, arguments: argparse.Namespace, port: int, result: str) -> None:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from titan_dit.planner.work import Attention, Counts, Part, Product, Work
+from titan_dit.planner.work import AttentionCall, Counts, Part, Product, Work
 
 ONE_KERNEL = (2, 4)
-"""The same of a fused cross entropy on bf16 logits (flash-attention's, in place)."""
+"""Bytes per logit, (forward, backward), of a fused cross entropy on bf16 logits (flash-attention's,
+in place)."""
 FLOAT8 = 4
 """Bytes per element of an operand that is cast: reads bf16, writes it and its transpose."""
 NORM = (2, 3)
-"""How often a norm reads or writes its tokens, forward and backward."""
+"""Times that a norm reads or writes its tokens, (forward, backward)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class Unfused:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What a trainer with unfused attention holds, in bytes; pairs are (kept, more in backward)."""
+    """Bytes that a trainer with unfused attention holds; pairs are (kept, more in backward)."""
 
     scores: tuple[float, float] = (2 + 1 + 2, 2 + 2)
     """Per score: probabilities, mask, probabilities after dropout; gradients of both."""
@@ -54,20 +55,20 @@ class Held:
     queue: int = 1024
     """Kernels that CUDA lets the host queue; 0: memory is planned before the run."""
     kernels: int = 105
-    """Of a layer, forward, again and backward."""
+    """Kernels of a layer, forward, recomputed forward and backward."""
     backward_kernels: int = 80
-    """Of these, again and backward."""
+    """The part of `kernels` in recomputed forward and backward."""
 
 
 def unfused(work: Work, scores: tuple[float, float]) -> Work:
-    """The same with attention that writes scores of queries x keys to memory, all of them."""
+    """Counts with attention that writes all scores of queries x keys to memory."""
     extra = Work()
     for attention, count in work.attention.items():
         extra = extra + written_out(attention, scores[attention.is_backward]).times(count)
     return replace(work, attention={}) + extra
 
 
-def written_out(attention: Attention, per_score: float) -> Work:
+def written_out(attention: AttentionCall, per_score: float) -> Work:
     """One call of attention as products, softmax and dropout, of so many bytes per score."""
     batch, queries, keys = attention.batch * attention.heads, attention.queries, attention.keys
     dim, dtype = attention.head_dim, attention.dtype
@@ -127,9 +128,9 @@ def accumulating(part: Part, per_gradient: float) -> Part:
 
 
 def in_float8(work: Work) -> Work:
-    """The same with the products of linears in float8, as Transformer Engine casts for them.
+    """Counts with the linears' products in float8, as Transformer Engine casts for them.
 
-    One kernel casts an operand and its transpose, of which there is one for two products.
+    One kernel casts an operand and its transpose; a transpose serves two products.
     """
     products: dict[Product, float] = {}
     nbytes = kernels = 0.0

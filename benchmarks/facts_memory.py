@@ -16,7 +16,7 @@ from titan_dit.config.layout import RematConfig
 from titan_dit.plan import RunPlan
 from titan_dit.planner.calibrate import PRIOR, least_squares
 from titan_dit.planner.hardware import Device, Overhead
-from titan_dit.planner.memory import MIB_OF_GIB, memory, needed
+from titan_dit.planner.memory import MIB_OF_GIB, device_memory, memory
 from titan_dit.planner.report import ACROSS
 from titan_dit.planner.work import Counts
 
@@ -40,7 +40,7 @@ class Row:
     def total(self, device: Device, *, with_messages: bool = True) -> float:
         """MiB that nvidia-smi would show; an allocator frees what it caches at a full device."""
         held = {**self.held, "messages": self.in_flight * with_messages}
-        found = MIB_OF_GIB * needed(held, self.plan, device).total
+        found = MIB_OF_GIB * device_memory(held, self.plan, device).total
         return min(found, MIB_OF_GIB * device.memory_gib)
 
 

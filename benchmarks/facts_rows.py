@@ -59,7 +59,7 @@ class Fact:
 
     @property
     def software(self) -> Software:
-        """How its trainer runs."""
+        """Settings of its trainer."""
         return SOFTWARE[self.row["software"]][self.row["variant"]]
 
     @property

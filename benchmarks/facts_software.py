@@ -17,7 +17,7 @@ from titan_dit.planner.rates import Runtime
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """How a trainer runs, and the keys of this project's config that describe the same."""
+    """Settings of a published trainer, and this project's config keys for the same."""
 
     runtime: Runtime
     kernels: Literal["ours", "foundry"] | Unfused = "ours"
@@ -30,7 +30,7 @@ class Software:
     is_async: bool = False
     """Products hide tp's messages part by part (async TP)."""
     held: Held | None = None
-    """Of a trainer whose memory is compared."""
+    """Bytes held by a trainer whose memory is compared."""
 
 
 # Per parameter: fp16 gradients to fp32 (2 + 4), unscaled (4 + 4), their norm (4), clipped (4 + 4),

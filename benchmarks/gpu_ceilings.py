@@ -152,7 +152,7 @@ def attention_rows(
 
 
 def ring_rows(place: Place, sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """The same for one rank of a ring, its joins eager and, with auto, compiled."""
+    """Rows for one rank of a ring; joins are eager and, with auto, compiled."""
     tokens, head_dim = sizes.ring
     shape = AttentionShape(
         sizes.heads, tokens // RING, head_dim, torch.bfloat16, place.device, ring=True

@@ -53,7 +53,7 @@ def configs(wanted: Sequence[tuple[Cell, str]], device: str = "") -> Iterator[di
 
 
 def tables_of(cell: Cell, changes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What `ours.trainer_step` runs, as config tables."""
+    """Config tables of what `ours.trainer_step` runs."""
     shape = {
         key: value for key, value in dataclasses.asdict(cell.config).items() if value is not None
     }
@@ -78,7 +78,7 @@ def predict(pipe: Connection, cells: Sequence[Cell]) -> None:
 
 
 def dry_run_gib(cell: Cell) -> float:
-    """Peak memory of an eager step of ours on one rank, by the dry run (docs/dry-run.md)."""
+    """Peak memory of our eager step on one rank, by the dry run (docs/dry-run.md)."""
     path, _ = OBJECTIVES[cell.objective]
     sizes = {key: getattr(cell.config, key) for key in ("latent_size", "channels", "num_classes")}
     config = JobConfig(

@@ -116,7 +116,7 @@ def with_attention(cell: Cell, place: Place, *, key: str) -> Step:
     """Compiled, with a given attention kernel of torch; UserError if unsupported."""
     hidden, _, heads, _ = cell.config.shape
     tokens, head_dim = cell.config.token_shape[0], hidden // heads
-    attention.check(key, AttentionShape(heads, tokens, head_dim, torch.bfloat16, place.device))
+    attention.check_runs(key, AttentionShape(heads, tokens, head_dim, torch.bfloat16, place.device))
     precision = PrecisionConfig(dtype="bf16", attention=key)  # type: ignore[arg-type]
     return ours(cell, place, compiled=True, precision=precision)
 

@@ -43,7 +43,7 @@ class Sizes:
     """Elements per parameter of the optimizer's, so that its launches dominate."""
     rows: int
     row_bytes: int
-    """Of the file that is read."""
+    """Bytes of the file that is read."""
     laps: int
 
 
@@ -159,9 +159,9 @@ def preparations(cell: Cell, place: Place, _: Sizes) -> Variants:
 
 
 def token_copies(cell: Cell, place: Place, _: Sizes) -> Variants:
-    """What a gather over 2 tp ranks moves besides its message, with tokens in dim 1 or dim 0.
+    """Copies of a gather over 2 tp ranks besides its message, with tokens in dim 1 or dim 0.
 
-    In dim 1 the ranks' parts, which arrive one after the other, are joined by a copy.
+    In dim 1 the ranks' parts arrive one after the other and are joined by a copy.
     """
     tokens, _width = cell.config.token_shape
     hidden, *_rest = cell.config.shape
@@ -251,7 +251,7 @@ def by_name(rows: list[Row]) -> dict[str, Row]:
 
 
 def ratio(row: Row | None, slow: str, fast: str, which: str = "ms") -> float | None:
-    """How many times faster the second variant is; None if one is missing."""
+    """Speed of the second variant over the first; None if one is missing."""
     found = (row or {}).get(which, {})
     if not found.get(slow) or not found.get(fast):
         return None

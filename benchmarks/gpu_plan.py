@@ -1,7 +1,7 @@
-"""What `gpu.py` measures, in order: first whether a step runs, and what it waits for.
+"""The measurements of `gpu.py`, in order: first whether a step runs, and what it waits for.
 
-The first rows are 2 layers of XL/2: a block is compiled once for all layers, so they show whether a
-kind of step runs, and the compiler's cache then has the blocks of the whole model.
+The first rows are 2 layers of XL/2. A block is compiled once for all layers, so they show whether a
+kind of step runs, and fill the compiler's cache for the whole model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LARGE = ["XL/2:64:32", "XL/2:32:256", "7B/2x8:128:8", "7B/2x8:256:2", "3B/2:128:
 LARGE_GIB = 130
 """Least memory of a device for LARGE: 139 to 140 GiB of an H200. An H100 of 80 GB has 79 GiB."""
 PROBED = "XL/2x2:64:32"
-"""Of the first rows; the same blocks as the first cell."""
+"""Model, tokens and batch of the first rows; the same blocks as the first cell."""
 TINY, TINY_PROBED = "toy:8:4", "toyx1:8:4"
 
 RUNS = (

@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What the queue knows of a measurement."""
+    """A measurement in the queue."""
 
     key: Row
     """Key columns of its row."""

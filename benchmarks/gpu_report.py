@@ -50,7 +50,7 @@ class Findings:
         limits = {key: facts[key] for key in ("peak_tflops", "memory_gib")}
         self.ceilings: dict[str, Any] = {**limits, "attention": []}
         self.predicted_gib: dict[Cell, float] = {}
-        """Peak memory of an eager step of ours, by the dry run."""
+        """Peak memory of our eager step, by the dry run."""
         self.measured: list[Row] = []
         """Rows of all training steps that were run."""
         self.max_tokens: list[Row] = []
@@ -60,7 +60,7 @@ class Findings:
         self.not_begun: list[str] = []
         self.configs = list(configs(wanted, self.place.get("device", "")))
         self.failed: dict[str, str] = {}
-        """What failed or ran out of memory, of any kind of row, and how."""
+        """Rows of any kind that failed or ran out of memory, and how."""
 
     def add(self, job: Task, row: Row) -> None:
         """Add a row, print it and write the JSON."""

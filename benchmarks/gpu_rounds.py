@@ -104,7 +104,7 @@ def summary(
 ) -> list[Row]:
     """One row per cell and contender: medians over the timed steps of all rounds.
 
-    `predicted_gib`: peak of an eager step of ours, by the dry run.
+    `predicted_gib`: peak of our eager step, by the dry run.
     """
     rows = []
     for cell, name in wanted:

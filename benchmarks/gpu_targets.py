@@ -25,7 +25,7 @@ FLOAT8_LEAST = 1.0
 TOKENS = {"none": 100_000, "full": 1_000_000}
 """Target tokens of one sample, by [remat] mode, on a GPU with LARGE_GIB (141 GB)."""
 TOKENS_SMALL = {"none": 52_000, "full": 520_000}
-"""The same on a smaller one (80 GB): the same share of the estimate of gpu_tokens.py."""
+"""Target on a smaller device (80 GB): the same share of the estimate of gpu_tokens.py."""
 
 
 def targets(

@@ -31,7 +31,8 @@ STATE = 20
 KEPT = {"none": 17.03, "full": 1.0}
 """Elements per token and layer that compiled blocks save, in units of h (docs/remat.md)."""
 AT_WORK = 25
-"""The same for the block in backward: a guess, used for the first size only."""
+"""Elements per token that a block's backward works with, in units of h: a guess, used for the first
+size only."""
 PRODUCTS, ATTENTION = 0.5, 0.25
 """Expected shares of the peak; flash kernels are slow for heads of 72 channels."""
 FIRST, LATER = 0.96, 0.985

@@ -46,7 +46,7 @@ class Measured:
         return over(self.of_step(base, "ms"), self.of_step(contender, "ms"))
 
     def lever(self, name: str, slow: str, fast: str, which: str = "ms") -> float | None:
-        """How many times faster a lever's variant `fast` is."""
+        """Speed of a lever's variant `fast` over the other."""
         return ratio(self.levers.get(name), slow, fast, which)
 
     def idle(self, contender: str) -> float | None:
@@ -150,7 +150,7 @@ def cudnn_over_flash(measured: Measured) -> float | None:
 
 
 def ring_cudnn_over_flash(measured: Measured) -> float | None:
-    """The same for a rank of a ring of 4, joins included."""
+    """Speed of cuDNN over flash for a rank of a ring of 4, joins included."""
     flash, cudnn = (measured.attention(x, 16384, ring=4) for x in ("flash", "cudnn"))
     return over(flash, cudnn)
 
@@ -301,7 +301,7 @@ def verdicts(measured: Measured) -> list[Row]:
 
 
 def runs(contender: str, measured: Measured) -> Row:
-    """Whether a kind of step runs, by its first row of any cell: the seconds of its first step."""
+    """A line for a kind of step: did it run, and after how many seconds its first step ended."""
     row = next((row for row in measured.steps if row["contender"] == contender), None)
     line = {"finding": f"a step of {contender} runs", "figure": "-", "threshold": "-"}
     if row is None:

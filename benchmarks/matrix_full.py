@@ -1,4 +1,4 @@
-"""What a row takes, without a device: a dry run of the whole step, and the planner's formulas."""
+"""Memory and time of a row without a device: a dry run of the whole step, and the planner."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Storages:
 
 
 def planned(config: JobConfig, num_ranks: int) -> list[Storages]:
-    """What the pipeline ranks should hold."""
+    """Planned memory of the pipeline ranks."""
     plan = resolve(config, num_ranks)
     formulas = memory(plan, Rehearsals(config).counts(plan))
     ranks = rehearsed(config, num_ranks).ranks

@@ -36,7 +36,7 @@ def plan_rows(rows: Sequence[Row], name: str) -> list[dict[str, Any]]:
 def plan_row(row: Row, plan: RunPlan, counts: Counts, device: Device) -> dict[str, Any]:
     """One row, beside what others measured: other software on V100s."""
     estimate = step.estimate(plan, counts, device)
-    needs = [memory.needed(held, plan, device) for held in memory.memory(plan, counts)]
+    needs = [memory.device_memory(held, plan, device) for held in memory.memory(plan, counts)]
     largest = max(needs, key=lambda needed: needed.total)
     shares = sorted(estimate.terms.items(), key=lambda term: -term[1])
     terms = ", ".join(f"{term} {share / estimate.seconds:.0%}" for term, share in shares[:3])

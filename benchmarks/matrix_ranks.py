@@ -41,14 +41,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Steps:
-    """What the steps of a rank gave."""
+    """Results of a rank's steps."""
 
     losses: tuple[float, ...]
-    """Of each step, over all ranks."""
+    """Loss of each step, over all ranks."""
     norms: tuple[float, ...]
-    """Of all gradients, of each step."""
+    """Gradient norm of each step."""
     peak: Peak
-    """Of this rank, in the last step."""
+    """Peak memory of this rank in the last step."""
     pipeline_rank: int
 
 

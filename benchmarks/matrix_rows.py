@@ -125,18 +125,19 @@ def full_config(row: Row) -> JobConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Small:
-    """What a CPU can compute of a row: its layout, heads and layers, else smaller."""
+    """A row reduced to what a CPU can compute: its layout, heads and layers, else smaller."""
 
     head_dim: int = 8
     """Channels of a head: hidden is a twelfth of the table's 2304 and 3072."""
     tokens: int = 32
-    """Of a sample: one for each of 32 tp ranks."""
+    """Tokens of a sample: one for each of 32 tp ranks."""
     vocabulary: int = 500
     """Tables have 512 rows: padding counts."""
     share: int = 8
     """Samples of a microbatch: those of the row, divided by this; at least one."""
     microbatches: int = 8
-    """Of a step, at most: twice the stages of the longest pipelines. The row has up to 32."""
+    """Maximum microbatches of a step: twice the stages of the longest pipelines. The row has up to
+    32."""
     layers: int | None = None
     """None: the row's."""
     steps: int = 2
@@ -176,7 +177,7 @@ def small_config(row: Row, small: Small) -> JobConfig:
 
 
 def reference_config(row: Row, small: Small) -> JobConfig:
-    """The same steps in one process, plainly: nothing is split and nothing is computed twice."""
+    """The config of the same steps in one process, without splitting and recomputation."""
     tables = small_tables(row, small)
     tables["parallel"] = {}
     tables["remat"] = {"mode": "none"}

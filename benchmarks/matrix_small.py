@@ -18,8 +18,8 @@ from titan_dit.system.progress import ProgressLine
 LOSS_WITHIN, STORAGES_WITHIN = 1e-5, 0.02
 """Relative differences to one process, and of storages to the dry run: larger ones fail a row."""
 LATE_WITHIN = 0.2
-"""The same of single ranks. gloo's threads may hold what was sent a little longer: the ranks of a
-stage do equal work, and the least of their peaks shows what the step itself holds."""
+"""Tolerance for the peak of single ranks. gloo's threads may hold sent messages a little longer.
+The ranks of a stage do equal work, so the smallest of their peaks is that of the step itself."""
 START = 2.0
 """GFLOP that a rank could compute while it starts: for the progress line."""
 MIB = 2**20

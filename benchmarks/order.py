@@ -43,7 +43,7 @@ class Labelled(Source):
         return torch.arange(len(self)) % 1000
 
     def group_parts(self) -> Iterator[Tensor]:
-        """The same, shard by shard."""
+        """The groups, shard by shard."""
         part = torch.arange(PART) % 1000
         for first in range(0, len(self), PART):
             yield part[: len(self) - first]

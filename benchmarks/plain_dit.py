@@ -106,7 +106,7 @@ class Original(nn.Module):
         self.blocks, self.null = network.blocks, network.y_embedder.num_classes
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        """As `PlainDiT`. Its timesteps go to 1000."""
+        """Predict, as `PlainDiT` does. Timesteps go to 1000."""
         prediction: Tensor = self.network(x, 1000 * t, y)
         return prediction
 

@@ -1,7 +1,7 @@
-"""What a run of 8, 64, 1,024 and 10,000 GPUs opens, sends and waits for, per part (docs/scale.md).
+"""Sockets, messages and waits of a run of 8, 64, 1,024 and 10,000 GPUs, per part (docs/scale.md).
 
-Sockets are counted in small worlds and extrapolated; groups are those of the Mesh on torch's fake
-backend; the rendezvous' traffic is computed from the size of its state.
+Sockets are counted in small worlds and extrapolated. Groups are those of the Mesh on torch's fake
+backend. The rendezvous' traffic is computed from the size of its state.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Timing:
 
     @classmethod
     def of(cls, nodes: int) -> Timing:
-        """As `titan_dit train` sets it."""
+        """Timing as `titan_dit train` sets it."""
         pairs = (pair.split("=") for pair in train.rendezvous_timing(str(nodes)).split(","))
         found = {key: int(value) for key, value in pairs}
         return cls(found["keep_alive_interval"], found["keep_alive_max_attempt"])

@@ -35,7 +35,7 @@ Seconds = Mapping[Action, float]
 
 @dataclass(frozen=True)
 class Scenario:
-    """How the durations of actions and links differ from those of an even pipeline."""
+    """Deviations of action and link durations from those of an even pipeline."""
 
     name: str
     sigma: float = 0.0
@@ -77,12 +77,12 @@ SCENARIOS = (
 
 
 class SleepingStage(nn.Module):
-    """A stage with one weight that sleeps as long as it is told."""
+    """A stage with one weight that sleeps for given times."""
 
     tied: Mapping[str, str] = MappingProxyType({})
     embed = head = None
     seconds: Seconds
-    """Of every action; set before each step."""
+    """Seconds of every action; set before each step."""
 
     def __init__(self, stage: int, num_stages: int) -> None:
         super().__init__()
@@ -247,6 +247,6 @@ def prepare_step(executor: PipelinedExecutor, seconds: Seconds, delay: float) ->
 
 
 def as_they_were(rans: Sequence[Mapping[Action, float]]) -> tuple[Any, dict[Action, float]]:
-    """What every rank ran, in sequence, and the seconds of every action."""
+    """The actions that every rank ran, in sequence, and the seconds of each."""
     order = tuple(tuple(ran) for ran in rans)
     return order, {action: took for ran in rans for action, took in ran.items()}

@@ -34,7 +34,7 @@ def num_sockets() -> int:
 
 
 def parts_of_a_run(world: World, folder: Path) -> Counts:
-    """What every rank of a run opens, in a run's order."""
+    """The sockets that every rank of a run opens, in a run's order."""
     start = num_sockets()
     mesh = Mesh(AxisSizes(dp_replicate=2, dp_shard=world.size // 2), "cpu")
     model = nn.Linear(world.size, world.size)

@@ -46,7 +46,7 @@ Edge = tuple[int, int]
 
 
 class Run(NamedTuple):
-    """What is slow in a run."""
+    """The slow rank or link of a run."""
 
     rank: int | None = None
     link: Edge | None = None
@@ -179,7 +179,7 @@ class Bench:
 
 
 def verdict(run: Run, timeline: Timeline) -> str:
-    """Whether what is slow was named: right, nobody (was named) or wrong."""
+    """Judgement on the named rank or link: "right", "nobody" (was named) or "wrong"."""
     found = suspects(timeline)
     named = [*found.ranks, *found.links]
     slow = [one for one in run if one is not None]

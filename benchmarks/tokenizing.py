@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from titan_dit.data.indexed_file import IndexedFile, IndexedWriter
 from titan_dit.data.sections import PLAYS
 from titan_dit.data.tokenizing import chunks, pool
-from titan_dit.data.tokenizing.chunks import Chunk, texts_of
+from titan_dit.data.tokenizing.chunks import TextChunk, texts_of
 from titan_dit.data.tokenizing.pool import Encoder, Recipe
 
 ROUNDS, DOCUMENT, COPIES = 7, 3000, 3
@@ -53,13 +53,13 @@ def main() -> None:
 
 
 def measured(path: Path, library: Tokenizer, ours: Encoder) -> tuple[float, float]:
-    """CPU seconds of the library and of ours for a file; each begins with every second chunk."""
+    """CPU seconds of the library and of `data tokenize` for a file; they take turns to go first."""
     seconds = {"theirs": 0.0, "ours": 0.0}
     texts: list[str] = []
 
     with IndexedWriter(path.with_name("out"), np.dtype("<u2")) as writer:
 
-        def run(name: str, chunk: Chunk) -> None:
+        def run(name: str, chunk: TextChunk) -> None:
             began = time.process_time()
             if name == "ours":
                 documents = ours(chunk).by_key["text"]

@@ -3,7 +3,7 @@
 import random
 
 from titan_dit.observe.recorder import Noted
-from titan_dit.observe.timeline import Reader, Timeline
+from titan_dit.observe.timeline import Timeline, TimelineReader
 from titan_dit.schedules.action import Kind
 from titan_dit.schedules.messages import inputs_of, output_of, reader_of
 from titan_dit.schedules.moments import CAUSE, Moment
@@ -77,7 +77,7 @@ def timeline_of(order, seconds, passes=2, late=None, sizes=None, usual=1e-4):
     """The timeline of a window; `late`: {(source, target): seconds}."""
     ranks = Ranks(order, seconds, lambda *edge: (late or {}).get(edge, usual))
     noted = ranks.window(passes)
-    read = tuple(Reader(n, lambda at: at / 1e9).read(one) for n, one in enumerate(noted))
+    read = tuple(TimelineReader(n, lambda at: at / 1e9).read(one) for n, one in enumerate(noted))
     stages = num_stages_of(order)
     stage_ranks = tuple(ranks.rank_of[stage] for stage in range(stages))
     microbatches = 1 + max(action.microbatch for actions in order for action in actions)

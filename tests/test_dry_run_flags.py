@@ -11,7 +11,6 @@ from tiny import tiny_config
 from titan_dit.checks.device import check_memory, host_memory, state_bytes
 from titan_dit.config.config_file import take_dry_run
 from titan_dit.config.section import UserError
-from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.sections import AdamWConfig
 from titan_dit.plan import resolve
 

@@ -97,13 +97,13 @@ def test_the_tutorial_draws_pictures_nearer_to_real_ones_than_blurred_ones(tmp_p
     seconds = follow(tmp_path, {})
     scores = json.loads((tmp_path / "scores.json").read_text())
     network = features.load("efficientnet:96", "", torch.device("cpu"))
-    real = pictures.of_folder(tmp_path / "emoji", 32, "test")
+    real = pictures.open_folder(tmp_path / "emoji", 32, "test")
     rows = torch.cat([real.read(range(i, i + 1)) for i in chosen(real.count)])
     values = rows.permute(0, 3, 1, 2).float()
     small = F.interpolate(values, scale_factor=1 / 4, mode="area")
     blurred = F.interpolate(small, size=32, mode="bicubic").clamp(0, 255).round().byte()
     described = [
-        score.described(torch.cat([network(part)[0] for part in torch.split(rows, 64)]), None)
+        score.statistics_of(torch.cat([network(part)[0] for part in torch.split(rows, 64)]), None)
         for rows in (blurred.permute(0, 2, 3, 1), real.read(range(real.count)))
     ]
     limit = score.frechet(*(one.moments for one in described))

@@ -51,6 +51,7 @@ from titan_dit.plan import RunPlan, resolve
 from titan_dit.recovery import kept_keys, restore, resume, run_identity
 from titan_dit.system.launched_as import LaunchedAs
 from titan_dit.validation.validation_set import ValidationSet, losses_of_all, open_checked
+from titan_dit.validation.validation_set import ValidationSet, losses_with_averages, open_checked
 
 if TYPE_CHECKING:
     from titan_dit.validation.evaluation import Evaluation
@@ -205,7 +206,7 @@ class OpenedRun:
         seed = config.job.seed
         scores = self.evaluation is not None and due(config.evaluation.every)
         if self.validation_set and (due(config.validation.every) or not scores):
-            found |= losses_of_all(
+            found |= losses_with_averages(
                 self.validation_set,
                 self.objective,
                 executor,

@@ -23,10 +23,10 @@ from titan_dit.launcher.process_group import World
 from titan_dit.launcher.stop_request import Reason, StopRequest
 from titan_dit.launcher.watchdog import Watchdog
 from titan_dit.objectives.base import DataShare
-from titan_dit.observe.flops import Work, peak_tflops
+from titan_dit.observe.flops import Throughput, peak_tflops
 from titan_dit.observe.meter import Meter, peak_gib
 from titan_dit.observe.metrics import Row, row_of
-from titan_dit.observe.profile import DATA_WAIT, OPTIMIZER, Profile
+from titan_dit.observe.profile import DATA_WAIT, OPTIMIZER, StepProfiler
 from titan_dit.observe.run_log import RunLog
 from titan_dit.opening import VERSIONS, open_run
 from titan_dit.optim.ema import EMA
@@ -66,7 +66,7 @@ class Trainer:
         self.mesh = Mesh(plan.sizes, device.type)
         self.built = built = build(plan, self.objective, self.mesh, device)
         self.executor, self.parameters = built.executor, built.parameters
-        self.work = Work(
+        self.work = Throughput(
             plan.global_batch_size,
             plan.spec.num_tokens,
             built.flops_per_sample,
@@ -89,7 +89,9 @@ class Trainer:
         self.watchdog = Watchdog(
             self.folder, world.rank, config.faults.step_timeout_s, groups.set_timeouts
         )
-        self.profile = Profile(config.profile, self.folder, world.rank, device, built.recording)
+        self.profile = StepProfiler(
+            config.profile, self.folder, world.rank, device, built.recording
+        )
         self.sample_log: SampleLog | None = None
         self.row: Row = {}
 

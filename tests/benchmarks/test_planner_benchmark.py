@@ -16,7 +16,7 @@ from facts_software import device_named
 
 from titan_dit.config.layout import RematConfig
 from titan_dit.config.section import UserError
-from titan_dit.planner.work import Attention, Message
+from titan_dit.planner.work import AttentionCall, Message
 
 ROWS = read(FACTS / "megatron_v100.csv")
 # Layouts of one model, and of another one with a pipeline: few rehearsals.
@@ -125,7 +125,7 @@ def test_attention_that_writes_scores_is_its_products_and_four_passes_over_them(
     assert own.forward.fused - counts.block.forward.fused == scores * 9
     # A causal kernel skips half of what is written out.
     assert own.forward.flops - counts.block.forward.flops == forward.flops
-    assert isinstance(forward, Attention)
+    assert isinstance(forward, AttentionCall)
 
 
 def test_checkpoints_repeat_all_of_forward_and_selective_ones_attention():

@@ -8,7 +8,7 @@ from titan_dit.data.packing import pack
 
 def packed(source, output, workers=1, **how):
     """Pack; return the dropped files, None if already packed."""
-    return pack.pack(pack.make_plan(source, output, **how), output, workers, lambda *_: None)
+    return pack.pack(pack.make_job(source, output, **how), output, workers, lambda *_: None)
 
 
 def spoil(root):

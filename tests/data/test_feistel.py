@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from titan_dit.data.order import LEAST_SIZE, ROUNDS, EpochOrder, Permutation, mix
+from titan_dit.data.order import MIN_SIZE, ROUNDS, EpochOrder, Permutation, mix
 from titan_dit.rng import words
 
-SIZES = [LEAST_SIZE, LEAST_SIZE + 1, 66_000, 100_000]
+SIZES = [MIN_SIZE, MIN_SIZE + 1, 66_000, 100_000]
 BILLION = 10**9
 FACTORED = 31_500 * 31_623
 """A size near a billion without cycle walking."""
@@ -99,19 +99,19 @@ def structure_of_keys(size, rounds, count=20_000):
 
 def test_neighbours_and_epochs_are_unrelated():
     assert structure(FACTORED, ROUNDS) < LIMIT
-    assert structure(LEAST_SIZE, ROUNDS) < LIMIT
-    assert structure_of_keys(LEAST_SIZE, ROUNDS) < LIMIT
+    assert structure(MIN_SIZE, ROUNDS) < LIMIT
+    assert structure_of_keys(MIN_SIZE, ROUNDS) < LIMIT
 
 
 def test_too_few_rounds_are_seen():
     assert structure(FACTORED, 2) > LIMIT
-    assert structure(LEAST_SIZE, 2) > LIMIT
-    assert structure_of_keys(LEAST_SIZE, 2) > LIMIT
+    assert structure(MIN_SIZE, 2) > LIMIT
+    assert structure_of_keys(MIN_SIZE, 2) > LIMIT
 
 
 def test_epochs_and_seeds_agree_in_one_place_on_average():
     """On both sides of the size from which the network permutes."""
-    for size in (1000, LEAST_SIZE):
+    for size in (1000, MIN_SIZE):
         numbers = range(size)
         orders = [
             np.array(EpochOrder(seed, size).rows(range(epoch * size, (epoch + 1) * size)))

@@ -189,7 +189,7 @@ KINDS = Kinds(
 
 
 def test_what_a_worker_hands_over_comes_out_of_a_pickle_as_it_went_in():
-    stored = loader.Stored(KINDS.read(range(4)), torch.arange(4))
+    stored = loader.StoredBatch(KINDS.read(range(4)), torch.arange(4))
     assert loader.is_small(stored.fields["small"])
     assert not loader.is_small(stored.fields["large"])
     assert not loader.is_small(stored.fields["small bfloat16"])
@@ -266,7 +266,7 @@ def test_full_shared_memory_ends_the_run_where_a_batch_cannot_be_sent(monkeypatc
         next(loader.load(KINDS, order, 0, anything, CPU, workers=1))
     # Any other error of the thread that sends it: the batch would never come.
     monkeypatch.undo()
-    monkeypatch.setattr(loader.Stored, "__reduce__", full)
+    monkeypatch.setattr(loader.StoredBatch, "__reduce__", full)
     with pytest.raises(Disruption, match="a data worker was killed"):
         next(loader.load(KINDS, order, 0, anything, CPU, workers=1))
 

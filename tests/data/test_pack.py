@@ -57,7 +57,7 @@ def test_a_part_of_the_classes_is_packed_for_a_model_of_all(tmp_path):
 def test_bad_files_are_left_out_and_each_is_in_the_report(tmp_path):
     latents, labels = class_folders(tmp_path / "in", each=6)
     wanted = spoil(tmp_path / "in")
-    plan = pack.make_plan(tmp_path / "in", tmp_path / "out", shard_size=4)
+    plan = pack.make_job(tmp_path / "in", tmp_path / "out", shard_size=4)
     dropped = pack.pack(plan, tmp_path / "out", 1, lambda *_: None)
     report = json.loads((tmp_path / "out" / "dropped.json").read_text())
     assert {entry["file"]: entry["reason"] for entry in report} == wanted
@@ -73,7 +73,7 @@ def test_a_chunk_without_any_good_file_makes_no_shard_and_an_emptied_class_is_kn
     class_folders(tmp_path / "in")
     for i in range(4):
         save(tmp_path / "in" / "0001" / f"{i}.npy", torch.zeros(4, 4, 4))
-    plan = pack.make_plan(tmp_path / "in", tmp_path / "out", shard_size=4)
+    plan = pack.make_job(tmp_path / "in", tmp_path / "out", shard_size=4)
     dropped = pack.pack(plan, tmp_path / "out", 1, lambda *_: None)
     names = [entry["file"] for entry in LatentShards(tmp_path / "out").manifest["shards"]]
     assert names == ["out-00000.safetensors", "out-00002.safetensors"]
@@ -88,7 +88,7 @@ def test_if_nothing_can_be_packed_nothing_is_left(tmp_path, monkeypatch):
     assert "none of 12 sampled files" in message
     assert f"{tmp_path / 'in' / '0000' / '0.npy'}: not a readable .npy file" in message
     # As if all sampled files had been good.
-    monkeypatch.setattr(pack, "shape_of_most", lambda *_: (4, 8, 8))
+    monkeypatch.setattr(pack, "most_common_shape", lambda *_: (4, 8, 8))
     message = refused(lambda: packed(tmp_path / "in", tmp_path / "out", shard_size=5))
     assert "none of the 12 files can be packed" in message
     assert not (tmp_path / "out").exists()
@@ -183,8 +183,8 @@ def test_options_that_do_not_fit_the_input_are_refused(tmp_path):
 def test_a_plan_is_the_same_wherever_it_is_carried_out(tmp_path):
     for place in ("a", "b"):
         class_folders(tmp_path / place / "in")
-    plans = [pack.make_plan(tmp_path / p / "in", tmp_path / p / "out") for p in ("a", "b")]
+    plans = [pack.make_job(tmp_path / p / "in", tmp_path / p / "out") for p in ("a", "b")]
     assert plans[0].digest() == plans[1].digest()
-    other = pack.make_plan(tmp_path / "a" / "in", tmp_path / "a" / "out", scale=0.5)
+    other = pack.make_job(tmp_path / "a" / "in", tmp_path / "a" / "out", scale=0.5)
     assert other.digest() != plans[0].digest()
     assert list_folder(tmp_path / "a" / "in").names[0] == "0000/0.npy"

@@ -33,7 +33,7 @@ def test_a_full_disk_is_one_error_that_names_the_file_and_workers_write_the_same
     # A folder of that name makes the write fail, like a full disk.
     blocked = output / "out-00019.safetensors.partial"
     blocked.mkdir(parents=True)
-    plan = pack.make_plan(faulty / "in", output, shard_size=6)
+    plan = pack.make_job(faulty / "in", output, shard_size=6)
     with pack.claimed(output, plan.digest()):
         pass
     message = refused(lambda: packed(faulty / "in", output, workers=2, shard_size=6))
@@ -66,7 +66,7 @@ pack.read_latent = slowly
 
 if __name__ == "__main__":
     source, output, workers = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    plan = pack.make_plan(source, output, shard_size=6)
+    plan = pack.make_job(source, output, shard_size=6)
     print(pack.pack(plan, output, workers, lambda *_: None) is not None)
 """
 
@@ -122,7 +122,7 @@ def alive(group):
     return True
 
 
-class Dying(pack.PackPlan):
+class Dying(pack.PackJob):
     """A plan whose worker exits on reading the last class."""
 
     def read(self, row, budget):
@@ -132,7 +132,7 @@ class Dying(pack.PackPlan):
 
 
 def test_a_dead_worker_is_one_error_and_the_rest_is_kept(faulty, tmp_path):
-    plan = Dying(**vars(pack.make_plan(faulty / "in", tmp_path / "out", shard_size=6)))
+    plan = Dying(**vars(pack.make_job(faulty / "in", tmp_path / "out", shard_size=6)))
     (tmp_path / "out").mkdir()
     with pytest.raises(RuntimeError, match=r"a worker failed \(exit code 9\)"):
         pack.run_workers(plan, tmp_path / "out", list(range(20)), 1, lambda *_: None)
@@ -197,7 +197,7 @@ def test_a_damaged_list_of_dropped_files_is_one_line(faulty, tmp_path, monkeypat
 
 def test_two_processes_do_not_pack_into_one_folder(tmp_path):
     class_folders(tmp_path / "in")
-    plan = pack.make_plan(tmp_path / "in", tmp_path / "out")
+    plan = pack.make_job(tmp_path / "in", tmp_path / "out")
     (tmp_path / "out").mkdir()
     with pack.claimed(tmp_path / "out", plan.digest()):
         message = refused(lambda: packed(tmp_path / "in", tmp_path / "out"))

@@ -165,7 +165,7 @@ def test_few_files_stay_open_and_each_is_closed_once(tmp_path):
 )
 def test_open_files_leave_most_of_the_limit_to_others(monkeypatch, limit, most):
     monkeypatch.setattr(shard_rows.resource, "getrlimit", lambda which: (limit, limit))
-    assert shard_rows.most_open() == most
+    assert shard_rows.max_open() == most
 
 
 @pytest.fixture

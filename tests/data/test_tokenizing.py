@@ -25,7 +25,7 @@ from titan_dit.data.indexed_file import IndexedFile, IndexedWriter
 from titan_dit.data.tokenizer_file import read_tokenizer
 from titan_dit.data.tokenizing import chunks, pool
 from titan_dit.data.tokenizing import tokenizer as tokenizers
-from titan_dit.data.tokenizing.chunks import Chunk, read_chunks, texts_of
+from titan_dit.data.tokenizing.chunks import TextChunk, read_chunks, texts_of
 
 TEXTS = ["To be, or not to be. That is the question!", "Out, out, brief candle.", "Ünïcode \u2603"]
 LINES = "".join(json.dumps({"text": text, "id": 3}) + "\n" for text in TEXTS).encode()
@@ -176,7 +176,7 @@ def test_several_keys_have_files_of_their_own(here, made):
 
 
 def test_a_text_file_is_one_document_for_every_key():
-    chunk = Chunk("a.txt", "txt", 1, b"hello", 100)
+    chunk = TextChunk("a.txt", "txt", 1, b"hello", 100)
     assert list(texts_of(chunk, ("x", "y"))) == [("hello", "hello")]
 
 
@@ -356,7 +356,7 @@ def test_ids_far_above_the_vocabulary_are_refused(tmp_path):
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     (tmp_path / "vocab.json").write_text(json.dumps({"<|endoftext|>": 0, "a": 2**31}))
     with pytest.raises(UserError, match=r"vocab\.json has the id 2,147,483,648, above 16,777,216"):
-        tokenizers.of_vocabulary(
+        tokenizers.from_vocabulary(
             tmp_path / "vocab.json", tmp_path / "merges.txt", lower=False, where="data tokenize"
         )
     made = {"model": {"type": "BPE", "vocab": {"a": 2**31}, "merges": []}, "added_tokens": []}
@@ -371,7 +371,7 @@ def test_files_of_a_tokenizer_have_a_largest_size(tmp_path, monkeypatch):
     file.write_text("x" * 11)
     for read in (
         lambda: tokenizers.read(file, "data tokenize"),
-        lambda: tokenizers.of_vocabulary(file, None, lower=False, where="data tokenize"),
+        lambda: tokenizers.from_vocabulary(file, None, lower=False, where="data tokenize"),
     ):
         with pytest.raises(UserError, match=r"is larger than 10 bytes.*set TITAN_DIT_LIMITS=2"):
             read()

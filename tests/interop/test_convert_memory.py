@@ -23,7 +23,7 @@ def drawn(name):
     return torch.randn(outline[name].shape, generator=generator)
 weights = OnDemand(outline, drawn)
 facts = LatentFacts(shape=config.sample_shape, count=0, num_classes=1000)
-record = imported.record_of_dit(config, {{"name": "ddpm"}}, facts)
+record = imported.dit_record(config, {{"name": "ddpm"}}, facts)
 imported.save(Path("TARGET"), {{"model": weights, "ema": {{"0.9999": weights}}}}, record)
 """
 CONVERT = """

@@ -246,7 +246,7 @@ def test_a_run_of_another_objective_is_no_file_of_sit(case, tmp_path):
     weights = original.to_ours(state(outputs=outputs))
     facts = LatentFacts(shape=CONFIG.sample_shape, count=0, num_classes=7)
     tensors = {"model": weights, "ema": {imported.EMA_DECAY: weights}}
-    imported.save(tmp_path / "run", tensors, imported.record_of_dit(CONFIG, objective, facts))
+    imported.save(tmp_path / "run", tensors, imported.dit_record(CONFIG, objective, facts))
     with pytest.raises(UserError, match=words):
         converted(tmp_path / "run", tmp_path / "new.pt", format="sit")
     assert not list(tmp_path.glob("new*"))

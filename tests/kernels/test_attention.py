@@ -107,7 +107,7 @@ def test_the_choice_ends_with_the_call():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ring", [False, True])
 def test_a_cpu_runs_flash_and_math(key, dtype, ring):
-    attention.check(key, shape(dtype, ring=ring))
+    attention.check_runs(key, shape(dtype, ring=ring))
     assert attention.refusal(key, shape(dtype, ring=ring)) is None
 
 
@@ -119,7 +119,7 @@ def test_a_cpu_refuses_the_others_and_says_what_would_do(key, ring):
         r'a CPU has flash and math only\. Set attention = "auto", or .*: "flash", "math"\.$'
     )
     with pytest.raises(UserError, match=message):
-        attention.check(key, shape(ring=ring))
+        attention.check_runs(key, shape(ring=ring))
 
 
 def test_torch_s_reason_is_told_without_those_of_what_is_switched_off():
@@ -194,14 +194,14 @@ def test_masked_attention_is_the_softmax_over_what_is_seen(key, mask, dtype):
 def test_a_kernel_that_is_asked_for_has_the_mask_or_is_refused(key, mask):
     given = CAUSAL if mask == "causal" else LENGTHS
     if attention.refusal(key, shape(mask=mask)) is None:
-        attention.check(key, shape(mask=mask))
+        attention.check_runs(key, shape(mask=mask))
         found = masked_results(attention.attend_by(key), **given)
         for value, exact in zip(found, masked_results(by_a_softmax, **given), strict=True):
             torch.testing.assert_close(value, exact)
     else:
         assert (key, mask) == ("flash", "lengths")
         with pytest.raises(UserError, match=r"masked by lengths, in float32 on cpu: .*\"math\""):
-            attention.check(key, shape(mask=mask))
+            attention.check_runs(key, shape(mask=mask))
 
 
 def test_a_ring_has_kernels_for_a_causal_mask_and_none_for_lengths():
@@ -249,7 +249,7 @@ def test_a_gpu_kernel_is_right_or_refused_with_a_reason(key, head_dim, ring):
     elif reason is not None:
         assert reason
         with pytest.raises(UserError, match=f'attention="{key}"'):
-            attention.check(key, on_gpu)
+            attention.check_runs(key, on_gpu)
     attention.use_implementation("auto")
     if key in ("flash", "efficient", "math"):
         assert reason is None

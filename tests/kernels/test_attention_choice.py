@@ -10,7 +10,7 @@ import torch
 from titan_dit.config.section import UserError
 from titan_dit.kernels import attention, attention_kernels
 from titan_dit.kernels.attention_choice import AttentionShape, Hardware, hardware_of, harm, order
-from titan_dit.kernels.attention_kernels import Kernel
+from titan_dit.kernels.attention_kernels import AttentionKernel
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TURING, AMPERE, ADA = (Hardware("cuda", x, 92600) for x in ((7, 5), (8, 0), (8, 9)))
@@ -116,7 +116,7 @@ def test_a_harmful_kernel_is_refused_before_the_first_step(monkeypatch, ring):
     asked = replace(shape(tokens=576, ring=ring), device=HERE)
     monkeypatch.setattr(attention, "KEYS", ("cudnn", "math"))
     with pytest.raises(UserError, match=r'attention="cudnn" cannot run .* can give NaN .*"math"'):
-        attention.check("cudnn", asked)
+        attention.check_runs("cudnn", asked)
 
 
 def test_auto_in_a_ring_is_the_first_kernel_that_runs(monkeypatch):
@@ -197,7 +197,7 @@ def test_a_ring_takes_no_kernel_whose_results_are_wrong(fault, what, monkeypatch
     shape = AttentionShape(2, 64, 16, BF16, torch.device("cpu"), ring=True)
     assert attention.settled("auto", shape) == "flash"
     right = attention_kernels.named("flash", torch.zeros(1))
-    wrong = Kernel(lambda *given: fault(*right.forward(*given)), right.backward)
+    wrong = AttentionKernel(lambda *given: fault(*right.forward(*given)), right.backward)
     named = attention_kernels.named
     monkeypatch.setattr(
         attention, "named", lambda key, *of: wrong if key == "flash" else named(key, *of)
@@ -216,5 +216,5 @@ def test_a_ring_takes_no_kernel_whose_gradients_are_wrong(of, monkeypatch):
         found[of] = 1.1 * found[of]
         return found
 
-    monkeypatch.setattr(attention, "named", lambda *_: Kernel(right.forward, backward))
+    monkeypatch.setattr(attention, "named", lambda *_: AttentionKernel(right.forward, backward))
     assert f"its gradient of {'qkv'[of]} differs" in attention.refusal("flash", shape)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from titan_dit.dry_run.memory import MemoryLog, StorageKind
 from titan_dit.kernels import cross_entropy as kernel
-from titan_dit.kernels.cross_entropy import Shard, cross_entropy
+from titan_dit.kernels.cross_entropy import VocabularyShard, cross_entropy
 
 TOKENS, ROWS, SIZE = 37, 256, 200
 
@@ -67,7 +67,7 @@ def test_shards_of_the_vocabulary_give_the_whole_loss_and_gradient(shards):
 
     def run(rank):
         part = logits[:, rank * width : (rank + 1) * width].clone().requires_grad_()
-        shard = Shard(
+        shard = VocabularyShard(
             first=rank * width,
             largest=lambda value: reduced(rank, value, lambda all: all.amax(0)),
             total=lambda value: reduced(rank, value, lambda all: all.sum(0)),

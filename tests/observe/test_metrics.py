@@ -199,7 +199,7 @@ def test_lines_that_are_no_rows_are_dropped(tmp_path):
 
 @pytest.mark.parametrize(("peak", "mfu"), [(None, None), (100.0, 0.02)])
 def test_a_row_says_how_fast_the_step_was(peak, mfu):
-    work = flops.Work(32, 256, 10**12, ranks=8, peak_tflops=peak)
+    work = flops.Throughput(32, 256, 10**12, ranks=8, peak_tflops=peak)
     found = row_of(
         *(7, 224, math.nan, 0.75, 1.5, 1e-3),
         times=(2000.0, 3.0),

@@ -11,7 +11,7 @@ from commands import train
 from PIL import Image
 
 from titan_dit.config.operation import ProfileConfig
-from titan_dit.observe.profile import MARK, SLOWED, Profile, summarize
+from titan_dit.observe.profile import MARK, SLOWED, StepProfiler, summarize
 
 CPU = torch.device("cpu")
 
@@ -58,8 +58,8 @@ def test_a_run_writes_the_profiles_of_its_ranks(tmp_path):
 
 
 def profile_steps(folder, config, steps, work=lambda: None):
-    """Drive a `Profile` like the trainer; return it and the steps at which `is_over`."""
-    profile, over = Profile(config, folder, 0, CPU), []
+    """Drive a `StepProfiler` like the trainer; return it and the steps at which `is_over`."""
+    profile, over = StepProfiler(config, folder, 0, CPU), []
     for step in range(11, 11 + steps):
         profile.begin(step)
         with profile.mark("data wait"):
@@ -111,7 +111,7 @@ def test_a_launch_that_ends_early_writes_what_it_has(tmp_path):
 
 
 def test_steps_that_are_done_anew_count_as_often_as_they_are_done(tmp_path):
-    profile = Profile(ProfileConfig(enabled=True, start=1, steps=3), tmp_path, 0, CPU)
+    profile = StepProfiler(ProfileConfig(enabled=True, start=1, steps=3), tmp_path, 0, CPU)
     for step in (8, 6, 7):  # back to a checkpoint
         profile.begin(step)
         time.sleep(0.01)
@@ -156,7 +156,7 @@ def timelines(folder, num_steps, stops=False, **config):
     """What is asked of a pipeline in a launch of so many steps; the lines about its timeline."""
     pipeline, lines = Pipeline(), []
     given = ProfileConfig(enabled=True, ranks=(1,), **config)  # Not of this rank.
-    profile = Profile(given, folder, 0, CPU, pipeline)
+    profile = StepProfiler(given, folder, 0, CPU, pipeline)
     for step in range(1, num_steps + 1):
         profile.begin(step)
         with profile.mark("optimizer"):
@@ -192,7 +192,7 @@ def test_a_launch_that_ends_before_the_timeline_has_one_of_the_profiled_steps(tm
 def test_a_rank_that_cannot_write_its_profile_still_takes_part_in_the_timeline(tmp_path):
     pipeline = Pipeline()
     config = ProfileConfig(enabled=True, start=1, steps=5)
-    profile = Profile(config, tmp_path, 0, CPU, pipeline)
+    profile = StepProfiler(config, tmp_path, 0, CPU, pipeline)
     profile.begin(1)
     assert profile.is_over(stopped=True)
     (tmp_path / "profile").write_text("no folder")
@@ -213,7 +213,7 @@ def test_disabled_it_does_nothing(tmp_path):
 def test_kernels_and_memory_of_a_gpu(tmp_path):
     device = torch.device("cuda")
     a = torch.randn(2048, 2048, device=device)
-    profile = Profile(ProfileConfig(enabled=True, start=2, memory=True), tmp_path, 0, device)
+    profile = StepProfiler(ProfileConfig(enabled=True, start=2, memory=True), tmp_path, 0, device)
     for step in (1, 2, 3, 4):
         profile.begin(step)
         with profile.mark("optimizer"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from titan_dit.observe.recorder import Noted, Recorder, in_sequence
-from titan_dit.observe.timeline import Reader
+from titan_dit.observe.timeline import TimelineReader
 from titan_dit.schedules.action import Action, Kind
 from titan_dit.schedules.moments import Moment
 
@@ -26,7 +26,7 @@ def record(recorder, work):
 
 
 def seconds(noted):
-    rank = Reader(0, lambda at: at / 1e9).read(noted)
+    rank = TimelineReader(0, lambda at: at / 1e9).read(noted)
     return rank.wall, rank.seconds()
 
 

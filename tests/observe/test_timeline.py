@@ -12,7 +12,7 @@ from titan_dit.observe.timeline import (
     KINDS,
     OUTSIDE,
     Arrival,
-    Reader,
+    TimelineReader,
     makespan,
     simulated,
     suspects,
@@ -30,7 +30,7 @@ B0 = Action(Kind.BACKWARD, 1, 0)
 def read(*moments):
     """A rank's timeline from (moment, what, milliseconds)."""
     noted = [Noted(moment, what, 1e6 * at) for moment, what, at in moments]
-    return Reader(0, lambda at: at / 1e9).read(noted)
+    return TimelineReader(0, lambda at: at / 1e9).read(noted)
 
 
 def milliseconds(rank):

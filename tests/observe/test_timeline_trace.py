@@ -15,8 +15,8 @@ from titan_dit.observe.timeline import (
     RECEIVE,
     SEND,
     TRACKS,
-    Reader,
     Timeline,
+    TimelineReader,
     trace_events,
     write_trace,
 )
@@ -115,7 +115,7 @@ def test_decisions_and_clocks_that_are_off_by_a_little():
         whole = [(Moment.STEP, 1, -0.1 * rank), (Moment.STARTS, None, 3), *moments,
                  (Moment.FINISHED, None, 13)]  # fmt: skip
         noted = [Noted(moment, what, at) for moment, what, at in whole]
-        ranks.append(Reader(rank, lambda at: at / 1e6).read(noted))
+        ranks.append(TimelineReader(rank, lambda at: at / 1e6).read(noted))
     order = ((message,), (message._replace(stage=1),))
     found = list(trace_events(Timeline(tuple(ranks), (0, 1), (1.0, 1.0), order, 1)))
     assert min(event.get("ts", 0) for event in found) == 0

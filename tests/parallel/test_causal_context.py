@@ -6,7 +6,7 @@ import pytest
 import torch
 from simulated_peers import SimulatedPeers, from_ranks, on_threads, rounding, to_ranks
 
-from titan_dit.kernels.attention_kernels import CPU, MATH, Kernel
+from titan_dit.kernels.attention_kernels import CPU, MATH, AttentionKernel
 from titan_dit.models.layers import attend
 from titan_dit.parallel.context import chunks_of, join_tokens, slice_tokens, slicing_of
 from titan_dit.parallel.ring_attention import ALL, Block, block_of, ring_attention
@@ -120,7 +120,7 @@ def work_of_ranks(size, n):
 
         mine = slice_tokens({"q": q, "k": k, "v": v}, dict.fromkeys("qkv", 2), peers.rank, size)
         leaves = [x.requires_grad_() for x in mine.values()]
-        out = ring_attention(*leaves, peers, Kernel(forward, backward), causal=True)
+        out = ring_attention(*leaves, peers, AttentionKernel(forward, backward), causal=True)
         out.sum().backward()
         return count
 

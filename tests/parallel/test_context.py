@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from titan_dit.config.section import UserError
 from titan_dit.kernels import attention, attention_kernels
 from titan_dit.kernels.attention import attend_by
-from titan_dit.kernels.attention_kernels import CPU, MATH, Kernel
+from titan_dit.kernels.attention_kernels import CPU, MATH, AttentionKernel
 from titan_dit.models.layers import Attention, attend
 from titan_dit.parallel import context
 from titan_dit.parallel import ring_attention as ring
@@ -186,7 +186,7 @@ def test_messages_travel_while_the_kernels_work():
 
         return call
 
-    kernel = Kernel(watched(CPU.forward), watched(CPU.backward))
+    kernel = AttentionKernel(watched(CPU.forward), watched(CPU.backward))
     q = to_ranks(q, 4).requires_grad_()
     ring_attention(q, to_ranks(k, 4), to_ranks(v, 4), peers, kernel).sum().backward()
     # Four rotations forward and four backward; the gradients follow one rotation behind.
@@ -225,7 +225,7 @@ def stale_keys_in_backward(monkeypatch):
         def block(d_out, q, _arrived_k, _arrived_v, out, lse, scale, causal):
             return kernel.backward(d_out, q, k, v, out, lse, scale, causal)
 
-        return original(d_out, q, k, v, out, lse, peers, Kernel(kernel.forward, block))
+        return original(d_out, q, k, v, out, lse, peers, AttentionKernel(kernel.forward, block))
 
     monkeypatch.setattr(ring, "travel_backward", backward)
 
@@ -239,7 +239,7 @@ def local_statistics(monkeypatch):
             own_out, own_lse = kernel.forward(q, k, v, scale, causal)
             return kernel.backward(d_out, q, k, v, own_out, own_lse, scale, causal)
 
-        return original(d_out, q, k, v, out, lse, peers, Kernel(kernel.forward, block))
+        return original(d_out, q, k, v, out, lse, peers, AttentionKernel(kernel.forward, block))
 
     monkeypatch.setattr(ring, "travel_backward", backward)
 
@@ -326,7 +326,7 @@ def test_the_key_of_the_config_reaches_the_kernels(method, monkeypatch):
     monkeypatch.setattr(context.Exchange, "over", lambda group: alone)
     monkeypatch.setattr(Exchange, "all_to_all", lambda self, parts: parts)
     context.apply(model, SimpleNamespace(get_group=lambda: None), method, "math")
-    counting = Kernel(products, MATH.backward)
+    counting = AttentionKernel(products, MATH.backward)
     monkeypatch.setattr(attention_kernels, "MATH", counting)
     monkeypatch.setattr(attention, "MATH", counting)
     x = torch.randn(2, 6, 32)

@@ -9,8 +9,8 @@ from PIL import Image
 
 from titan_dit.commands import data_encode
 from titan_dit.pictures import autoencoder, encode
-from titan_dit.pictures.encode import make_plan
-from titan_dit.pictures.picture_set import Asked
+from titan_dit.pictures.encode import make_job
+from titan_dit.pictures.picture_set import ListingOptions
 from titan_dit.pictures.readers import open_input
 
 CPU = torch.device("cpu")
@@ -39,9 +39,9 @@ def save_pictures(root, each=4):
 def plan_of(source, output, vae, classes=None, num_classes=None, device=CPU, **how):
     """The plan of an encoding, with its autoencoder."""
     loaded = autoencoder.load(vae, device)
-    pictures = open_input(source, Asked(classes=classes, num_classes=num_classes))
+    pictures = open_input(source, ListingOptions(classes=classes, num_classes=num_classes))
     how = {"image_size": 8, "batch_size": 4, "shard_size": 3} | how
-    return make_plan(pictures, source, output, loaded, **how), loaded
+    return make_job(pictures, source, output, loaded, **how), loaded
 
 
 def encoded(source, output, vae, **how):

@@ -19,7 +19,7 @@ from titan_dit.data.latents import LatentShards
 from titan_dit.data.packing import pack
 from titan_dit.data.sections import Latents
 from titan_dit.pictures import autoencoder, encode, library
-from titan_dit.pictures.picture_set import Asked
+from titan_dit.pictures.picture_set import ListingOptions
 from titan_dit.pictures.readers import open_input
 
 NUM = 12
@@ -91,7 +91,7 @@ def test_bytes_do_not_depend_on_which_process_encodes_a_chunk_or_on_a_stop(root)
     how = {"flip": True, "dtype": "float32"}
     plan, vae = plan_of(root / "in", output, str(root / "vae"), **how)
     output.mkdir(parents=True)
-    assert encode.todo_of(plan, output, verify=False) == [0, 1, 2, 3]
+    assert encode.missing_chunks(plan, output, verify=False) == [0, 1, 2, 3]
     for threads, chunks in ((1, [3, 1]), (3, [2])):
         encode.encode_chunks(plan, vae, output, chunks, threads, lambda *_: None)
     # As a killed process leaves it: claimed, three chunks whole, one cut off.
@@ -233,7 +233,7 @@ def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_one_line(monkeypatch,
 
 def test_what_cannot_be_encoded_is_one_line(root, tmp_path):
     vae, source = str(root / "vae"), root / "in"
-    message = refused(lambda: open_input(root / "none", Asked()))
+    message = refused(lambda: open_input(root / "none", ListingOptions()))
     assert message.startswith(f"[data encode] input={root / 'none'}: no such folder.")
 
     def said(**how):

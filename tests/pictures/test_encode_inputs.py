@@ -13,7 +13,7 @@ from refusals import refused
 
 from titan_dit.data.files import BadFileError
 from titan_dit.pictures import library
-from titan_dit.pictures.picture_set import Asked
+from titan_dit.pictures.picture_set import ListingOptions
 from titan_dit.pictures.readers import open_input
 
 
@@ -64,7 +64,7 @@ def root(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "table", "folder", "parquet", "tars"])
 def test_pictures_labels_and_captions_are_those_of_the_folder(root, kind):
-    found, wanted = (open_input(root / name, Asked()) for name in (kind, "jsonl"))
+    found, wanted = (open_input(root / name, ListingOptions()) for name in (kind, "jsonl"))
     assert len(found) == 12
     assert found.class_names == LABELS
     assert found.labels.tolist() == [label for label in range(3) for _ in range(4)]
@@ -76,10 +76,14 @@ def test_pictures_labels_and_captions_are_those_of_the_folder(root, kind):
 
 def test_labels_may_be_numbered_by_a_list_and_be_missing(root):
     given = ["owl", "cat", "dog"]
-    assert open_input(root / "tars", Asked(classes=given)).labels.tolist()[::4] == [1, 2, 0]
-    found = open_input(root / "jsonl", Asked(classes=[*LABELS, "yak"], num_classes=4))
+    assert open_input(root / "tars", ListingOptions(classes=given)).labels.tolist()[::4] == [
+        1,
+        2,
+        0,
+    ]
+    found = open_input(root / "jsonl", ListingOptions(classes=[*LABELS, "yak"], num_classes=4))
     assert (found.num_classes, found.class_names[3]) == (4, "yak")
-    said = refused(lambda: open_input(root / "parquet", Asked(classes=LABELS[:2])))
+    said = refused(lambda: open_input(root / "parquet", ListingOptions(classes=LABELS[:2])))
     assert said.endswith(
         "has the label 2, outside 0 to 1. Correct it, or list all classes: --classes FILE."
     )
@@ -89,7 +93,7 @@ def metadata(root, tmp_path, *lines, num_classes=2):
     folder = tmp_path / "in"
     shutil.copytree(root / "folder", folder, dirs_exist_ok=True)
     (folder / "metadata.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    return refused(lambda: open_input(folder, Asked(num_classes=num_classes)))
+    return refused(lambda: open_input(folder, ListingOptions(num_classes=num_classes)))
 
 
 def json_line(values):
@@ -97,7 +101,7 @@ def json_line(values):
 
 
 def test_keys_of_equal_meaning_are_chosen_row_by_row(root, tmp_path):
-    expected = open_input(root / "jsonl", Asked())
+    expected = open_input(root / "jsonl", ListingOptions())
     labels = [LABELS[number] for number in expected.labels.tolist()]
     lines = [
         {"file_name": name, ("class", "label")[row % 2]: label, ("caption", "text")[row % 2]: text}
@@ -114,7 +118,7 @@ def test_keys_of_equal_meaning_are_chosen_row_by_row(root, tmp_path):
     }
     for name, text in files.items():
         (tmp_path / "in" / name).write_text(text)
-        found = open_input(tmp_path / "in", Asked())
+        found = open_input(tmp_path / "in", ListingOptions())
         assert found.labels.tolist() == expected.labels.tolist(), name
         assert list(found.texts) == list(expected.texts), name
         (tmp_path / "in" / name).unlink()
@@ -122,11 +126,11 @@ def test_keys_of_equal_meaning_are_chosen_row_by_row(root, tmp_path):
     numbers = [{**line, "label": row, "class": f"n{row}"} for row, line in enumerate(lines)]
     del numbers[7]["label"]
     (tmp_path / "in" / "metadata.jsonl").write_text("".join(map(json_line, numbers)))
-    said = refused(lambda: open_input(tmp_path / "in", Asked()))
+    said = refused(lambda: open_input(tmp_path / "in", ListingOptions()))
     assert "metadata.jsonl, row 8: class n7 without a label, which is a number in other" in said
     del numbers[7]["class"]
     (tmp_path / "in" / "metadata.jsonl").write_text("".join(map(json_line, numbers)))
-    found = open_input(tmp_path / "in", Asked(num_classes=12))
+    found = open_input(tmp_path / "in", ListingOptions(num_classes=12))
     assert found.labels.tolist() == [*range(7), -1, *range(8, 12)]
 
 
@@ -152,14 +156,14 @@ def test_wrong_metadata_is_one_line(root, tmp_path):
 def test_a_column_is_there_once(root):
     file = root / "metadata.csv"
     file.write_text("file_name,label, label\ncat/0.png,cat,dog\n")
-    said = refused(lambda: open_input(root, Asked()))
+    said = refused(lambda: open_input(root, ListingOptions()))
     file.unlink()
     assert "metadata.csv has several columns label. Keep one of them." in said
 
 
 def listed(tmp_path, name, text, **asked):
     (tmp_path / name).write_text(text)
-    found = open_input(tmp_path, Asked(**asked))
+    found = open_input(tmp_path, ListingOptions(**asked))
     (tmp_path / name).unlink()
     return found
 
@@ -193,14 +197,14 @@ def test_captions_may_hold_any_line_separator(root, tmp_path):
     text = "a\u2028b\x85c\x0bd"
     line = json.dumps({"file_name": "cat/0.png", "text": text}, ensure_ascii=False)
     (tmp_path / "metadata.jsonl").write_text(line, encoding="utf-8")
-    assert list(open_input(tmp_path, Asked()).texts) == [text]
+    assert list(open_input(tmp_path, ListingOptions()).texts) == [text]
     (tmp_path / "metadata.jsonl").unlink()
     table = tmp_path / "metadata.csv"
     table.write_text(f"file_name,text\ncat/0.png,{text}\n", encoding="utf-8")
-    found = open_input(tmp_path, Asked())
+    found = open_input(tmp_path, ListingOptions())
     assert (list(found.names), list(found.texts)) == (["cat/0.png"], [text])
     table.write_text("file_name,text\ncat/0.png," + "x" * 200_000)
-    assert list(open_input(tmp_path, Asked()).texts) == ["x" * 200_000]
+    assert list(open_input(tmp_path, ListingOptions()).texts) == ["x" * 200_000]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "tars"])
@@ -209,13 +213,13 @@ def test_splits_may_be_folders_with_files_of_equal_names(root, tmp_path, kind):
     for split in ("train", "test"):
         (tmp_path / split).mkdir()
         shutil.copy(first, tmp_path / split / f"0{first.suffix}")
-    said = refused(lambda: open_input(tmp_path, Asked()))
+    said = refused(lambda: open_input(tmp_path, ListingOptions()))
     assert said.endswith("holds the splits test, train. Choose one: --split train.")
-    asked = Asked(classes=LABELS, num_classes=3, split="test")
+    asked = ListingOptions(classes=LABELS, num_classes=3, split="test")
     assert open_input(tmp_path, asked).names[0].startswith(f"test/0{first.suffix}:")
     for old, new in (("train", "1"), ("test", "2")):
         (tmp_path / old).rename(tmp_path / new)
-    assert len(open_input(tmp_path, Asked(classes=LABELS, num_classes=3))) == 12
+    assert len(open_input(tmp_path, ListingOptions(classes=LABELS, num_classes=3))) == 12
 
 
 def save_table(path, rows, names=()):
@@ -231,15 +235,15 @@ def save_table(path, rows, names=()):
 def test_labels_of_parquet_are_numbers_or_names_of_one_list(tmp_path):
     rows = [{"image": b"x", "label": label, "text": b"a"} for label in (b"10", b"2")]
     save_table(tmp_path / "0.parquet", rows)
-    found = open_input(tmp_path, Asked(num_classes=11))
+    found = open_input(tmp_path, ListingOptions(num_classes=11))
     assert (found.labels.tolist(), found.class_names, list(found.texts)) == ([10, 2], (), ["a"] * 2)
     (tmp_path / "0.parquet").unlink()
     for config, names in (("large", ["cat", "dog"]), ("small", ["dog", "cat"])):
         rows = [{"image": b"x", "label": label} for label in range(2)]
         save_table(tmp_path / config / "0.parquet", rows, names)
-    said = refused(lambda: open_input(tmp_path, Asked()))
+    said = refused(lambda: open_input(tmp_path, ListingOptions()))
     assert "small/0.parquet names the classes dog, cat, but the files before it cat, dog" in said
-    assert open_input(tmp_path / "small", Asked()).class_names == ("dog", "cat")
+    assert open_input(tmp_path / "small", ListingOptions()).class_names == ("dog", "cat")
 
 
 def tar_of(file, **members):
@@ -259,16 +263,16 @@ def test_the_order_of_a_tar_file_does_not_matter(tmp_path):
     }
     for order in (parts, reversed(parts)):
         tar_of(tmp_path / "0.tar", **{name: parts[name] for name in order})
-        found = open_input(tmp_path, Asked(num_classes=8))
+        found = open_input(tmp_path, ListingOptions(num_classes=8))
         assert (found.labels.tolist(), list(found.texts)) == ([7], ["a"])
 
 
 def test_pictures_that_a_tar_file_would_hide_are_named(tmp_path):
     tar_of(tmp_path / "0.tar", **{"a.png": b"x", "a.mask.png": b"y", "._b.png": b"z"})
-    assert list(open_input(tmp_path, Asked()).names) == ["0.tar:a"]
+    assert list(open_input(tmp_path, ListingOptions()).names) == ["0.tar:a"]
     tar_of(tmp_path / "0.tar", **{"a.png": b"x", "b 1.5.png": b"y"})
     assert "0.tar: b 1.5.png would not be read: in tar" in refused(
-        lambda: open_input(tmp_path, Asked())
+        lambda: open_input(tmp_path, ListingOptions())
     )
 
 
@@ -281,21 +285,23 @@ def test_a_link_to_a_picture_is_named(tmp_path):
             archive.add(tmp_path / "in" / name, name)
     (tmp_path / "in" / "a.png").unlink()
     (tmp_path / "in" / "b.png").unlink()
-    said = refused(lambda: open_input(tmp_path, Asked()))
+    said = refused(lambda: open_input(tmp_path, ListingOptions()))
     assert f"{tmp_path}/0.tar: b.png is a link. Make the tar file with --dereference" in said
 
 
 def test_a_tar_file_beside_class_folders_is_not_taken_for_the_dataset(root, tmp_path):
     shutil.copytree(root / "folder", tmp_path, dirs_exist_ok=True)
     tar_of(tmp_path / "all.tar", **{"a.png": b"x"})
-    said = refused(lambda: open_input(tmp_path, Asked()))
+    said = refused(lambda: open_input(tmp_path, ListingOptions()))
     assert "holds all.tar, cat, dog, owl: two datasets in one folder. Give one" in said
     for name in LABELS:
         shutil.rmtree(tmp_path / name)
     save_table(tmp_path / "a.parquet", [{"image": b"x"}])
-    assert "holds a.parquet, all.tar: two" in refused(lambda: open_input(tmp_path, Asked()))
+    assert "holds a.parquet, all.tar: two" in refused(
+        lambda: open_input(tmp_path, ListingOptions())
+    )
     (tmp_path / "a.parquet").rename(tmp_path / "all.parquet")  # As img2dataset writes it.
-    assert list(open_input(tmp_path, Asked()).names) == ["all.tar:a"]
+    assert list(open_input(tmp_path, ListingOptions()).names) == ["all.tar:a"]
 
 
 def test_many_files_may_be_open(tmp_path):
@@ -306,7 +312,7 @@ def test_many_files_may_be_open(tmp_path):
         resource.setrlimit(
             resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]) + 30, hard)
         )
-        assert len(open_input(tmp_path, Asked())) == 60
+        assert len(open_input(tmp_path, ListingOptions())) == 60
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -315,7 +321,7 @@ def test_a_damaged_row_group_of_parquet_is_dropped(root, tmp_path):
     data = bytearray((root / "parquet" / "train-00000-of-00002.parquet").read_bytes())
     data[4:60] = bytes(56)  # The first row group's pictures begin behind the magic number.
     (tmp_path / "0.parquet").write_bytes(data)
-    found = open_input(tmp_path, Asked(num_classes=3))
+    found = open_input(tmp_path, ListingOptions(num_classes=3))
     with pytest.raises(BadFileError, match="in a damaged row group"):
         found.read(0)
     assert found.read(4)
@@ -326,6 +332,6 @@ def test_parquet_without_its_library_is_one_line(root, monkeypatch):
         raise ImportError(name)
 
     monkeypatch.setattr(library.importlib, "import_module", missing)
-    message = refused(lambda: open_input(root / "parquet", Asked()))
+    message = refused(lambda: open_input(root / "parquet", ListingOptions()))
     assert "needs the library pyarrow" in message
     assert "titan_dit[pictures]" in message

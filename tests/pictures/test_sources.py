@@ -14,7 +14,7 @@ from tiny_vae import save_vae
 from titan_dit.commands import data_encode
 from titan_dit.data.packing import pack
 from titan_dit.pictures import encode
-from titan_dit.pictures.picture_set import Asked
+from titan_dit.pictures.picture_set import ListingOptions
 from titan_dit.pictures.readers import open_input
 
 
@@ -52,7 +52,7 @@ class Packing:
         self.changed = self.input / "0000" / "3.npy"
 
     def __call__(self, verify=False, chunks=None):
-        plan = pack.make_plan(self.input, self.output, shard_size=3)
+        plan = pack.make_job(self.input, self.output, shard_size=3)
         if chunks is None:
             found = pack.pack(plan, self.output, 1, lambda *_: None, verify)
             return None if found is None else []
@@ -147,7 +147,7 @@ def test_the_stamp_of_a_picture_is_that_of_the_file_that_holds_it(tmp_path):
         table = pyarrow.table({"image": [b"x"] * (number + 2)})
         parquet.write_table(table, tmp_path / f"{number}.parquet")
     touch(tmp_path / "1.parquet")
-    stamps = [open_input(tmp_path, Asked()).stamp(row) for row in range(5)]
+    stamps = [open_input(tmp_path, ListingOptions()).stamp(row) for row in range(5)]
     sizes = [(tmp_path / f"{number}.parquet").stat().st_size for number in range(2)]
     assert [size for size, _ in stamps] == [sizes[0]] * 2 + [sizes[1]] * 3
     assert [time == 10**18 for _, time in stamps] == [False] * 2 + [True] * 3

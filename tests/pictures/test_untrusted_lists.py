@@ -13,10 +13,10 @@ from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError
 from titan_dit.data.tokenizing.chunks import read_chunks
 from titan_dit.pictures import readers
-from titan_dit.pictures.picture_set import Asked
+from titan_dit.pictures.picture_set import ListingOptions
 from titan_dit.pictures.readers import open_input
 
-ASKED = Asked(max_text_bytes=100, max_rows=1000)
+ASKED = ListingOptions(max_text_bytes=100, max_rows=1000)
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
@@ -52,7 +52,7 @@ def test_a_row_that_says_no_label_or_caption_is_refused_by_its_number(tmp_path):
     for row, words in ROWS.items():
         text = '{"file_name": "0.png"}\n{"file_name": "1.png", ' + row + "}\n"
         (tmp_path / "metadata.jsonl").write_text(text)
-        said = said_of(tmp_path, Asked(max_text_bytes=250_000))
+        said = said_of(tmp_path, ListingOptions(max_text_bytes=250_000))
         assert f"metadata.jsonl, {words}" in said, row[:40]
 
 
@@ -60,7 +60,7 @@ def test_a_caption_is_text_or_a_number(tmp_path):
     rows = [{"text": 0}, {"text": None, "caption": "b"}, {"text": float("nan"), "label": 2.0}]
     lines = [json.dumps({"file_name": f"{i}.png", **row}) for i, row in enumerate(rows)]
     (tmp_path / "metadata.jsonl").write_text("\n".join(lines))
-    found = open_input(tmp_path, Asked(num_classes=3))
+    found = open_input(tmp_path, ListingOptions(num_classes=3))
     assert list(found.texts) == ["0", "b", ""]
     assert found.labels.tolist() == [-1, -1, 2]
 
@@ -78,7 +78,7 @@ def test_a_file_is_found_by_the_other_form_of_its_name(tmp_path, there, named):
     picture(0).save(tmp_path / unicodedata.normalize(there, name))
     row = {"file_name": unicodedata.normalize(named, name)}
     (tmp_path / "metadata.jsonl").write_text(json.dumps(row))
-    found = open_input(tmp_path, Asked())
+    found = open_input(tmp_path, ListingOptions())
     assert found.read(0)
     assert found.stamp(0)[0] > 0
 
@@ -95,7 +95,7 @@ TARS = {
 def test_a_text_beside_a_picture_is_refused_by_its_name(tmp_path):
     for name, (data, words) in TARS.items():
         tar_of(tmp_path / "0.tar", ("0.png", b"x"), (name, data))
-        said = said_of(tmp_path, Asked(max_text_bytes=220_000))
+        said = said_of(tmp_path, ListingOptions(max_text_bytes=220_000))
         assert f"0.tar: {name}" in said, name
         assert words in said, name
 
@@ -107,7 +107,7 @@ def test_texts_in_tars_may_begin_with_a_byte_order_mark(tmp_path):
         *[("0.png", b"x"), ("0.txt", bom + b"a"), ("0.cls", bom + b"3")],
         *[("1.png", b"x"), ("1.json", bom + b'{"label": null, "class": 4}')],
     )
-    found = open_input(tmp_path, Asked(num_classes=5))
+    found = open_input(tmp_path, ListingOptions(num_classes=5))
     assert (list(found.texts), found.labels.tolist()) == (["a", ""], [3, 4])
 
 
@@ -183,7 +183,7 @@ def test_a_file_of_a_picture_is_read_up_to_a_limit(tmp_path):
         file.truncate(30 * 10**9)  # It is sparse, and takes no room.
     said = r"^30,000,000,000 bytes, more than 268,435,456\. .* raise --max-file-bytes$"
     with pytest.raises(BadFileError, match=said):
-        open_input(tmp_path, Asked()).read(0)
+        open_input(tmp_path, ListingOptions()).read(0)
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_texts_of_parquet_are_bounded(table):
     folder = table(image=repeated(b"x", 2), text=repeated("y" * 101, 2))
     assert "a text has 101 bytes, more than 100. Correct it, or raise --max-text" in said_of(folder)
     table(image=repeated(b"x", 1000), text=repeated("y" * 100_000, 1000))
-    said = said_of(folder, Asked(max_text_bytes=100_000))
+    said = said_of(folder, ListingOptions(max_text_bytes=100_000))
     assert "its texts unpack to more than 200 times its size" in said
 
 
@@ -239,7 +239,7 @@ def test_a_row_group_is_bounded_by_its_file_and_a_variable_raises_that(table, mo
     assert "row group 0 holds 100,0" in said
     assert said.endswith("row_group_size=1000. If it is no forgery, set TITAN_DIT_LIMITS=2.")
     monkeypatch.setenv("TITAN_DIT_LIMITS", "2")
-    assert len(open_input(folder, Asked())) == 1
+    assert len(open_input(folder, ListingOptions())) == 1
 
 
 def test_a_picture_that_rows_of_parquet_repeat_is_held_once(table):
@@ -279,10 +279,10 @@ def test_columns_of_parquet_are_text_or_numbers(table, tmp_path):
 def test_a_split_is_a_word_of_the_name(tmp_path):
     for name in ("train-0.tar", "valley-0.tar", "trainee.tar"):
         tar_of(tmp_path / name, ("0.png", b"x"))
-    assert len(open_input(tmp_path, Asked())) == 3
-    assert len(open_input(tmp_path, Asked(split="train"))) == 1
+    assert len(open_input(tmp_path, ListingOptions())) == 3
+    assert len(open_input(tmp_path, ListingOptions(split="train"))) == 1
     for name in ("val-0.tar", "validation_1.tar", "val.tar"):
         (tmp_path / "valley-0.tar").rename(tmp_path / name)
         assert "holds the splits train, val. Choose one" in said_of(tmp_path)
-        assert len(open_input(tmp_path, Asked(split="val"))) == 1
+        assert len(open_input(tmp_path, ListingOptions(split="val"))) == 1
         (tmp_path / name).rename(tmp_path / "valley-0.tar")

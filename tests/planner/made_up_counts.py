@@ -1,6 +1,6 @@
 """Counts by formula, for searches without a rehearsal: a block of two products and attention."""
 
-from titan_dit.planner.work import Attention, Counts, Message, Part, Product, Work
+from titan_dit.planner.work import AttentionCall, Counts, Message, Part, Product, Work
 
 AGAIN = {"none": 0.0, "attention": 0.1, "selective": 0.3, "full": 1.0}
 """[remat] mode -> share of forward that backward repeats."""
@@ -24,7 +24,7 @@ def counts_of(plan):
             Product(1, tokens, hidden, 4 * own, dtype): times,
         }
         queries = spec.num_tokens / (ring if ring > 1 else 1)
-        kernel = Attention(
+        kernel = AttentionCall(
             *(size, heads, queries, spec.num_tokens, spec.head_dim, "bf16", False, backward, ring),
             4 * size * queries * own if ring > 1 else 0,
         )

@@ -11,7 +11,7 @@ from titan_dit.checks import validate
 from titan_dit.config.layout import PipelineConfig
 from titan_dit.config.section import UserError
 from titan_dit.plan import resolve
-from titan_dit.planner.candidates import KEYS, Candidate, Space, alone, divisors
+from titan_dit.planner.candidates import KEYS, Candidate, Space, all_on_dp_shard, divisors
 
 FLOAT8 = {"bf16": 100.0, "float8": 200.0}
 
@@ -181,7 +181,7 @@ def test_flags_turn_the_config_into_the_layout(space, found):
 def test_the_last_refusal_is_kept():
     space = Space(tiny(training={"global_batch_size": 3}), 4, easy(), ["parallel.tp"])
     config = replace(space.config.parallel, tp=1)
-    assert alone(config).dp_shard == -1
+    assert all_on_dp_shard(config).dp_shard == -1
     narrow = Space(
         tiny(training={"global_batch_size": 1}, parallel={"pp": 1, "tp": 1, "cp": 1}),
         4,

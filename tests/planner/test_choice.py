@@ -12,9 +12,17 @@ from titan_dit.config.section import UserError
 from titan_dit.dry_run.memory import Peak, StorageKind
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.planner.candidates import Candidate, Space
-from titan_dit.planner.choice import SEARCHES, search
-from titan_dit.planner.memory import needed
-from titan_dit.planner.search import Layout, Model, Outcome, Search, Tally, kind_of, mesh_of
+from titan_dit.planner.choice import MAX_SEARCHES, search
+from titan_dit.planner.memory import device_memory
+from titan_dit.planner.search import (
+    CostModel,
+    PredictedLayout,
+    Search,
+    SearchResult,
+    Tally,
+    memory_key,
+    mesh_key,
+)
 from titan_dit.planner.step import Estimate
 
 GIB = 2**30
@@ -54,9 +62,11 @@ def chosen(derived, exact=(), gib=(), whole=()):
             candidate = Candidate(*vars(sizes).values(), *last)
             plan = space.plan(candidate)
             held = bytes_of(gib.get(name, 1.0))
-            fit = needed(held, plan, DEVICE)
-            rows.append(Layout(candidate, plan, estimate(name, derived), held, fit, rank=0))
-    model = Model(
+            fit = device_memory(held, plan, DEVICE)
+            rows.append(
+                PredictedLayout(candidate, plan, estimate(name, derived), held, fit, rank=0)
+            )
+    model = CostModel(
         counts=counts_of,
         estimate=lambda plan, *_: estimate(NAMES[plan.sizes], exact),
         memory=memory,
@@ -70,8 +80,8 @@ def chosen(derived, exact=(), gib=(), whole=()):
             self.too_large = too_large
 
         def run(self, top):
-            left = [row for row in rows if kind_of(row.candidate) not in self.too_large]
-            return Outcome(left, Tally(candidates=3))
+            left = [row for row in rows if memory_key(row.candidate) not in self.too_large]
+            return SearchResult(left, Tally(candidates=3))
 
     with patch("titan_dit.planner.choice.Search", Found):
         found = search(space, model, counts_of, peak_of, top=3)
@@ -129,7 +139,7 @@ def test_a_layout_that_does_not_fit_after_all_leaves_its_mesh_to_another():
         model={"hidden": 64, "heads": 4, "layers": 4, "latent_size": 64},
         training={"global_batch_size": 8},
     )
-    space, model = Space(config, 4, DEVICE), Model(counts=counts_of)
+    space, model = Space(config, 4, DEVICE), CostModel(counts=counts_of)
     asked = []
 
     def peak_of(plan, rank):
@@ -139,8 +149,8 @@ def test_a_layout_that_does_not_fit_after_all_leaves_its_mesh_to_another():
     small = search(space, model, counts_of, lambda *_: Peak(bytes_of(1.0), ""), top=4).best
     found = search(space, model, counts_of, peak_of, top=4)
     assert asked[0] == small.plan
-    rows = {mesh_of(row.candidate): row for row in found.rows}
-    instead = rows[mesh_of(small.candidate)]
+    rows = {mesh_key(row.candidate): row for row in found.rows}
+    instead = rows[mesh_key(small.candidate)]
     assert instead.candidate != small.candidate
     assert instead.estimate.seconds >= small.estimate.seconds
     assert any("needs" in note and "10.0 of easy" in note for note in found.notes)
@@ -164,9 +174,9 @@ def test_where_no_fake_step_fits_the_search_ends_after_a_few_rounds():
         return Peak(bytes_of(11.0), "forward")
 
     with patch("titan_dit.planner.choice.Search", Counted), pytest.raises(UserError) as error:
-        search(space, Model(counts=counts_of), counts_of, peak_of, top=4)
+        search(space, CostModel(counts=counts_of), counts_of, peak_of, top=4)
     assert "though some do by composed memory; " in str(error.value)
-    assert len(rounds) == SEARCHES
+    assert len(rounds) == MAX_SEARCHES
     for one, other in itertools.pairwise(rounds):
         assert one != other
         assert all(other[kind] <= most for kind, most in one.items())

@@ -14,7 +14,7 @@ from titan_dit.dry_run.fake_step import take_fake_step
 from titan_dit.parallel import fsdp
 from titan_dit.plan import resolve
 from titan_dit.planner.data_parallel import Compute, DataParallel, Reduction
-from titan_dit.planner.links import Links
+from titan_dit.planner.links import Network
 from titan_dit.planner.rates import OURS, Runtime
 from titan_dit.planner.step import NORM_BYTES
 
@@ -100,7 +100,7 @@ def test_the_copy_of_a_tied_weight_is_gathered_and_reduced(dry_run):
 def check(config, world, found):
     """Compare the messages of every pipeline rank."""
     plan = resolve(config, world)
-    data = DataParallel(plan, counts_of(plan), Links(plan.sizes, DEVICE), OURS)
+    data = DataParallel(plan, counts_of(plan), Network(plan.sizes, DEVICE), OURS)
     assert len(found) == plan.sizes.pp
     for rank, logged in enumerate(found):
         calls, sent = Counter(), Counter()
@@ -175,7 +175,7 @@ def by_hand(
     sections["training"] = {"global_batch_size": 2 * ranks * count, "microbatch_size": 2}
     plan = resolve(tiny_config(**sections), world)
     assert plan.num_microbatches == count
-    found = ByHand(plan, counts_of(plan), Links(plan.sizes, DEVICE), runtime)
+    found = ByHand(plan, counts_of(plan), Network(plan.sizes, DEVICE), runtime)
     object.__setattr__(found, "gather", gather)
     object.__setattr__(found, "reduce", reduce)
     object.__setattr__(found, "copies", copies)
@@ -241,7 +241,7 @@ def test_replicas_of_a_pipeline_are_reduced_while_shards_are():
 def test_a_reduction_has_the_links_of_its_groups():
     sections = {"parallel": {"dp_replicate": 2}, "precision": {"dtype": "bf16"}}
     plan = resolve(tiny_config(model=EVEN, **sections), 8)
-    data = DataParallel(plan, counts_of(plan), Links(plan.sizes, DEVICE), OURS)
+    data = DataParallel(plan, counts_of(plan), Network(plan.sizes, DEVICE), OURS)
     _, (unit, *_) = data.units(data.shapes[0])
     # fp32; 3/4 to the others of a node at 100 GB/s, then a quarter by one's own NIC of 10 GB/s.
     wanted = 3 / 4 * 4 * unit.trained / 1e11, 4 * unit.trained / 4 / 1e10
@@ -290,7 +290,7 @@ def test_replicas_all_reduce_whole_gradients_once():
     )
     counts = counts_of(plan)
     data = DataParallel(
-        plan, counts, Links(plan.sizes, DEVICE), Runtime(sharding="replicas", gradient_bytes=2)
+        plan, counts, Network(plan.sizes, DEVICE), Runtime(sharding="replicas", gradient_bytes=2)
     )
     whole = counts.embed.trained + 3 * counts.block.trained + counts.head.trained
     sent = sum(count * message.bytes for message, count in data.traffic().items())
@@ -307,7 +307,7 @@ def test_kept_gathers_are_once_per_microbatch():
         name: sum(
             count
             for message, count in DataParallel(
-                plan, counts_of(plan), Links(plan.sizes, DEVICE), Runtime(sharding=name)
+                plan, counts_of(plan), Network(plan.sizes, DEVICE), Runtime(sharding=name)
             )
             .traffic()
             .items()
@@ -332,7 +332,7 @@ def test_what_fsdp_copies(world):
             training={"global_batch_size": 2 * world * count, "microbatch_size": 2},
         )
         plan = resolve(config, world)
-        data = DataParallel(plan, counts_of(plan), Links(plan.sizes, DEVICE), OURS)
+        data = DataParallel(plan, counts_of(plan), Network(plan.sizes, DEVICE), OURS)
         root, blocks = data.units(data.shapes[0])
         found[count] = [
             (gathered / unit.parameters, added / unit.trained)

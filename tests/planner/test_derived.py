@@ -7,7 +7,7 @@ from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.planner import hardware, rates
 from titan_dit.planner.candidates import Candidate, Space
 from titan_dit.planner.counts import Derived, Rehearsals
-from titan_dit.planner.links import Links
+from titan_dit.planner.links import Network
 
 MODEL = {"hidden": 256, "heads": 8, "latent_size": 64, "channels": 4}
 START = Candidate(1, 1, 8, 1, 1, "ring", True, "auto", "1f1b", 1, 4, "none", "off")
@@ -33,7 +33,7 @@ def setting():
 
 
 def took(work, cp):
-    links = Links(AxisSizes(cp=cp, dp_shard=8 // cp), DEVICE)
+    links = Network(AxisSizes(cp=cp, dp_shard=8 // cp), DEVICE)
     terms = rates.seconds(work, DEVICE, links, fused=False)
     return sum(seconds for term, seconds in terms.items() if term != "launches")
 

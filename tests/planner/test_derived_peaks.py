@@ -8,14 +8,14 @@ from tiny import tiny_config
 
 from titan_dit.plan import resolve
 from titan_dit.planner.counts import between
-from titan_dit.planner.work import Moments
+from titan_dit.planner.work import AllocatedBytes
 
 # Weights' gradients, 100 bytes, come first; later the activations, 20 a sample, are freed late.
 SIZES = 2, 3
 
 
 def counts(size):
-    moments = Moments(
+    moments = AllocatedBytes(
         forward=(5.0 * size, 30.0 * size, 10.0 * size),
         backward=(0.0, 100.0 + size, 20.0 * size),
         gradients=(0.0, 100.0, 0.0),
@@ -25,7 +25,7 @@ def counts(size):
 
 
 def with_block(own, moments, kept):
-    block = replace(own.block, moments=moments, kept=kept, **moments.peaks(kept))
+    block = replace(own.block, allocated=moments, kept=kept, **moments.peaks(kept))
     return replace(own, block=block)
 
 
@@ -42,7 +42,7 @@ def test_a_larger_microbatch_peaks_at_another_moment(size, peak, gradients):
 
 def test_parts_with_other_moments_have_the_peaks_on_a_line():
     small, large = map(counts, SIZES)
-    fewer = Moments(forward=(3.0,), backward=(100.0,), gradients=(100.0,))
+    fewer = AllocatedBytes(forward=(3.0,), backward=(100.0,), gradients=(100.0,))
     block = between(small, with_block(large, fewer, kept=30.0), 2.0).block
-    assert block.moments is None
+    assert block.allocated is None
     assert block.forward_peak == 40.0 + 2.0 * (0.0 - 40.0)

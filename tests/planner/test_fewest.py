@@ -7,9 +7,9 @@ from tiny import tiny_config
 
 from titan_dit.planner import memory
 from titan_dit.planner.choice import fewest, gpu_counts, smallest
-from titan_dit.planner.search import Model
+from titan_dit.planner.search import CostModel
 
-MODEL = Model(counts=counts_of)
+MODEL = CostModel(counts=counts_of)
 LONG = {"hidden": 256, "layers": 4, "heads": 4, "latent_size": 1024}
 """Many tokens: most of the memory are activations."""
 

@@ -16,7 +16,14 @@ from titan_dit.planner import calibrate as calibration
 from titan_dit.planner import measured
 from titan_dit.planner.calibrate import calibrate, known_device
 from titan_dit.planner.hardware import device_of, read
-from titan_dit.planner.measured import another_device, beside, of_gpu, of_run, outdated, warnings
+from titan_dit.planner.measured import (
+    another_device,
+    beside,
+    measured_on_gpu,
+    measured_run,
+    outdated,
+    warnings,
+)
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from gpu_configs import CONTENDERS, tables_of
@@ -85,7 +92,7 @@ def gpu_json(tmp_path):
 
 
 def test_a_run_is_the_median_after_the_first_row_without_waiting_and_its_ranks(run):
-    found = of_run(run)
+    found = measured_run(run)
     assert found.step_ms == 50.0
     assert found.plan.world_size == 2
     assert found.plan.sizes.dp_shard == 2
@@ -98,12 +105,12 @@ def test_of_a_run_that_was_resumed_on_other_ranks_only_the_rest_counts(run):
     rows = [row(1, 900.0), row(5, 99.0), row(10, 99.0)]
     rows += [row(15, 700.0, ranks=4), row(20, 21.0, ranks=4), row(25, 31.0, ranks=4)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    found = of_run(run)
+    found = measured_run(run)
     assert (found.plan.world_size, found.step_ms) == (4, 25.0)
     del rows[-1]["data_wait_ms"]
     (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
     with pytest.raises(UserError, match=r"a row of metrics\.jsonl has no data_wait_ms"):
-        of_run(run)
+        measured_run(run)
 
 
 def with_versions(monkeypatch, torch="2.13.0+cpu"):
@@ -130,14 +137,14 @@ def with_mfu(run, peak_tflops=989.0):
 def test_a_run_was_on_a_gpu_if_it_has_mfu_and_on_a_cpu_if_its_torch_is_a_cpus(run, monkeypatch):
     with_versions(monkeypatch)
     without_rehearsals(monkeypatch)
-    on_cpu = of_run(run)
+    on_cpu = measured_run(run)
     assert (on_cpu.allocated_gib, on_cpu.device) == (None, "CPU")
     assert any("run on a CPU" in line for line in beside(run, device_of("cpu")))
     with_versions(monkeypatch, "2.13.0+cu130")
-    assert of_run(run).device == ""
+    assert measured_run(run).device == ""
     assert any("without mfu" in line for line in beside(run, device_of("cpu")))
     with_mfu(run)
-    on_gpu = of_run(run)
+    on_gpu = measured_run(run)
     assert (on_gpu.allocated_gib, on_gpu.device) == (0.3, "")
     assert on_gpu.peak_tflops == pytest.approx(989.0)
 
@@ -145,17 +152,17 @@ def test_a_run_was_on_a_gpu_if_it_has_mfu_and_on_a_cpu_if_its_torch_is_a_cpus(ru
 def test_a_run_without_metrics_is_an_error_of_one_line(run):
     (run / "metrics.jsonl").write_text(json.dumps(row(1, 900.0)) + "\n")
     with pytest.raises(UserError, match="1 rows with step_ms") as error:
-        of_run(run)
+        measured_run(run)
     assert "\n" not in str(error.value)
     (run / "metrics.jsonl").unlink()
     with pytest.raises(UserError, match="0 rows with step_ms"):
-        of_run(run)
+        measured_run(run)
     with pytest.raises(UserError, match=r"no config\.toml"):
-        of_run(run / "nowhere")
+        measured_run(run / "nowhere")
 
 
 def test_rows_of_gpu_json_that_have_a_config_are_steps_of_one_rank(gpu_json):
-    [found] = of_gpu(gpu_json)
+    [found] = measured_on_gpu(gpu_json)
     assert found.name == "ours, toy, 16 tokens, batch 4"
     assert found.step_ms == 3.0
     assert (found.plan.world_size, found.plan.microbatch_size) == (1, 4)
@@ -173,7 +180,7 @@ def test_a_json_without_steps_is_an_error_of_one_line(tmp_path):
     for text in ("{", "[]", '{"measured": []}', *others):
         path.write_text(text)
         with pytest.raises(UserError, match=r"benchmarks/gpu\.py"):
-            of_gpu(path)
+            measured_on_gpu(path)
 
 
 def test_torchs_name_of_a_device_finds_its_file():
@@ -216,7 +223,7 @@ def test_a_plan_beside_a_run_warns_of_an_old_calibration_and_of_another_device(r
     assert said == [
         f"warning: cpu was calibrated with torch 1.0, this is {torch}: calibrate again, or expect "
         "other errors",
-        *warnings(of_run(run)),
+        *warnings(measured_run(run)),
     ]
     said = "\n".join(beside(run, device_of("h100")))
     assert f"warning: {run}: it was measured on CPU, not on h100" in said
@@ -246,12 +253,12 @@ def test_steps_of_several_devices_are_not_fitted_together(run, gpu_json, tmp_pat
     refused(r"312 TFLOP/s in bf16, but h100 has 989")
     assert not out.exists()
     with_mfu(run)
-    assert another_device(of_run(run), device_of("h100")) is None
+    assert another_device(measured_run(run), device_of("h100")) is None
     # A file of the user's own may be of any device; its peaks decide.
     own = replace(device_of("h100"), name="ours")
-    assert another_device(of_gpu(gpu_json)[0], own) is None
+    assert another_device(measured_on_gpu(gpu_json)[0], own) is None
     with_mfu(run, 500.0)
-    assert "989" in another_device(of_run(run), own)
+    assert "989" in another_device(measured_run(run), own)
 
 
 def test_steps_of_several_versions_are_warned_about_and_all_stand_in_the_file(
@@ -259,7 +266,7 @@ def test_steps_of_several_versions_are_warned_about_and_all_stand_in_the_file(
 ):
     with_versions(monkeypatch, "2.13.0+cu130")
     with_mfu(run)
-    found = [*of_gpu(gpu_json), of_run(run)]
+    found = [*measured_on_gpu(gpu_json), measured_run(run)]
     assert list(calibration.mixed_versions(found)) == [
         "warning: the steps were measured with torch 2.12.0, 2.13.0+cu130: expect a larger error"
     ]
@@ -275,7 +282,7 @@ def test_calibration_writes_a_device_that_fits_its_rows(run, tmp_path):
     assert "does not say its titan_dit and torch" in lines[0]
     assert lines[1] == "calibrated on 1 steps, from cpu"
     assert lines[-1] == f"wrote {out}: plan with --device {out}"
-    [case] = calibration.cases_of([of_run(run)])
+    [case] = calibration.cases_of([measured_run(run)])
     before, after = (abs(calibration.errors([case], d)[0]) for d in (device_of("cpu"), read(out)))
     assert after < 0.5 * before or after < 0.1
     assert str(run) in read(out).rows

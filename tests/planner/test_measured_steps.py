@@ -9,10 +9,10 @@ from commands import ROOT
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.planner.calibrate import calibrate, cases_of, errors, leave_one_out, other_layers
 from titan_dit.planner.hardware import device_of, read
-from titan_dit.planner.links import Links
-from titan_dit.planner.measured import of_gpu
+from titan_dit.planner.links import Network
+from titan_dit.planner.measured import measured_on_gpu
 from titan_dit.planner.rates import attention_s
-from titan_dit.planner.work import Attention
+from titan_dit.planner.work import AttentionCall
 
 H200 = device_of("h200")
 FILE = ROOT / "benchmarks/results/h200-2026-11-26/gpu.json"
@@ -23,7 +23,7 @@ LAYERS = ["attn.qkv", "attn.out", "mlp.up", "mlp.down"]
 @pytest.fixture(scope="module")
 def cases():
     """The steps whose config plans what was measured, by name."""
-    found = cases_of([one for one in of_gpu(FILE) if not other_layers(one)])
+    found = cases_of([one for one in measured_on_gpu(FILE) if not other_layers(one)])
     return {case.name.replace(", batch", "").replace(" tokens,", ""): case for case in found}
 
 
@@ -73,7 +73,7 @@ def test_a_calibration_says_which_steps_it_leaves_out_and_why(tmp_path):
 
 
 def test_a_step_is_planned_for_the_device_that_measured_it():
-    for one in of_gpu(FILE):
+    for one in measured_on_gpu(FILE):
         assert one.plan.device == "NVIDIA H200"
         assert other_layers(replace(one, in_float8=None)) is None
         if "tensorwise" in one.name:
@@ -83,13 +83,13 @@ def test_a_step_is_planned_for_the_device_that_measured_it():
 def test_attention_is_as_fast_as_measured_at_every_length_and_head_dim():
     """At the efficiencies that attention and a copy have alone."""
     alone = replace(H200, efficiency=replace(H200.efficiency, attention=0.68, moved=0.89))
-    links = Links(AxisSizes(), alone)
+    links = Network(AxisSizes(), alone)
     rows = json.loads(FILE.read_text())["ceilings"]["attention"]
     rows = [row for row in rows if row["backend"] == "cudnn" and row["ring"] == 1]
     assert len(rows) == 10
     for row in rows:
         tokens, dim = row["tokens"], row["head_dim"]
-        one = Attention(row["batch"], row["heads"], tokens, tokens, dim, "bf16", False, False)
+        one = AttentionCall(row["batch"], row["heads"], tokens, tokens, dim, "bf16", False, False)
         for is_backward, kind in ((False, "forward ms"), (True, "backward ms")):
             took = attention_s(one._replace(is_backward=is_backward), alone, links)
             assert 1e3 * took == pytest.approx(row[kind], rel=0.16), (dim, tokens, kind)

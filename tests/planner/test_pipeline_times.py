@@ -9,7 +9,7 @@ from tiny import tiny_config
 
 from titan_dit.plan import resolve
 from titan_dit.planner import pipeline
-from titan_dit.planner.pipeline import Times, compiled, play, played, program
+from titan_dit.planner.pipeline import Durations, compiled, pass_times, play, program
 from titan_dit.schedules import order_file
 from titan_dit.schedules.action import Kind
 from titan_dit.schedules.placement import pipeline_order, stages_per_rank
@@ -52,7 +52,7 @@ def test_a_played_order_ends_when_the_simulated_one_does(schedule, stages):
         )
         num_stages = num_ranks * stages_per_rank(schedule, stages)
         costs, latency = random_costs(draw, num_stages, 0.8), random_latency(draw, num_ranks)
-        found = play(compiled(order), num_ranks, Times(costs=costs, latency=latency))
+        found = play(compiled(order), num_ranks, Durations(costs=costs, latency=latency))
         wanted = simulate(order, costs, latency=lambda *pair, own=latency: own[pair])
         assert found.makespan == pytest.approx(wanted.makespan)
         assert found.busy == pytest.approx(wanted.busy)
@@ -66,12 +66,12 @@ def test_what_follows_a_stage_delays_its_rank_but_not_its_message():
     costs = dict.fromkeys([(kind, stage) for kind in Kind for stage in (0, 1)], 1.0)
     steps = program("1f1b", 2, 1, 2)
     # 1: F0 F1 . B0 . B1; the last backward of stage 1 ends at 5.
-    assert play(steps, 2, Times(costs=costs)).ends == (6.0, 5.0)
-    assert play(steps, 2, Times(costs=costs, after={1: 9.0})).ends == (6.0, 14.0)
-    assert play(steps, 2, Times(costs=costs, after={0: 9.0})).ends == (15.0, 5.0)
+    assert play(steps, 2, Durations(costs=costs)).ends == (6.0, 5.0)
+    assert play(steps, 2, Durations(costs=costs, after={1: 9.0})).ends == (6.0, 14.0)
+    assert play(steps, 2, Durations(costs=costs, after={0: 9.0})).ends == (15.0, 5.0)
     # Rank 1 waits for its first input anyway.
-    assert play(steps, 2, Times(costs=costs, ready=(0.0, 1.0))).ends == (6.0, 5.0)
-    assert play(steps, 2, Times(costs=costs, ready=(0.5, 0.0))).ends == (6.5, 5.5)
+    assert play(steps, 2, Durations(costs=costs, ready=(0.0, 1.0))).ends == (6.0, 5.0)
+    assert play(steps, 2, Durations(costs=costs, ready=(0.5, 0.0))).ends == (6.5, 5.5)
 
 
 def test_a_rank_sends_one_message_after_another():
@@ -79,10 +79,10 @@ def test_a_rank_sends_one_message_after_another():
     slow = dict.fromkeys([(0, 1), (1, 0)], 5.0)
     steps = program("gpipe", 2, 1, 4)
     # Four messages of 5 s after the first forward, four after the first backward.
-    found = play(steps, 2, Times(costs=costs, latency=slow, in_turn=True))
+    found = play(steps, 2, Durations(costs=costs, latency=slow, in_turn=True))
     assert found.ends == (1 + 4 * 5 + 1 + 1 + 4 * 5 + 1, 1 + 4 * 5 + 1 + 4)
     # With links for all at once.
-    assert play(steps, 2, Times(costs=costs, latency=slow)).makespan == 4 + 5 + 1 + 4 + 5 + 1
+    assert play(steps, 2, Durations(costs=costs, latency=slow)).makespan == 4 + 5 + 1 + 4 + 5 + 1
 
 
 @pytest.mark.parametrize(("schedule", "stages"), SCHEDULES)
@@ -96,7 +96,7 @@ def test_no_pass_is_faster_than_the_messages_of_a_rank(schedule, stages):
     costs = random_costs(draw, num_ranks * stages_per_rank(schedule, stages), 0.2)
     for seconds in (0.0, 0.2, 1.0, 9.0):
         latency = {(a, b): seconds for a in range(num_ranks) for b in range(num_ranks)}
-        both = Times(costs=costs, latency=latency)
+        both = Durations(costs=costs, latency=latency)
         turns = play(steps, num_ranks, replace(both, in_turn=True)).makespan
         sent = Counter(step.rank for step in steps if step.sends)
         assert turns >= max(play(steps, num_ranks, both).makespan, seconds * max(sent.values()))
@@ -123,7 +123,7 @@ def plan_of(schedule, stages, num_ranks, count):
 @pytest.mark.parametrize(("schedule", "stages"), SCHEDULES)
 @pytest.mark.parametrize("spread", [0.0, 0.8])
 def test_many_microbatches_take_what_the_whole_order_takes(schedule, stages, spread, monkeypatch):
-    monkeypatch.setattr(pipeline, "STEPS", 1024)
+    monkeypatch.setattr(pipeline, "MAX_ACTIONS", 1024)
     draw = random.Random(f"{schedule} {spread}")
     num_ranks = 4
     total = num_ranks * stages_per_rank(schedule, stages)
@@ -135,8 +135,8 @@ def test_many_microbatches_take_what_the_whole_order_takes(schedule, stages, spr
     # Messages that hide, and those that take longer than stages.
     for seconds in (0.1, 4.0):
         latency = {key: seconds for key in random_latency(draw, num_ranks)}
-        times = Times(costs=costs, latency=latency, in_turn=True)
-        whole, found = play(order, num_ranks, times), played(plan, times)
+        times = Durations(costs=costs, latency=latency, in_turn=True)
+        whole, found = play(order, num_ranks, times), pass_times(plan, times)
         assert found.makespan == pytest.approx(whole.makespan, rel=1e-9)
         assert found.ends == pytest.approx(whole.ends)
         assert found.busy == pytest.approx(whole.busy)
@@ -146,7 +146,7 @@ def test_a_thousand_microbatches_on_32_ranks_are_played_with_few():
     plan = plan_of("1f1b", 1, 32, 1000)
     costs = dict.fromkeys([(kind, stage) for kind in Kind for stage in range(32)], 1.0)
     program.cache_clear()
-    found = played(plan, Times(costs=costs))
+    found = pass_times(plan, Durations(costs=costs))
     assert found.makespan == pytest.approx((1000 + 31) * 2)
     # 1,000 = 27 rounds of 32 and 136, the growth of which is that of two rounds.
     assert program.cache_info().misses == 2
@@ -166,5 +166,5 @@ def test_an_order_of_a_file_is_played_as_it_is(tmp_path):
     )
     costs = {(kind, stage): 1.0 + stage for kind in Kind for stage in (0, 1)}
     latency = dict.fromkeys([(0, 1), (1, 0)], 3.0)
-    found = played(resolve(config, 2), Times(costs=costs, latency=latency))
+    found = pass_times(resolve(config, 2), Durations(costs=costs, latency=latency))
     assert found.makespan == simulate(order, costs, latency=3.0).makespan

@@ -15,7 +15,7 @@ from titan_dit.planner import report
 from titan_dit.planner.candidates import Space
 from titan_dit.planner.choice import search
 from titan_dit.planner.hardware import device_of
-from titan_dit.planner.search import Model, equals, tp_crosses_nodes
+from titan_dit.planner.search import CostModel, equally_fast, tp_crosses_nodes
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import matrix_plan
@@ -23,7 +23,7 @@ import matrix_rows
 
 # Nodes of 6: of the groups of 4 ranks every third is on two nodes.
 DEVICE = easy(gpus_per_node=6, inner_gb_per_s={2: 50.0}, error=0.1)
-MODEL = Model(counts=counts_of)
+MODEL = CostModel(counts=counts_of)
 
 
 def no_fake_step(plan, rank):
@@ -84,7 +84,7 @@ def test_a_device_is_calibrated_if_it_has_rows(across):
 
 
 def test_the_verdict_counts_the_equals_and_names_their_rule(across):
-    alike = len(equals(across.rows, DEVICE.error))
+    alike = len(equally_fast(across.rows, DEVICE.error))
     _, why = report.verdict(across)
     assert ("fewest axes" in why) == (alike > 1)
     assert alike == 1 or f"of {alike} equals" in why

@@ -12,22 +12,22 @@ from titan_dit.planner import step
 from titan_dit.planner.candidates import Space
 from titan_dit.planner.choice import preferred
 from titan_dit.planner.counts import Rehearsals
-from titan_dit.planner.memory import Needed
+from titan_dit.planner.memory import DeviceMemory
 from titan_dit.planner.search import (
-    Model,
+    CostModel,
     Search,
-    bucket_of,
     busy_of,
     coarser_than,
-    equals,
+    equally_fast,
     floor_of,
     fullest,
     least_bytes,
-    mesh_of,
+    mesh_key,
     scaled,
+    work_key,
 )
 
-MODEL = Model(counts=counts_of)
+MODEL = CostModel(counts=counts_of)
 SMALL = {"hidden": 512, "layers": 4, "heads": 4, "latent_size": 64}
 LAYERS = SMALL["layers"]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -69,7 +69,7 @@ def best_of_meshes(every, memory_gib):
     rows = {}
     for row in sorted(every):
         if row[1] <= memory_gib:
-            rows.setdefault(mesh_of(row[2]), row)
+            rows.setdefault(mesh_key(row[2]), row)
     return list(rows.values())
 
 
@@ -80,7 +80,7 @@ def test_the_search_finds_what_estimating_every_layout_finds(every, memory_gib):
     wanted = best_of_meshes(every, memory_gib)
     found = Search(space, device, MODEL).run(top=5)
     assert wanted
-    by_mesh = {mesh_of(candidate): seconds for seconds, _, candidate in wanted}
+    by_mesh = {mesh_key(candidate): seconds for seconds, _, candidate in wanted}
     # tp and cp are rehearsed only if they may be faster by more than the error.
     unsplit = [row for row in wanted if row[2].tp * row[2].cp == 1]
     shown = [row for row in found.rows if row.candidate.tp * row.candidate.cp == 1]
@@ -88,7 +88,7 @@ def test_the_search_finds_what_estimating_every_layout_finds(every, memory_gib):
     assert times[:5] == pytest.approx([row[0] for row in unsplit[: len(times)]][:5], rel=1e-9)
     for row in found.rows:
         if row.estimate.seconds <= times[min(4, len(times) - 1)]:
-            assert row.estimate.seconds == pytest.approx(by_mesh[mesh_of(row.candidate)], rel=1e-9)
+            assert row.estimate.seconds == pytest.approx(by_mesh[mesh_key(row.candidate)], rel=1e-9)
     assert found.tally.estimated < found.tally.candidates / 3
     best = preferred(found.rows, device.error)[0]
     limit = wanted[0][0] * (1 + device.error)
@@ -189,7 +189,7 @@ def test_coarser_splits_are_counted_with_microbatches_of_the_same_size():
 
     # Two slices leave a rank 4 of the 8 samples that four slices have in a microbatch.
     whole = [one for one in space_of() if one.cp == 4 and one.microbatch_size == 8]
-    search = Search(space_of(), DEVICE, Model(counts=counts))
+    search = Search(space_of(), DEVICE, CostModel(counts=counts))
     for candidate in whole:
         for coarse in coarser_than(candidate):
             search._counts(coarse)
@@ -204,8 +204,8 @@ def test_few_splits_are_rehearsed_to_rule_out_the_others():
         asked.add((plan.sizes.tp, plan.sizes.cp, plan.remat.mode, plan.precision.float8))
         return counts_of(plan)
 
-    Search(space, DEVICE, Model(counts=counts)).run(top=1)
-    every = {bucket_of(one)._replace(microbatch_size=1)[:6] for one in space}
+    Search(space, DEVICE, CostModel(counts=counts)).run(top=1)
+    every = {work_key(one)._replace(microbatch_size=1)[:6] for one in space}
     assert len(asked) < len(every) / 2
 
 
@@ -215,7 +215,7 @@ def test_a_layout_whose_counts_cannot_be_had_is_left_out_and_noted():
             raise ImportError("No module named 'torchao'")
         return counts_of(plan)
 
-    found = Search(space_of(gpus=2), DEVICE, Model(counts=counts)).run(top=3)
+    found = Search(space_of(gpus=2), DEVICE, CostModel(counts=counts)).run(top=3)
     assert {row.candidate.float8 for row in found.rows} == {"off"}
     assert found.notes[0] == "layouts left out: No module named 'torchao'"
 
@@ -234,7 +234,7 @@ def test_equals_are_preferred_by_axes_then_without_tp_then_memory_and_others_by_
     def row(seconds, gib, **sizes):
         candidate = some.candidate._replace(**dict.fromkeys(AXES, 1) | sizes)
         estimate = replace(some.estimate, seconds=seconds)
-        needed = Needed(allocated=gib, reserved=gib, context=0.0, communicators=0.0)
+        needed = DeviceMemory(allocated=gib, reserved=gib, context=0.0, communicators=0.0)
         return replace(some, candidate=candidate, estimate=estimate, needed=needed)
 
     best_first = [
@@ -252,8 +252,8 @@ def test_equals_are_preferred_by_axes_then_without_tp_then_memory_and_others_by_
         assert preferred(rows, 0.1) == best_first
     order = preferred(found.rows, DEVICE.error)
     assert len(order) == len(found.rows)
-    assert {id(row) for row in order[: len(equals(found.rows, 0.1))]} == {
-        id(row) for row in equals(found.rows, 0.1)
+    assert {id(row) for row in order[: len(equally_fast(found.rows, 0.1))]} == {
+        id(row) for row in equally_fast(found.rows, 0.1)
     }
     assert preferred([], 0.1) == []
 

@@ -8,7 +8,15 @@ from hand_made import EASY, easy
 from titan_dit.config.section import UserError
 from titan_dit.dry_run.report import DEVICES_GIB
 from titan_dit.observe.flops import PEAK_BF16_TFLOPS, PEAK_FP16_TFLOPS
-from titan_dit.planner.hardware import FOLDER, check, device_of, names, numbers, unsourced, write
+from titan_dit.planner.hardware import (
+    FOLDER,
+    check_device,
+    device_of,
+    names,
+    numbers,
+    unsourced,
+    write,
+)
 
 GPUS = ("a100_40", "a100_80", "b200", "h100", "h20", "h200", "v100_16")
 
@@ -146,7 +154,7 @@ def test_a_number_in_place_of_a_table_is_refused(tmp_path):
 
 def test_an_efficiency_above_1_is_no_fit(tmp_path):
     with pytest.raises(UserError, match=r"efficiency\.node=1\.2 must be at most 1"):
-        check(easy(node=1.2), "the fit")
+        check_device(easy(node=1.2), "the fit")
     with pytest.raises(UserError, match=r"mine\.toml: efficiency\.products=1\.2 must be at most 1"):
         write(easy(products=1.2), tmp_path / "mine.toml")
     assert not list(tmp_path.iterdir())

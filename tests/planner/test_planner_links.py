@@ -12,7 +12,7 @@ from titan_dit.planner.hardware import device_of, names
 from titan_dit.planner.links import (
     AXES,
     FLATTENED,
-    Links,
+    Network,
     axes_of,
     fills_nodes,
     members,
@@ -26,11 +26,11 @@ GB = 1e9
 
 
 def seconds(axis, operation="all-gather", nbytes=GB, device=EASY, **sizes):
-    return Links(AxisSizes(**sizes), device).seconds(Message(axis, operation, nbytes))
+    return Network(AxisSizes(**sizes), device).seconds(Message(axis, operation, nbytes))
 
 
 def group(axis, device=EASY, **sizes):
-    found = Links(AxisSizes(**sizes), device).group(axis)
+    found = Network(AxisSizes(**sizes), device).group(axis)
     return found.ranks, found.inside, found.nodes, found.sharing
 
 
@@ -105,7 +105,7 @@ def test_fewer_ranks_than_a_node_has_gpus_need_no_nic():
     assert group("dp_shard", device=alone, dp_shard=4) == (4, 4, 1, 0)
     assert seconds("dp_shard", device=alone, dp_shard=4) == pytest.approx(1 / 50)
     with pytest.raises(UserError, match=r"dp_shard 16 = 16 ranks.* nodes of 8 and nics_per_node=0"):
-        Links(AxisSizes(dp_shard=16), alone)
+        Network(AxisSizes(dp_shard=16), alone)
 
 
 def test_full_nodes_and_parts_of_one():
@@ -154,44 +154,46 @@ def test_an_all_to_all_sends_each_part_over_its_own_link():
 def test_a_hop_inside_a_node_has_the_link_of_a_pair():
     late = easy(inner_latency_us=1.0)
     # Not the 100 GB/s that 8 ranks reach together.
-    assert Links(AxisSizes(cp=8), late).hop_s(GB, "cp") == pytest.approx(1 / 50 + 1e-6)
-    assert Links(AxisSizes(pp=4, tp=2), late).stage_s(GB, 0, 1) == pytest.approx(1 / 50 + 1e-6)
+    assert Network(AxisSizes(cp=8), late).hop_s(GB, "cp") == pytest.approx(1 / 50 + 1e-6)
+    assert Network(AxisSizes(pp=4, tp=2), late).stage_s(GB, 0, 1) == pytest.approx(1 / 50 + 1e-6)
     # A bus that all 8 share.
     bus = easy(inner_gb_per_s={2: 50.0, 8: 5.0})
-    assert Links(AxisSizes(cp=8), bus).hop_s(GB, "cp") == pytest.approx(1 / 5)
-    assert Links(AxisSizes(pp=4, tp=2), bus).stage_s(GB, 0, 1) == pytest.approx(1 / 5)
+    assert Network(AxisSizes(cp=8), bus).hop_s(GB, "cp") == pytest.approx(1 / 5)
+    assert Network(AxisSizes(pp=4, tp=2), bus).stage_s(GB, 0, 1) == pytest.approx(1 / 5)
 
 
 def test_a_hop_between_nodes_has_the_nics_near_to_one_gpu():
     late = easy(nics_per_node=8, inner_latency_us=1.0, node_latency_us=100.0)
     hop = pytest.approx(1 / 10 + 1e-4)
     # Rank 7 alone sends to the next node, by its own NIC. An all-gather has rings over all eight.
-    links = Links(AxisSizes(cp=16), late)
+    links = Network(AxisSizes(cp=16), late)
     assert links.hop_s(GB, "cp") == hop
     assert links.seconds(Message("cp", "send", GB)) == hop
     assert links.seconds(Message("cp", "ring", 15 * GB)) == pytest.approx(15 * (1 / 10 + 1e-4))
     assert links.seconds(Message("cp", "all-gather", GB)) == pytest.approx(1 / 80 + 114e-6)
     # A stage of a node sends to the next: each rank by its own.
-    assert Links(AxisSizes(pp=2, tp=8), late).stage_s(GB, 0, 1) == hop
+    assert Network(AxisSizes(pp=2, tp=8), late).stage_s(GB, 0, 1) == hop
     # Two NICs a GPU; and fewer than GPUs: still the only rank that sends.
-    assert Links(AxisSizes(cp=16), easy(nics_per_node=16)).hop_s(GB, "cp") == pytest.approx(1 / 20)
-    assert Links(AxisSizes(cp=16), easy(nics_per_node=2)).hop_s(GB, "cp") == pytest.approx(1 / 10)
+    assert Network(AxisSizes(cp=16), easy(nics_per_node=16)).hop_s(GB, "cp") == pytest.approx(
+        1 / 20
+    )
+    assert Network(AxisSizes(cp=16), easy(nics_per_node=2)).hop_s(GB, "cp") == pytest.approx(1 / 10)
     # A NIC faster than the link of a pair.
     fast = easy(nics_per_node=8, nic_gb_per_s=80.0)
-    assert Links(AxisSizes(cp=16), fast).hop_s(GB, "cp") == pytest.approx(1 / 50)
-    assert Links(AxisSizes(cp=2, tp=8), fast).hop_s(GB, "cp") == pytest.approx(1 / 80)
+    assert Network(AxisSizes(cp=16), fast).hop_s(GB, "cp") == pytest.approx(1 / 50)
+    assert Network(AxisSizes(cp=2, tp=8), fast).hop_s(GB, "cp") == pytest.approx(1 / 80)
 
 
 def test_rings_that_leave_a_node_together_share_its_nics():
     late = easy(inner_latency_us=1.0, node_latency_us=100.0)
-    assert Links(AxisSizes(cp=4, tp=8), late).hop_s(GB, "cp") == pytest.approx(8 / 10 + 1e-4)
+    assert Network(AxisSizes(cp=4, tp=8), late).hop_s(GB, "cp") == pytest.approx(8 / 10 + 1e-4)
     hops = seconds("cp", "ring", 3 * GB, late, cp=4, tp=8)
     assert hops == pytest.approx(3 * (8 / 10 + 1e-4))
     # Two ranks of each of four rings in a node, of which one sends to the next node.
-    assert Links(AxisSizes(cp=4, tp=4), late).hop_s(GB, "cp") == pytest.approx(4 / 10 + 1e-4)
+    assert Network(AxisSizes(cp=4, tp=4), late).hop_s(GB, "cp") == pytest.approx(4 / 10 + 1e-4)
     four = easy(nics_per_node=4)
-    assert Links(AxisSizes(cp=4, tp=4), four).hop_s(GB, "cp") == pytest.approx(1 / 10)
-    assert Links(AxisSizes(cp=4, tp=8), four).hop_s(GB, "cp") == pytest.approx(2 / 10)
+    assert Network(AxisSizes(cp=4, tp=4), four).hop_s(GB, "cp") == pytest.approx(1 / 10)
+    assert Network(AxisSizes(cp=4, tp=8), four).hop_s(GB, "cp") == pytest.approx(2 / 10)
 
 
 def test_no_hop_is_faster_than_a_gpu_and_its_nic():
@@ -202,7 +204,7 @@ def test_no_hop_is_faster_than_a_gpu_and_its_nic():
             tp = max(1, nodes * device.gpus_per_node // cp)
             if cp * tp > nodes * device.gpus_per_node:
                 continue
-            links = Links(AxisSizes(cp=cp, tp=tp), device)
+            links = Network(AxisSizes(cp=cp, tp=tp), device)
             leaves = links.group("cp").nodes > 1
             nic = device.nic_gb_per_s * max(1, device.nics_per_node / device.gpus_per_node)
             assert GB / links.hop_s(GB, "cp") <= 1e9 * (nic if leaves else device.inner(2))
@@ -210,38 +212,40 @@ def test_no_hop_is_faster_than_a_gpu_and_its_nic():
 
 def test_all_ranks_of_a_stage_send_at_once():
     late = easy(inner_latency_us=1.0, node_latency_us=100.0)
-    assert Links(AxisSizes(pp=4, tp=8), late).stage_s(GB, 0, 1) == pytest.approx(8 / 10 + 1e-4)
-    assert Links(AxisSizes(pp=4, dp_shard=4, tp=8), late).stage_s(GB, 1, 2) == pytest.approx(0.8001)
-    assert Links(AxisSizes(pp=4, tp=2), late).stage_s(GB, 0, 3) == pytest.approx(1 / 50 + 1e-6)
+    assert Network(AxisSizes(pp=4, tp=8), late).stage_s(GB, 0, 1) == pytest.approx(8 / 10 + 1e-4)
+    assert Network(AxisSizes(pp=4, dp_shard=4, tp=8), late).stage_s(GB, 1, 2) == pytest.approx(
+        0.8001
+    )
+    assert Network(AxisSizes(pp=4, tp=2), late).stage_s(GB, 0, 3) == pytest.approx(1 / 50 + 1e-6)
     two = easy(nics_per_node=2)
-    assert Links(AxisSizes(pp=4, tp=8), two).stage_s(GB, 3, 0) == pytest.approx(8 / 20)
+    assert Network(AxisSizes(pp=4, tp=8), two).stage_s(GB, 3, 0) == pytest.approx(8 / 20)
 
 
 def test_only_stages_on_different_nodes_use_the_nic():
-    links = Links(AxisSizes(pp=3, tp=4), EASY)
+    links = Network(AxisSizes(pp=3, tp=4), EASY)
     assert links.stage_s(GB, 0, 1) == pytest.approx(1 / 50)
     assert links.stage_s(GB, 1, 2) == pytest.approx(4 / 10)
     # Ranks 0 to 5, 6 to 11: two of them stay inside, four leave the first node.
-    assert Links(AxisSizes(pp=2, tp=6), EASY).stage_s(GB, 0, 1) == pytest.approx(4 / 10)
+    assert Network(AxisSizes(pp=2, tp=6), EASY).stage_s(GB, 0, 1) == pytest.approx(4 / 10)
     assert links.seconds(Message("pp", "send", GB)) == pytest.approx(4 / 10)
 
 
 def test_one_rank_alone_reaches_the_nics_near_to_it():
     many = easy(nics_per_node=8)
     # Of 16 stages of one rank, only rank 7 sends to another node.
-    assert Links(AxisSizes(pp=16), many).stage_s(GB, 7, 8) == pytest.approx(1 / 10)
+    assert Network(AxisSizes(pp=16), many).stage_s(GB, 7, 8) == pytest.approx(1 / 10)
 
 
 def test_efficiencies_apply_to_their_own_links():
     slow = easy(inner=0.5, node=0.25)
     assert seconds("tp", device=slow, tp=8) == pytest.approx(1 / 50)
     assert seconds("dp_shard", device=slow, dp_shard=8, tp=8) == pytest.approx(8 / 2.5)
-    assert Links(AxisSizes(pp=2, tp=8), slow).stage_s(GB, 0, 1) == pytest.approx(8 / 2.5)
+    assert Network(AxisSizes(pp=2, tp=8), slow).stage_s(GB, 0, 1) == pytest.approx(8 / 2.5)
 
 
 def test_a_group_of_one_sends_nothing():
     assert seconds("cp", tp=8) == 0
-    assert Links(AxisSizes(), EASY).stage_s(GB, 0, 0) == 0
+    assert Network(AxisSizes(), EASY).stage_s(GB, 0, 0) == 0
 
 
 def test_nodes_of_one_gpu_send_nothing_inside():

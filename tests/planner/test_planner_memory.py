@@ -13,10 +13,10 @@ from titan_dit.planner.hardware import Device, Efficiency, Overhead
 from titan_dit.planner.memory import (
     OptimizerState,
     communicators,
+    device_memory,
     fits,
+    highest_in_flight,
     memory,
-    needed,
-    profile,
     state_of,
 )
 from titan_dit.planner.rates import Runtime
@@ -118,7 +118,7 @@ SCHEDULES = [
 def test_no_moment_of_a_profile_is_lost(schedule, stages, count):
     how = {"num_ranks": 4, "num_microbatches": count, "virtual_stages": stages}
     order = pipeline_order(schedule, **how)
-    for moments, peak in zip(profile(order), peak_activations(order), strict=True):
+    for moments, peak in zip(highest_in_flight(order), peak_activations(order), strict=True):
         held = [sum(m.held) + (m.kind is Kind.FORWARD) for m in moments]
         assert max(held) == peak
 
@@ -221,7 +221,7 @@ def test_a_device_needs_more_than_tensors():
     plan = plan_of(8, **parallel(tp=2))
     assert communicators(plan) == ("dp_shard", "tp", "all")
     assert communicators(plan_of(1)) == ()
-    found = needed(
+    found = device_memory(
         {StorageKind.PARAMETERS: 8 * GIB, StorageKind.ACTIVATIONS: 2 * GIB}, plan, DEVICE
     )
     assert (found.allocated, found.reserved) == (10, 12.5)

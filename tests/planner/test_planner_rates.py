@@ -13,11 +13,11 @@ from titan_dit.dry_run.traffic import ring_backward, ring_forward
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.parallel.ring_attention import travel_backward, travel_forward
 from titan_dit.planner.hardware import device_of, names
-from titan_dit.planner.links import Links
+from titan_dit.planner.links import Network
 from titan_dit.planner.rates import attention_s, moved_s, product_s, seconds, shape_factor
-from titan_dit.planner.work import Attention, Message, Product, Work
+from titan_dit.planner.work import AttentionCall, Message, Product, Work
 
-ALONE = Links(AxisSizes(), EASY)
+ALONE = Network(AxisSizes(), EASY)
 SIDES = (1, 16, 64, 72, 128, 500, 1024, 4096, 50304)
 
 
@@ -30,7 +30,7 @@ def attention(head_dim=128, tokens=2**20, **changes):
         batch=1, heads=1, queries=tokens, keys=tokens, head_dim=head_dim, dtype="bf16",
         is_causal=False, is_backward=False,
     )  # fmt: skip
-    return Attention(**{**given, **changes})
+    return AttentionCall(**{**given, **changes})
 
 
 def test_a_large_product_takes_its_flops_over_the_peak():
@@ -147,7 +147,7 @@ def test_short_attention_takes_the_time_of_its_bytes():
 
 
 def test_a_ring_sends_while_it_computes():
-    links = Links(AxisSizes(cp=4, tp=8), EASY)
+    links = Network(AxisSizes(cp=4, tp=8), EASY)
     whole = attention(tokens=2**16)
     ring = attention(queries=2**14, keys=2**16, ring=4)
     block = attention_s(attention(tokens=2**14), EASY, links)
@@ -207,7 +207,7 @@ def test_a_ring_takes_what_its_code_takes_on_a_clock(is_causal, is_backward, dty
         )  # fmt: skip
         block = attention_s(one._replace(ring=1, keys=8, queries=8), EASY, ALONE)
         slow = easy(inner_gb_per_s={2: 2 * k.nbytes / (1e9 * keys * block)})
-        links = Links(AxisSizes(cp=size), slow)
+        links = Network(AxisSizes(cp=size), slow)
         clock = Clock(size, block, links)
         if is_backward:
             travel_backward(q, q, k, k, q, lse, clock, clock, causal=is_causal)
@@ -222,7 +222,7 @@ def test_a_ring_takes_what_its_code_takes_on_a_clock(is_causal, is_backward, dty
 
 def test_nothing_hides_the_last_gradients_of_a_ring():
     """bf16 keys, and gradients in fp32: a third and two thirds of the bytes."""
-    links = Links(AxisSizes(cp=4, tp=8), EASY)  # 0.8 s for 1e9 bytes
+    links = Network(AxisSizes(cp=4, tp=8), EASY)  # 0.8 s for 1e9 bytes
     ring = attention(queries=2**14, keys=2**16, ring=4, is_backward=True)
     block = attention_s(ring._replace(queries=2**14, keys=2**14, ring=1), EASY, links)
     # Keys in a quarter of a block, gradients in a half: all hides but the last hop.
@@ -231,7 +231,7 @@ def test_nothing_hides_the_last_gradients_of_a_ring():
     # Keys in 2 blocks, gradients in 4: keys, keys, both, gradients, gradients.
     late = attention_s(ring._replace(hop_bytes=6 * block / 0.8e-9), EASY, links)
     assert late == pytest.approx((2 + 2 + 6 + 4 + 4) * block)
-    two = Links(AxisSizes(cp=2, tp=8), EASY)
+    two = Network(AxisSizes(cp=2, tp=8), EASY)
     pair = attention(queries=2**14, keys=2**15, ring=2, is_backward=True)
     found = attention_s(pair._replace(hop_bytes=0.75 * block / 0.8e-9), EASY, two)
     assert found == pytest.approx(2.5 * block)
@@ -259,7 +259,7 @@ WORK = Work(
 
 
 def test_terms_are_those_of_their_operators():
-    links = Links(AxisSizes(cp=2, tp=4), EASY)
+    links = Network(AxisSizes(cp=2, tp=4), EASY)
     terms = seconds(WORK, EASY, links, fused=False)
     assert terms == pytest.approx(
         {
@@ -276,7 +276,7 @@ def test_terms_are_those_of_their_operators():
 
 
 def test_launches_count_only_beyond_the_time_of_the_device():
-    links = Links(AxisSizes(cp=2, tp=4), EASY)
+    links = Network(AxisSizes(cp=2, tp=4), EASY)
     device_s = sum(seconds(WORK, EASY, links, fused=False).values())
     slow = seconds(WORK, easy(launch_us=100.0), links, fused=False)
     # A million operators of 100 us.
@@ -287,7 +287,7 @@ def test_launches_count_only_beyond_the_time_of_the_device():
 
 
 def test_work_that_is_doubled_takes_twice_as_long():
-    links = Links(AxisSizes(cp=2, tp=4), EASY)
+    links = Network(AxisSizes(cp=2, tp=4), EASY)
     once = seconds(WORK, easy(launch_us=100.0), links, fused=False)
     twice = seconds(WORK.times(2), easy(launch_us=100.0), links, fused=False)
     assert twice == pytest.approx({key: 2 * value for key, value in once.items()})
@@ -299,7 +299,7 @@ def test_float8_needs_a_device_that_has_it():
 
 
 def test_rates_are_cheap():
-    links = Links(AxisSizes(cp=2, tp=4), EASY)
+    links = Network(AxisSizes(cp=2, tp=4), EASY)
     many = Work(products={product(1024, 1024, 64 + size): 1.0 for size in range(100)})
     seconds(many, EASY, links, fused=False)
     start = time.process_time()

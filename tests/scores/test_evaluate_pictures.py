@@ -96,7 +96,7 @@ def by_the_first_alone(world, of_npz):
 def on_four(world, folder):
     os.chdir(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pictures, "of_npz", by_the_first_alone(world, pictures.of_npz))
+        patch.setattr(pictures, "open_npz", by_the_first_alone(world, pictures.open_npz))
         if not world.is_main:
             patch.delattr(evaluate, "find_checkpoint")
         scored(out="four.json", save_samples="four.npz")
@@ -306,9 +306,9 @@ def test_pictures_of_two_formats_are_mentioned(tmp_path):
     for name in ("png/0.png", "jpeg/0.jpg", "jpeg/1.JPEG"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         pixels.save(tmp_path / name)
-    png, jpeg = (pictures.of_folder(tmp_path / name, 8, "") for name in ("png", "jpeg"))
+    png, jpeg = (pictures.open_folder(tmp_path / name, 8, "") for name in ("png", "jpeg"))
     hint = evaluate.hint_of_formats(png, jpeg)
     assert "the reference is JPEG, the samples are PNG" in hint
     assert evaluate.hint_of_formats(png, png) is None
-    drawn = pictures.of_batches([torch.zeros(1, 8, 8, 3, dtype=torch.uint8)], "drawn")
+    drawn = pictures.from_batches([torch.zeros(1, 8, 8, 3, dtype=torch.uint8)], "drawn")
     assert evaluate.hint_of_formats(drawn, jpeg) is None

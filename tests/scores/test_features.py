@@ -92,7 +92,7 @@ def test_functions_and_modules_of_the_user(own):
 def test_features_may_be_their_own_class_scores(own):
     network = features.load("own_features:twice", "", CPU)
     rows = torch.randint(0, 256, (70, 4, 4, 3), dtype=torch.uint8)
-    found = score.describe(network, pictures.of_batches([rows], "rows"), ["is", "kid"])
+    found = score.compute_statistics(network, pictures.from_batches([rows], "rows"), ["is", "kid"])
     assert torch.equal(found.features, found.logits)
     score.check_network(network, ["is"], 4, "--metrics is")
     # Of a black picture these are NaN.
@@ -105,7 +105,7 @@ def test_features_may_be_their_own_class_scores(own):
 
 def test_efficientnet_is_trained(tmp_path):
     """It tells apart what a random network does not: real pictures, and the same ones blurred."""
-    folder = pictures.of_batches([examples()], "examples")
+    folder = pictures.from_batches([examples()], "examples")
     network = features.load("efficientnet:64", "", CPU)
     whole = folder.read(range(folder.count))
     half = len(whole) // 2
@@ -174,9 +174,9 @@ def test_pictures_are_read_alike_from_a_folder_and_from_archives(tmp_path):
         Image.fromarray(row).save(tmp_path / "folder" / "b" / f"{number}.png")
     np.savez(tmp_path / "stored.npz", arr_0=rows, arr_1=np.arange(5))
     np.savez_compressed(tmp_path / "packed.npz", arr_0=rows)
-    folder = pictures.of_folder(tmp_path / "folder", 6, "--reference")
+    folder = pictures.open_folder(tmp_path / "folder", 6, "--reference")
     stored, packed = (
-        pictures.of_npz(tmp_path / name, "--reference") for name in ("stored.npz", "packed.npz")
+        pictures.open_npz(tmp_path / name, "--reference") for name in ("stored.npz", "packed.npz")
     )
     for found in (folder, stored, packed):
         assert torch.equal(found.read(range(1, 4)), torch.from_numpy(rows[1:4]))
@@ -188,17 +188,17 @@ def test_bad_pictures_are_one_line(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(UserError, match="holds no pictures"):
-        pictures.of_folder(empty, 8, "--reference")
+        pictures.open_folder(empty, 8, "--reference")
     (empty / "a.png").write_bytes(b"")
     with pytest.raises(UserError, match=r"--reference: .*a.png: .*"):
-        pictures.of_folder(empty, 8, "--reference").read(range(1))
+        pictures.open_folder(empty, 8, "--reference").read(range(1))
     np.savez(tmp_path / "floats.npz", arr_0=np.zeros((2, 4, 4, 3)))
     with pytest.raises(UserError, match=r"arr_0 is float64 \[2, 4, 4, 3\], not uint8"):
-        pictures.of_npz(tmp_path / "floats.npz", "--samples")
+        pictures.open_npz(tmp_path / "floats.npz", "--samples")
     with zipfile.ZipFile(tmp_path / "other.npz", "w") as archive:
         archive.writestr("x.npy", b"")
     with pytest.raises(UserError, match="holds x, but no arr_0"):
-        pictures.of_npz(tmp_path / "other.npz", "--samples")
+        pictures.open_npz(tmp_path / "other.npz", "--samples")
     (tmp_path / "text.npz").write_text("no archive")
     with pytest.raises(UserError, match=r"is not a .npz file"):
-        pictures.of_npz(tmp_path / "text.npz", "--samples")
+        pictures.open_npz(tmp_path / "text.npz", "--samples")

@@ -38,7 +38,7 @@ def root(tmp_path):
 
 
 def classes_of(folder):
-    return pictures.of_folder(folder, 6, "--samples").classes
+    return pictures.open_folder(folder, 6, "--samples").classes
 
 
 def test_listed_pictures_may_lack_a_class_or_a_label(root, tmp_path):
@@ -48,7 +48,7 @@ def test_listed_pictures_may_lack_a_class_or_a_label(root, tmp_path):
     pairs = [*zip(names, LABELS, strict=True)]
     lines = [{"file_name": name, "label": label} for name, label in pairs]
     assert classes_of(described(root, lines)) == {"0": 1, "2": 2}
-    found = pictures.of_folder(root, 6, "--samples")
+    found = pictures.open_folder(root, 6, "--samples")
     assert found.read(range(4)).shape == (4, 6, 6, 3)
     assert classes_of(described(root, [{"file_name": name} for name in names])) == {}
     info = {"info": {"features": {"label": {"names": ["cat", "dog", "owl"]}}}}
@@ -77,7 +77,7 @@ def test_classes_without_a_list_are_the_first_folders(tmp_path):
     (tmp_path / "named" / "owl" / "deep" / "loop").symlink_to(tmp_path / "named" / "owl")
     assert classes_of(tmp_path / "named") == {"dog": 1, "owl": 2}
     assert classes_of(save(tmp_path / "named", "top.png")) == {}
-    assert pictures.of_folder(tmp_path / "named", 6, "--samples").count == 4
+    assert pictures.open_folder(tmp_path / "named", 6, "--samples").count == 4
     (tmp_path / "named" / "owl" / "b.GIF").write_text("a picture that would be missing")
     said = refused(lambda: classes_of(tmp_path / "named"))
     assert "owl/b.GIF has a format that is not read. Convert it to one of .png" in said
@@ -85,7 +85,7 @@ def test_classes_without_a_list_are_the_first_folders(tmp_path):
 
 def test_errors_begin_with_the_users_flag(root):
     def said():
-        return refused(lambda: pictures.of_folder(root, 6, "--reference"))
+        return refused(lambda: pictures.open_folder(root, 6, "--reference"))
 
     (root / "metadata.jsonl").write_text("{")
     assert said().startswith(f"--reference {root}/metadata.jsonl, line 1: not JSON")
@@ -107,7 +107,7 @@ def test_errors_begin_with_the_users_flag(root):
 
 
 def test_a_listed_picture_that_is_missing_is_named_by_its_digest_too(root):
-    found = pictures.of_folder(described(root, [{"file_name": "9.png"}]), 6, "--reference")
+    found = pictures.open_folder(described(root, [{"file_name": "9.png"}]), 6, "--reference")
     for fails in (found.digest, lambda: found.read(range(1))):
         with pytest.raises(UserError, match=rf"^--reference: {root}/9.png: no such file\.$"):
             fails()
@@ -133,6 +133,6 @@ def header_of(width, height):
 def test_a_declared_size_is_judged_before_the_picture_is_decoded(name, size, words, tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     (tmp_path / name).write_bytes(header_of(*size))
-    found = pictures.of_folder(tmp_path, None, "--samples")
+    found = pictures.open_folder(tmp_path, None, "--samples")
     with pytest.raises(UserError, match=rf"{name}: .*{words}"):
         found.read(range(1, 2))

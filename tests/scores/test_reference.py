@@ -37,7 +37,7 @@ def opened(path, features=INCEPTION, names=("fid",)):
 def described(count, seed):
     rng = torch.Generator().manual_seed(seed)
     rows = 100 + 30 * torch.randn(count, WIDTH, generator=rng).double()
-    return score.described(rows, None)
+    return score.statistics_of(rows, None)
 
 
 def some_pictures(count=40):
@@ -80,15 +80,15 @@ def test_moments_beside_a_references_pictures_are_those_of_fid(tmp_path):
     of_pictures = Moments.of(INCEPTION(rows)[0])
     assert score.frechet(drawn.moments, of_pictures) > expected * 2
     for names in (["fid"], ["fid", "prdc"]):
-        real = reference.describe_reference(INCEPTION, opened(file, names=names), names)
-        found = score.score(score.described(INCEPTION(rows)[0], None), real, names, "inception")
+        real = reference.reference_statistics(INCEPTION, opened(file, names=names), names)
+        found = score.score(score.statistics_of(INCEPTION(rows)[0], None), real, names, "inception")
         own = score.frechet(of_pictures, whole.moments)
         assert found["fid"] == pytest.approx(own, rel=1e-5), names
         assert found.get("recall", 1) == 1, "prdc: of the file's pictures against themselves"
     # Without Inception the moments are of other features: all comes from the pictures.
     for features, more in ((network("own:x"), {}), (INCEPTION, {"features": "own:x 123"})):
         other = save_as_adm(tmp_path / "other.npz", whole, **more)
-        real = reference.describe_reference(features, opened(other, features), ["fid"])
+        real = reference.reference_statistics(features, opened(other, features), ["fid"])
         torch.testing.assert_close(real.moments.mean, of_pictures.mean)
 
 

@@ -40,7 +40,7 @@ def sets():
 
 
 def described(rows):
-    return score.described(rows, rows)
+    return score.statistics_of(rows, rows)
 
 
 def test_the_frechet_distance_is_that_of_torch_fidelity(oracle, sets):
@@ -103,11 +103,11 @@ def test_moments_merge_exactly_from_uneven_parts(sets):
 
 def test_wrong_metrics_are_one_line():
     with pytest.raises(UserError, match=r"--metrics has sfid. Valid: fid, kid, is, prdc."):
-        score.check(["fid", "sfid"], 100, {}, "--metrics")
+        score.check_metrics(["fid", "sfid"], 100, {}, "--metrics")
     with pytest.raises(UserError, match="is needs 10 pictures, but there are 9"):
-        score.check(["is"], 9, {}, "--metrics")
+        score.check_metrics(["is"], 9, {}, "--metrics")
     with pytest.raises(UserError, match="prdc needs 6 pictures, but there are 5"):
-        score.check(["prdc"], 100, {"fid": 9, "prdc": 5}, "--metrics")
+        score.check_metrics(["prdc"], 100, {"fid": 9, "prdc": 5}, "--metrics")
 
 
 def test_equal_subsets_have_no_spread():

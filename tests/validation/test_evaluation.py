@@ -7,7 +7,7 @@ from titan_dit.config.section import UserError
 from titan_dit.config.training import EvaluationConfig, SamplingConfig
 from titan_dit.objectives.base import DataShare, Objective
 from titan_dit.scores.features import Features
-from titan_dit.scores.score import described
+from titan_dit.scores.score import statistics_of
 from titan_dit.validation import evaluation
 
 
@@ -35,7 +35,7 @@ class Drawing(Objective):
 def scores(objective):
     config = EvaluationConfig(every=1, reference="x", num=70, metrics=("fid",))
     network = Features("own", "0", lambda pictures: (pictures.flatten(1).float(), None))
-    real = described(torch.rand(70, 12), None)
+    real = statistics_of(torch.rand(70, 12), None)
     chosen = evaluation.Evaluation(
         evaluation.drawing_pictures(objective), config, network, real, {}
     )

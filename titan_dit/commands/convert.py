@@ -200,7 +200,7 @@ def read_diffusers(source: Path, target: Path, scale: float | None) -> None:
         ours = found.to_ours(hugging_face.read_weights(folder, FILES))
         objective = objective_of_pipeline(bool(whole), source, found)
         facts = facts_of(source if whole else None, found.config, names, scale)
-        record = imported.record_of_dit(found.config, objective, facts)
+        record = imported.dit_record(found.config, objective, facts)
     except UserError as error:
         raise UserError(f"--input {source}: {error}") from None
     config = found.config
@@ -460,7 +460,7 @@ def read_original(source: Path, target: Path, options: ConvertFlags) -> None:
             num_classes=original.config.num_classes,
             scale=options.scale or original_dit.SCALE,
         )
-        record = imported.record_of_dit(original.config, objective, facts)
+        record = imported.dit_record(original.config, objective, facts)
     except UserError as error:
         raise UserError(f"--input {source}: {error}") from None
     tensors: dict[str, Any] = {"model": model, "ema": {imported.EMA_DECAY: ema}}
@@ -473,7 +473,9 @@ def read_original(source: Path, target: Path, options: ConvertFlags) -> None:
     console.say(f"wrote   {target}. Train from it with --checkpoint.resume {target}")
 
 
-def add_moments(tensors: dict[str, Any], weights: tensor_file.Weights, original: Original) -> None:
+def add_moments(
+    tensors: dict[str, Any], weights: tensor_file.WeightFile, original: Original
+) -> None:
     """Add AdamW's moments if the file has matching ones."""
     if weights.adam is None:
         return
@@ -487,26 +489,29 @@ def add_moments(tensors: dict[str, Any], weights: tensor_file.Weights, original:
     console.say(f"        with AdamW's moments after {steps:,.0f} steps")
 
 
-def known_heads(weights: tensor_file.Weights) -> int | None:
+def known_heads(weights: tensor_file.WeightFile) -> int | None:
     """Return the number of heads in a file's metadata, written by `write_file`."""
     heads = weights.metadata.get("num_heads", "")
     return int(heads) if heads.isdecimal() and int(heads) > 0 else None
 
 
 def objective_of_original(
-    weights: tensor_file.Weights, original: Original, options: ConvertFlags
+    weights: tensor_file.WeightFile, original: Original, options: ConvertFlags
 ) -> dict[str, Any]:
     """Return the [objective] table: from the flags, else from the file, else the original's."""
     stored = stored_objective(weights, options.trust)
     if options.format == "dit" and (
-        original_dit.wrote_sit(weights.arguments) or (stored and original_dit.fits_sit(stored))
+        original_dit.are_sit_arguments(weights.arguments)
+        or (stored and original_dit.fits_sit(stored))
     ):
         raise UserError("--format dit, but it is a file of SiT: give --format sit, or none.")
-    if options.format == "sit" or (not stored and original_dit.wrote_sit(weights.arguments)):
-        original_dit.check_arguments_of_sit(weights.arguments)
+    if options.format == "sit" or (
+        not stored and original_dit.are_sit_arguments(weights.arguments)
+    ):
+        original_dit.check_sit_arguments(weights.arguments)
         stored = stored or dict(original_dit.SIT_OBJECTIVE)
-        original_dit.check_expressible_as_sit(stored)
-    if not stored and options.format is None and original_dit.is_named_sit(options.input):
+        original_dit.check_sit_objective(stored)
+    if not stored and options.format is None and original_dit.has_sit_name(options.input):
         console.say(
             "warning: by its name the file is SiT's, but it does not say so itself and is read as "
             "the original DiT's. If it is SiT's, repeat with --format sit"
@@ -524,7 +529,7 @@ def objective_of_original(
     return table if is_ddpm else {k: v for k, v in table.items() if k not in ORIGINAL}
 
 
-def stored_objective(weights: tensor_file.Weights, trust: bool) -> dict[str, Any]:
+def stored_objective(weights: tensor_file.WeightFile, trust: bool) -> dict[str, Any]:
     """The [objective] table in a file's metadata; empty if there is none."""
     try:
         stored: dict[str, Any] = user_text.parse_json(weights.metadata.get(OBJECTIVE, "{}"))
@@ -543,7 +548,7 @@ def write_original(target: Path, run: SavedWeights, config: DiTConfig, form: str
     objective = run.diffusion("convert").config
     table = {"name": objective.name, **asdict(objective)}
     if form == "sit":
-        original_dit.check_expressible_as_sit(table)
+        original_dit.check_sit_objective(table)
     original = Original(config, objective.output_channels(config.channels))
     theirs, outline = original.to_original(run.tensors), original.outline()
     # A .pt file is made from a .safetensors file beside it, which is memory-mapped.
@@ -660,7 +665,7 @@ def kind_of(source: Location) -> Kind:
         return PEFT
     if is_of_diffusers(source):
         return DIFFUSERS
-    if hugging_face.is_folder_of_transformers(source):
+    if hugging_face.is_transformers_folder(source):
         return TRANSFORMERS
     return RUN if source.is_dir() else FILE
 

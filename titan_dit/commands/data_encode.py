@@ -27,8 +27,8 @@ from titan_dit.launcher import process_group
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.observe import console
 from titan_dit.pictures import autoencoder, encode
-from titan_dit.pictures.encode import EncodePlan, make_plan
-from titan_dit.pictures.picture_set import Asked
+from titan_dit.pictures.encode import EncodeJob, make_job
+from titan_dit.pictures.picture_set import ListingOptions
 from titan_dit.pictures.readers import open_input
 from titan_dit.system.files import reason_of
 from titan_dit.system.launched_as import LaunchedAs
@@ -50,8 +50,8 @@ def run(options: DataEncodeFlags, device: torch.device) -> None:
     """Encode this rank's chunks; the first rank writes the manifest. Collective."""
     ranks = Ranks.with_own_group()
     source, output = Path(options.input), Path(options.out)
-    classes = read_classes(options.classes, EncodePlan.command)
-    asked = Asked(
+    classes = read_classes(options.classes, EncodeJob.command)
+    asked = ListingOptions(
         classes=classes,
         num_classes=options.num_classes,
         split=options.split,
@@ -62,7 +62,7 @@ def run(options: DataEncodeFlags, device: torch.device) -> None:
     pictures = open_input(source, asked)
     vae = autoencoder.load(options.vae, device)
     vae.check_encodes("--vae")
-    plan = make_plan(
+    plan = make_job(
         pictures,
         source,
         output,
@@ -101,20 +101,20 @@ def run(options: DataEncodeFlags, device: torch.device) -> None:
 
 
 def begin(
-    plan: EncodePlan, output: Path, stack: ExitStack, verify: bool = False
+    plan: EncodeJob, output: Path, stack: ExitStack, verify: bool = False
 ) -> list[int] | None:
     """Claim the output until `stack` ends; the missing chunks, None if it is whole."""
     pack.check_output(plan, output)
     try:
         output.mkdir(parents=True, exist_ok=True)
         stack.enter_context(claimed(output, plan.digest(), plan.command))
-        return encode.todo_of(plan, output, verify)
+        return encode.missing_chunks(plan, output, verify)
     except OSError as error:
         raise UserError(f"[data encode] out={output}: {reason_of(error)}.") from None
 
 
 def encode_share(
-    plan: EncodePlan,
+    plan: EncodeJob,
     vae: autoencoder.Autoencoder,
     output: Path,
     todo: list[int],
@@ -148,7 +148,7 @@ def encode_share(
 
 
 def report(
-    plan: EncodePlan, output: Path, dropped: encode.Drops, mean: list[float], std: list[float]
+    plan: EncodeJob, output: Path, dropped: encode.Drops, mean: list[float], std: list[float]
 ) -> None:
     """Print what was written and dropped."""
     for line in summary([reason for _, reason in dropped]):

@@ -12,7 +12,7 @@ from titan_dit.config.section import UserError
 from titan_dit.data.listing import few
 from titan_dit.data.manifest import read_json
 from titan_dit.data.packing import pack
-from titan_dit.data.packing.pack import PackPlan
+from titan_dit.data.packing.pack import PackJob
 from titan_dit.observe import console
 from titan_dit.system.progress import ProgressLine
 
@@ -20,14 +20,14 @@ from titan_dit.system.progress import ProgressLine
 def main(options: DataPackFlags) -> None:
     """Plan and write the shards, and print a summary."""
     source, output = Path(options.input), Path(options.out)
-    plan = pack.make_plan(
+    plan = pack.make_job(
         source,
         output,
         dtype=options.dtype,
         scale=options.scale,
         shift=options.shift,
         num_classes=options.num_classes,
-        classes=read_classes(options.classes, PackPlan.command),
+        classes=read_classes(options.classes, PackJob.command),
         image_size=options.image_size,
         shard_size=options.shard_size,
         text=options.source,

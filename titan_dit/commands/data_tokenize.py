@@ -16,8 +16,8 @@ from titan_dit.data.indexed_file import IndexedWriter, bin_of, dtype_for, idx_of
 from titan_dit.data.tokenizing import tokenizer as tokenizers
 from titan_dit.data.tokenizing.chunks import (
     BadLine,
-    Chunk,
     Limits,
+    TextChunk,
     advice_for,
     check_inputs,
     read_chunks,
@@ -71,7 +71,7 @@ def tokenizer_of(options: DataTokenizeFlags) -> Any:
     if options.merge_file and options.lower:
         raise UserError(f"[{TOKENIZE}] --lower is of BERT's vocab.txt: GPT-2 keeps every letter.")
     merges = Path(options.merge_file) if options.merge_file else None
-    return tokenizers.of_vocabulary(Path(options.vocab_file), merges, options.lower, TOKENIZE)
+    return tokenizers.from_vocabulary(Path(options.vocab_file), merges, options.lower, TOKENIZE)
 
 
 def recipe_of(options: DataTokenizeFlags, made: Any) -> Recipe:
@@ -127,7 +127,7 @@ class Totals:
 def write_all(
     recipe: Recipe,
     prefixes: list[Path],
-    chunks: Iterator[tuple[Chunk, int]],
+    chunks: Iterator[tuple[TextChunk, int]],
     size: int,
     workers: int,
 ) -> Totals:

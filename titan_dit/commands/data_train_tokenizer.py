@@ -11,8 +11,8 @@ from titan_dit.config.section import UserError
 from titan_dit.data.tokenizing import tokenizer as tokenizers
 from titan_dit.data.tokenizing.chunks import (
     BadLine,
-    Chunk,
     Limits,
+    TextChunk,
     advice_for,
     check_inputs,
     read_chunks,
@@ -63,7 +63,7 @@ def check_size(vocabulary: int, least: int) -> None:
 
 
 def read_texts(
-    chunks: Iterator[tuple[Chunk, int]], size: int, keys: tuple[str, ...], bad: list[BadLine]
+    chunks: Iterator[tuple[TextChunk, int]], size: int, keys: tuple[str, ...], bad: list[BadLine]
 ) -> Iterator[str]:
     """Yield all texts, and add the bad lines to `bad`; refuses inputs without any text."""
     progress, found = ProgressLine(size, "B", what="read", form=count), 0

@@ -42,11 +42,13 @@ from titan_dit.opening import open_objective, open_source, plan_run, rows_held_o
 from titan_dit.parallel.mesh import Mesh, solve
 from titan_dit.pictures import output
 from titan_dit.pictures.parts import Parts
+from titan_dit.pictures.parts import FinishedParts
+from titan_dit.plan import resolve
 from titan_dit.scores import features, pictures, reference, score
 from titan_dit.scores.features import Features
 from titan_dit.scores.pictures import Pictures
 from titan_dit.scores.reference import Reference
-from titan_dit.scores.score import Described
+from titan_dit.scores.score import Statistics
 from titan_dit.trained_model import device_of, load_trained
 from titan_dit.validation.validation_set import PREFIX, ValidationSet, losses, open_set
 
@@ -111,7 +113,7 @@ class Scoring:
     def check(self, count: int, real: Reference | None = None) -> None:
         """Raise UserError unless the metrics are known and there are enough pictures."""
         numbers = reference.counts(real) if real else {}
-        score.check(self.names, count, numbers, f"--metrics {self.options.metrics}")
+        score.check_metrics(self.names, count, numbers, f"--metrics {self.options.metrics}")
 
     def reference(self, size: int) -> Reference:
         """The pictures of --reference, cropped to `size`, or their moments."""
@@ -125,14 +127,14 @@ class Scoring:
     def scores(self, drawn: Pictures, real: Reference) -> dict[str, Any] | None:
         """The metrics, on the first rank; None on the others. Collective."""
         of_real = self.described(real)
-        of_drawn = score.describe(self.network, drawn, self.names)
+        of_drawn = score.compute_statistics(self.network, drawn, self.names)
         if of_drawn is None or of_real is None:
             return None
         return score.score(of_drawn, of_real, self.names, self.network.name)
 
-    def described(self, real: Reference) -> Described | None:
+    def described(self, real: Reference) -> Statistics | None:
         """The reference's features, and its moments as a file if they are to be kept."""
-        found = reference.describe_reference(self.network, real, self.names)
+        found = reference.reference_statistics(self.network, real, self.names)
         file = self.options.save_reference
 
         def save() -> None:
@@ -288,7 +290,7 @@ def size_of(job: Job) -> int:
     return height * (job.vae.facts.factor if job.vae else 1)
 
 
-def drawn_pictures(job: Job, parts: Parts) -> Pictures:
+def drawn_pictures(job: Job, parts: FinishedParts) -> Pictures:
     """The drawn pictures, a part in memory at a time."""
     size = job.flags.batch_size
     part = lru_cache(2)(lambda number: parts.part(number)["pictures"])
@@ -306,8 +308,8 @@ def given_pictures(options: EvaluateFlags) -> Pictures:
     """The pictures of --samples; those of a folder keep their size, which all share."""
     path = Path(options.samples).expanduser()
     if not path.is_dir():
-        return pictures.of_npz(path, "--samples", labelled=False)
-    return pictures.of_folder(path, None, "--samples")
+        return pictures.open_npz(path, "--samples", labelled=False)
+    return pictures.open_folder(path, None, "--samples")
 
 
 def about_run(job: Job, labels: str) -> dict[str, Any]:
@@ -329,7 +331,7 @@ def about_run(job: Job, labels: str) -> dict[str, Any]:
     }
 
 
-def save_samples(job: Job, parts: Parts, options: EvaluateFlags) -> None:
+def save_samples(job: Job, parts: FinishedParts, options: EvaluateFlags) -> None:
     """Write the drawn pictures to --save-samples, if it is given."""
     if options.save_samples:
         first = parts.part(0)["pictures"]

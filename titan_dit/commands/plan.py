@@ -23,12 +23,14 @@ from titan_dit.plan import resolve
 from titan_dit.planner import hardware, links, report
 from titan_dit.planner.candidates import KEYS, Space, alone
 from titan_dit.planner.choice import Choice, peak_of, search
+from titan_dit.planner.candidates import KEYS, Space, all_on_dp_shard
+from titan_dit.planner.choice import Recommendation, fake_step_inputs, peak_of, search
 from titan_dit.planner.counts import Derived, Rehearsals
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.measured import beside, outdated
 from titan_dit.planner.memory import memory, state_of
 from titan_dit.planner.rates import OURS
-from titan_dit.planner.search import Model
+from titan_dit.planner.search import CostModel
 
 
 def main(options: PlanFlags, keys: Sequence[str]) -> None:
@@ -131,14 +133,16 @@ def config_of(options: PlanFlags, keys: Sequence[str]) -> tuple[JobConfig, list[
     ]
 
 
-def plan(config: JobConfig, gpus: int, device: Device, fixed: Sequence[str], top: int) -> Choice:
+def plan(
+    config: JobConfig, gpus: int, device: Device, fixed: Sequence[str], top: int
+) -> Recommendation:
     """Search, then rehearse. Raises UserError if nothing can run or fits."""
     device.peak(config.precision.dtype)
     space = Space(config, gpus, device, fixed)
     data = example_of(config)
     open_objective(config, resolve(config_alone(config), 1), data)
     exact, state = Rehearsals(config).counts, state_of(config)
-    model = Model(
+    model = CostModel(
         counts=Derived(exact).counts,
         memory=lambda plan, counts: memory(plan, counts, OURS, state, only_fullest=True),
     )
@@ -150,7 +154,7 @@ def plan(config: JobConfig, gpus: int, device: Device, fixed: Sequence[str], top
 
 def config_alone(config: JobConfig) -> JobConfig:
     """The config on one rank."""
-    return replace(config, parallel=alone(config.parallel))
+    return replace(config, parallel=all_on_dp_shard(config.parallel))
 
 
 def measured(options: PlanFlags) -> None:

@@ -37,7 +37,7 @@ from titan_dit.observe import console
 from titan_dit.pictures import output
 from titan_dit.pictures.autoencoder import Autoencoder, as_pixels
 from titan_dit.pictures.output import draw_grid, to_pixels
-from titan_dit.pictures.parts import Parts
+from titan_dit.pictures.parts import FinishedParts
 from titan_dit.system.progress import ProgressLine
 from titan_dit.trained_model import TrainedModel
 
@@ -113,10 +113,12 @@ class Job:
             "num": len(self.labels),
         }
 
-    def parts(self) -> Parts:
+    def parts(self) -> FinishedParts:
         """The batches."""
         count = -(-len(self.labels) // self.flags.batch_size)
-        return Parts(self.out.with_name(self.out.name + PARTS), self.plan(), count, self.flag)
+        return FinishedParts(
+            self.out.with_name(self.out.name + PARTS), self.plan(), count, self.flag
+        )
 
 
 def main(run: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> None:
@@ -129,7 +131,7 @@ def main(run: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> None:
         console.say(f"wrote {job.out}")
 
 
-def draw(job: Job, ranks: Ranks) -> Parts:
+def draw(job: Job, ranks: Ranks) -> FinishedParts:
     """Draw the batches that are missing. Collective; all are there when it returns."""
     parts = job.parts()
     if ranks.is_first:
@@ -156,7 +158,7 @@ def draw(job: Job, ranks: Ranks) -> Parts:
 
 
 @contextmanager
-def told_how_to_go_on(parts: Parts) -> Iterator[None]:
+def told_how_to_go_on(parts: FinishedParts) -> Iterator[None]:
     """On Ctrl-C say what is drawn and how to go on."""
     try:
         yield
@@ -278,7 +280,7 @@ def decoded(
     return torch.cat(pictures).permute(0, 2, 3, 1).contiguous()
 
 
-def write(job: Job, parts: Parts) -> None:
+def write(job: Job, parts: FinishedParts) -> None:
     """Join the batches to the output, and delete them."""
     names = job.diffusion.data.class_names
     with parts.writing(job.out):
@@ -301,12 +303,12 @@ def write(job: Job, parts: Parts) -> None:
     parts.delete()
 
 
-def pictures_of(parts: Parts) -> Iterator[UInt8[Tensor, "b h w 3"]]:
+def pictures_of(parts: FinishedParts) -> Iterator[UInt8[Tensor, "b h w 3"]]:
     """The pictures of every batch."""
     return (tensors["pictures"] for tensors in parts.read())
 
 
-def joined(parts: Parts) -> dict[str, Tensor]:
+def joined(parts: FinishedParts) -> dict[str, Tensor]:
     """All batches, joined by name."""
     batches = list(parts.read())
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}

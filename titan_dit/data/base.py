@@ -27,7 +27,7 @@ class Field:
 
     dtype: torch.dtype
     shape: tuple[int | None, ...]
-    """Without the batch dim; None for a dim that differs between samples."""
+    """Shape without the batch dim; None for a dim that differs between samples."""
 
     def __str__(self) -> str:
         """Format for messages: "float32 [4, 32, 32]"."""
@@ -36,7 +36,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Batch:
-    """One data-parallel rank's samples of a step, in stored units, on its device."""
+    """One data-parallel rank's samples of a step on its device, in stored units."""
 
     fields: Fields
     sample_numbers: Int64[Tensor, " b"]
@@ -66,7 +66,7 @@ class DataFacts:
 
     count: int
     digest: str = ""
-    """Identifies the dataset's contents, independent of its path."""
+    """Identifier of the dataset's contents, independent of its path."""
 
     @property
     def about(self) -> str:
@@ -89,7 +89,7 @@ class DataFacts:
 
 @runtime_checkable
 class SampleOrder(Protocol):
-    """Sample number -> dataset row, without state."""
+    """Map from sample numbers to dataset rows, without state."""
 
     @property
     def num_rows(self) -> int:
@@ -109,7 +109,8 @@ class Source:
     fields: Mapping[str, Field]
     facts: DataFacts
     copies: int = 1
-    """Neighbouring rows of one picture, such as its mirror image: held out together."""
+    """Neighbouring rows made of one picture: 2 with its mirror image. They are held out
+    together."""
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -142,4 +143,4 @@ class Source:
 
 
 class BadSampleError(UserError):
-    """A stored value that no restart changes: it ends the run, unlike a read that failed."""
+    """A bad stored value. It ends the run: unlike a failed read, no restart changes it."""

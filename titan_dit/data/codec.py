@@ -1,4 +1,4 @@
-"""Text to token ids and back, by a tokenizer.json or, without one, as numbers."""
+"""Codecs between text and token ids: a tokenizer.json, or numbers without one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titan_dit.data.tokenizing import tokenizer
 
 @runtime_checkable
 class Codec(Protocol):
-    """Text to token ids and back."""
+    """A codec between text and token ids."""
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without special tokens around them."""
@@ -22,7 +22,7 @@ class Codec(Protocol):
 
 
 class NumberCodec:
-    """Ids written as numbers, such as "17 4 4", for data without a tokenizer."""
+    """A codec of ids written as numbers, such as "17 4 4", for data without a tokenizer."""
 
     def encode(self, text: str) -> list[int]:
         """Read the ids; UserError for other words."""
@@ -51,11 +51,11 @@ class TokenizerCodec:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See `Codec.decode`. Bytes that are no whole character of UTF-8 become U+FFFD."""
+        """See `Codec.decode`. Bytes that are not a whole UTF-8 character become U+FFFD."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
 
 def codec_of(path: str) -> Codec:
-    """The codec of a tokenizer.json; of "", numbers."""
+    """The codec of a tokenizer.json, or of numbers if `path` is ""."""
     return TokenizerCodec(Path(path)) if path else NumberCodec()

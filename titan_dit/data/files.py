@@ -26,13 +26,13 @@ LATENT_SUFFIXES = (".npy", ".pt", ".safetensors")
 NPY_MAGIC = b"\x93NUMPY"
 LABEL_LIMIT = 2**31
 MAX_LATENT_BYTES = 256 << 20
-"""Bytes of a file of one latent or one picture."""
+"""Maximum bytes of a file with one latent or picture."""
 NO_FILE = (-1, -1)
 DAMAGED = "not a readable {} file: damaged, or cut off"
 
 
 class BadFileError(Exception):
-    """Why a file is not a valid sample; the caller adds the path."""
+    """The reason why a file is not a valid sample; the caller adds the path."""
 
 
 def read_latent(path: Path, shape: tuple[int, ...] | None = None) -> Float[Tensor, "c h w"]:
@@ -71,7 +71,7 @@ def read_label(path: Path) -> int:
 
 
 def read_tensor(path: Path) -> Tensor:
-    """Read the tensor of a .npy, .pt or .safetensors file; of several entries, `latent`."""
+    """The tensor of a .npy, .pt or .safetensors file; `latent` if the file has several."""
     data, suffix = read_whole(path), path.suffix.lower()
     if suffix == ".npy":
         return read_npy(data)
@@ -79,7 +79,7 @@ def read_tensor(path: Path) -> Tensor:
 
 
 def stamp_of(file: Path) -> tuple[int, int]:
-    """Length and time of modification (ns) of a file; NO_FILE if it is not there."""
+    """(length, modification time in ns) of a file; NO_FILE if it is missing."""
     try:
         found = os.stat(file)  # noqa: PTH116 - a set may have millions.
     except OSError:
@@ -88,7 +88,7 @@ def stamp_of(file: Path) -> tuple[int, int]:
 
 
 def check_latent_size(size: int) -> None:
-    """Raise BadFileError for a file that is no sample."""
+    """Raise BadFileError for a file that is too large for one sample."""
     most = limits.raised(MAX_LATENT_BYTES)
     if size > most:
         fix = limits.fix(size, most).rstrip(".")
@@ -157,7 +157,7 @@ def npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def check_unpacked(file: Path | io.BytesIO, size: int) -> None:
-    """Raise ValueError for a zip that unpacks to more than its size: torch.save writes none."""
+    """Raise ValueError for a zip that unpacks to more than its size; torch.save writes none."""
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             if sum(entry.file_size for entry in archive.infolist()) > size:

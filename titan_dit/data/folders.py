@@ -29,7 +29,8 @@ class LatentFolder(Source):
     """Latents in one folder per class, or in fast-DiT's features and labels.
 
     Opening lists the files and reads one file of each of up to 32 classes. Every file is checked
-    when it is read; `verify` reads all of them at the start. `listing` is that of another rank.
+    when it is read; `verify` reads all of them at the start. `listing` is a listing made on another
+    rank.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from titan_dit.config.section import UserError
 from titan_dit.data.base import Source
-from titan_dit.data.order import LEAST_SIZE, Permutation, mix, round_keys
+from titan_dit.data.order import MIN_SIZE, Permutation, mix, round_keys
 from titan_dit.rng import words
 
 STREAM = "validation"
@@ -59,15 +59,15 @@ class FirstRows(Source):
         return None if groups is None else groups[:: self.source.copies]
 
     def group_parts(self) -> Iterator[Int64[Tensor, " n"]]:
-        """The same, in parts: the rows of a picture are in one shard."""
+        """The class of every picture, in parts. All rows of a picture are in one part."""
         return (part[:: self.source.copies] for part in self.source.group_parts())
 
 
 def by_key(source: Source, seed: int, count: int) -> NDArray[np.int64]:
-    """The rows of each group that have the smallest random keys; memory grows with `count` only."""
+    """`count` rows with the smallest random keys, stratified. Memory grows with `count` only."""
     sizes = group_sizes(source)
     if not len(sizes):
-        if len(source) < LEAST_SIZE:
+        if len(source) < MIN_SIZE:
             return by_sorting(source, seed, count).numpy()
         return Permutation.of(seed, STREAM, 0, len(source))(np.arange(count))
     (key,) = round_keys(seed, STREAM, 0, rounds=1)
@@ -113,7 +113,7 @@ def rows_below(
 
 
 def by_sorting(source: Source, seed: int, count: int) -> Int64[Tensor, " count"]:
-    """The choice of older runs: the first rows of each group in a sorted permutation."""
+    """Older runs' choice: the first rows of each group in a sorted permutation."""
     order = shuffled(seed, len(source))
     groups = source.groups()
     if groups is None:

@@ -34,9 +34,9 @@ MAGIC, VERSION = b"MMIDIDX\0\0", 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = dict(enumerate(("u1", "i1", "i2", "i4", "i8", "f8", "f4", "u2"), 1))
 SMALL_VOCABULARY = 65_500
-"""Below it Megatron stores uint16."""
+"""Vocabularies below this size are stored as uint16, as in Megatron."""
 PART = 1 << 22
-"""Sequences checked at once."""
+"""Sequences per check."""
 AGAIN = "Tokenize the text again, or copy both files again."
 
 Ids: TypeAlias = NDArray[Any]
@@ -44,17 +44,17 @@ Counts: TypeAlias = NDArray[np.integer[Any]]
 
 
 def bin_of(prefix: Path) -> Path:
-    """The file of the ids."""
+    """Path of the .bin file, which holds the ids."""
     return prefix.with_name(f"{prefix.name}.bin")
 
 
 def idx_of(prefix: Path) -> Path:
-    """The file of sequences and documents."""
+    """Path of the .idx file, which holds the lengths of sequences and documents."""
     return prefix.with_name(f"{prefix.name}.idx")
 
 
 def dtype_for(vocabulary: int) -> np.dtype[Any]:
-    """The dtype that Megatron stores ids below `vocabulary` in."""
+    """Megatron's dtype for ids below `vocabulary`."""
     return np.dtype("<u2" if vocabulary < SMALL_VOCABULARY else "<i4")
 
 
@@ -123,7 +123,7 @@ class IndexedFile:
         return self.ids[first : first + int(self.lengths[sequence])]
 
     def start_of(self, sequence: int) -> int:
-        """Number of tokens before a sequence; `len(self)`: of all tokens."""
+        """Number of tokens before a sequence; for `len(self)`, the number of all tokens."""
         if sequence < len(self):
             return int(self.pointers[sequence]) // self.dtype.itemsize
         if not len(self):
@@ -131,7 +131,7 @@ class IndexedFile:
         return int(self.pointers[-1]) // self.dtype.itemsize + int(self.lengths[-1])
 
     def tokens_of(self, first: int, end: int) -> tuple[int, int]:
-        """The range of tokens of the documents `first` to `end` - 1."""
+        """(first, last + 1) token of the documents `first` to `end` - 1."""
         return self.start_of(int(self.documents[first])), self.start_of(int(self.documents[end]))
 
     def document_at(self, token: int) -> int:
@@ -140,9 +140,9 @@ class IndexedFile:
         return int(np.searchsorted(self.documents, sequence, side="right")) - 1
 
     def check(self) -> None:
-        """Raise UserError unless sequences and documents follow each other; reads the whole index.
+        """Raise UserError unless sequences and documents are contiguous; reads the whole index.
 
-        Windows over several sequences need it.
+        Windows that span several sequences need it.
         """
         follow = not self.documents[0] and not (len(self) and self.pointers[0])
         for first in range(0, self.num_documents, PART):
@@ -160,9 +160,9 @@ class IndexedFile:
 
 
 class IndexedWriter:
-    """Writes both files, byte-equal to megatron-core's `IndexedDatasetBuilder`.
+    """Writer of both files, byte-equal to megatron-core's `IndexedDatasetBuilder`.
 
-    A context manager: the files get their names at its end, the index last, unless it raises.
+    A context manager. The files get their names at its end, the index last; not after an error.
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
@@ -194,7 +194,10 @@ class IndexedWriter:
     def add(
         self, ids: Ids, lengths: Sequence[int] | Counts, sequences: Sequence[int] | Counts
     ) -> None:
-        """Append documents: all ids, tokens of each sequence, sequences of each document."""
+        """Append documents.
+
+        `ids`: all ids. `lengths`: tokens of each sequence. `sequences`: sequences of each document.
+        """
         assert len(ids) == np.sum(lengths)
         assert len(lengths) == np.sum(sequences)
         self.ids.write(np.ascontiguousarray(ids, self.dtype).tobytes())

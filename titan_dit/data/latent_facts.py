@@ -16,7 +16,7 @@ from titan_dit.config.section import Finite, PositiveInt
 from titan_dit.data.base import DataFacts, Field
 
 Units: TypeAlias = float | tuple[float, ...]
-"""A scale or a shift: of all channels, or of each."""
+"""A scale or a shift: one for all channels, or one per channel."""
 
 
 CHANNELS = schema.Either(Finite, tuple[Finite, ...])
@@ -33,7 +33,7 @@ SCHEMA = {
     "vae_source": Maybe(str),
     "posterior": Maybe(Literal["", "both", "mean"]),
 }
-"""Of `LatentFacts` in a checkpoint's record."""
+"""Schema of `LatentFacts` in a checkpoint's record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +41,11 @@ class VAEFacts:
     """The autoencoder whose latents a dataset holds."""
 
     kind: str
-    """Its class in diffusers, such as "AutoencoderKL"."""
+    """The class in diffusers, such as "AutoencoderKL"."""
     digest: str
     """SHA-256 of its weights, see `pictures.autoencoder.digest_of_weights`."""
     factor: int
-    """Pixels of a picture per latent, along each side."""
+    """Pixels per latent, along each side."""
 
     def __str__(self) -> str:
         """Class and digest, for messages."""
@@ -66,18 +66,18 @@ class LatentFacts(DataFacts):
     """[c, h, w] of every stored sample; [2c, h, w] for a mean and a std."""
     num_classes: int
     class_names: tuple[str, ...] = ()
-    """In label order; empty if the classes have no names."""
+    """Names in label order; empty if the classes have none."""
     scale: Units = 1.0
     shift: Units = 0.0
     """The model sees (stored - shift) * scale."""
     value_range: tuple[float, float] | None = None
-    """Stored values of black and white; None for latents."""
+    """Stored values of (black, white); None for latents."""
     vae: VAEFacts | None = None
-    """None for pixels, and for latents of an autoencoder that is not recorded."""
+    """The autoencoder; None for pixels, and if it was not recorded."""
     vae_source: str = ""
-    """Folder or name of that autoencoder when the latents were made."""
+    """Folder or name of the autoencoder when the latents were made."""
     posterior: str = ""
-    """What a sample holds of its posterior: "both" mean and std, or the "mean". "": not known."""
+    """Stored part of the posterior: "both" mean and std, "mean", or "" if not known."""
 
     @property
     def about(self) -> str:
@@ -86,7 +86,10 @@ class LatentFacts(DataFacts):
 
     @property
     def latent_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """What a sample of the model may be: the stored shape, or that of a mean with its std."""
+        """Possible shapes of a model's sample: the stored one, half its channels, or both.
+
+        Half the channels if a sample holds mean and std; both if that is not known.
+        """
         c, h, w = self.shape
         whole, half = (c, h, w), (c // 2, h, w)
         if self.posterior == "both":

@@ -72,19 +72,19 @@ def open_surveyed(section: Latents, survey: Listing | None) -> LatentShards | La
     return source
 
 
-class Shard(NamedTuple):
+class LatentShard(NamedTuple):
     """One file of a dataset."""
 
     latents: RowFile
     labels: Int64[Tensor, " n"]
-    """In the mapped file: read on access."""
+    """A view of the mapped file, read on access."""
 
 
 class LatentShards(Source):
     """Random access to a folder of shards.
 
-    Labels are memory-mapped, latents are read row by row. Both are in the page cache, which all
-    processes of a node share: a rank's own memory does not grow with the rows.
+    Labels are memory-mapped, latents are read row by row. Both stay in the page cache, which all
+    processes of a node share; a rank's own memory does not grow with the rows.
     """
 
     def __init__(self, path: Path, verify: bool = False) -> None:
@@ -144,16 +144,16 @@ class LatentShards(Source):
         return self.labels
 
     def group_parts(self) -> Iterator[Int64[Tensor, " n"]]:
-        """Yield the labels of each shard, in a mapping that ends with its part.
+        """Yield the labels of each shard, from a mapping that is closed afterwards.
 
-        So their pages leave the process's memory.
+        Closing it takes the pages out of the process's memory.
         """
         for entry in self.manifest["shards"]:
             with safe_open(self.path / entry["file"], framework="pt") as file:
                 yield file.get_tensor("label")
 
     def check_labels(self) -> None:
-        """Raise UserError for the first label that is outside the classes."""
+        """Raise UserError for the first label outside the classes."""
         shards, num_classes = self.manifest["shards"], self.manifest["num_classes"]
         for entry, labels in zip(shards, self.group_parts(), strict=True):
             check_labels(labels, num_classes, self.path / entry["file"])
@@ -173,7 +173,9 @@ class LatentShards(Source):
         labels = np.array([self._labels[number][row] for number, row in pairs], dtype=np.int64)
         return {"latent": torch.from_numpy(latents), "label": torch.from_numpy(labels)}
 
-    def _open_shard(self, entry: dict[str, Any], manifest: dict[str, Any], verify: bool) -> Shard:
+    def _open_shard(
+        self, entry: dict[str, Any], manifest: dict[str, Any], verify: bool
+    ) -> LatentShard:
         """Check a shard's size, shapes and dtypes, and map it; with `verify`, check its SHA-256."""
         path = self.path / entry["file"]
         remedy = "Restore the file, or pack the dataset again."
@@ -204,7 +206,7 @@ class LatentShards(Source):
             tensors = read_header(opened.fileno())
         start = next(tensor.start for tensor in tensors if tensor.name == "latent")
         rows = RowFile(path, start, status.st_size, status.st_mtime_ns, tensors)
-        return Shard(rows, labels)
+        return LatentShard(rows, labels)
 
 
 def check_maps(path: Path, num_shards: int) -> None:

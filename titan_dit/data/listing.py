@@ -1,6 +1,6 @@
 """List an unpacked dataset: its layout, its files in order, their labels and classes.
 
-A path that holds no dataset is refused with what it does hold.
+The error for a path without a dataset says what the path holds.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ SUPPORTED = (
     "`data pack`. See docs/data.md"
 )
 PLACE = "[data] path="
-"""Begins an error, before a path."""
-MOST = 1000
-"""Entries of a folder that are looked at."""
+"""Beginning of an error, before a path."""
+MAX_ENTRIES = 1000
+"""Maximum entries of a folder that are examined."""
 NO = "not supported yet"
 ENCODED = f"{NO}; of pictures `data encode` makes a dataset"
 CIFAR = r"(data|test)_batch(_\d)?|batches\.meta|meta"
@@ -61,7 +61,7 @@ SPLITS = ("train", "training", "val", "valid", "validation", "test")
 
 
 def kind_of(name: str) -> str | None:
-    """What a file with this name is and why it is refused; None if it is not known."""
+    """A phrase for a file name of a known kind: what it is, why it is refused. Else None."""
     for pattern, what, why in OTHER_KINDS:
         if re.fullmatch(pattern, name, re.IGNORECASE):
             return f"{what}: {why}"
@@ -69,7 +69,7 @@ def kind_of(name: str) -> str | None:
 
 
 def check_path(root: Path, where: str = PLACE) -> None:
-    """Raise UserError unless `root` is a folder that may be a dataset. One line.
+    """Raise UserError, one line, unless `root` is a folder that may be a dataset.
 
     `where` names the flag or key in errors.
     """
@@ -78,7 +78,7 @@ def check_path(root: Path, where: str = PLACE) -> None:
     if not root.is_dir():
         raise not_supported(root, f"it is {kind_of(root.name) or sample(root.name)}", where)
     with os.scandir(root) as found:
-        entries = [(e.name, e.is_dir()) for e in islice(found, MOST) if e.name[0] != "."]
+        entries = [(e.name, e.is_dir()) for e in islice(found, MAX_ENTRIES) if e.name[0] != "."]
     names = sorted(name for name, _ in entries)
     if not names:
         raise UserError(f"{where}{root}: no dataset found: the folder is empty. {SUPPORTED}.")
@@ -97,7 +97,7 @@ def check_path(root: Path, where: str = PLACE) -> None:
 
 
 def not_found(root: Path, files: Sequence[str], marks: str) -> UserError:
-    """The error for a folder without subfolders; `files` are its files, `marks` what it lacks."""
+    """The error for a folder without subfolders; `files` are its files, `marks` what is missing."""
     suffixes = Counter(os.path.splitext(name)[1] for name in files)  # noqa: PTH122 - as spelled.
     own = [s for s in suffixes if s.lower() in (*LATENT_SUFFIXES, *IMAGE_SUFFIXES)]
     if own:
@@ -119,7 +119,7 @@ def not_found(root: Path, files: Sequence[str], marks: str) -> UserError:
 
 
 def sample(name: str) -> str:
-    """What a single file is, if it could be a sample or has no known kind."""
+    """A phrase for a single file that is given in place of a dataset."""
     suffix = Path(name).suffix.lower()
     if suffix in IMAGE_SUFFIXES:
         return "a single picture, but a dataset is a folder per class"
@@ -129,7 +129,7 @@ def sample(name: str) -> str:
 
 
 def not_supported(root: Path, what: str, where: str = PLACE) -> UserError:
-    """The error for what is recognised."""
+    """The error for a recognised kind that is not supported."""
     return UserError(f"{where}{root}: {what}. {SUPPORTED}.")
 
 
@@ -139,7 +139,7 @@ MANY_LABELS = 20_000
 def number_classes(
     root: Path, folders: list[str], classes: Sequence[str] | None, gaps: bool
 ) -> dict[str, int]:
-    """Map class folders to labels; `gaps` allows labels without a folder."""
+    """Class folder -> label. `gaps` allows labels without a folder."""
     if classes is not None:
         if unknown := sorted(set(folders) - set(classes)):
             raise UserError(
@@ -171,7 +171,7 @@ def number_classes(
 
 
 def refuse_mixture(root: Path, folders: list[str]) -> None:
-    """Refuse folders of which only some have numeric names: a stray one would shift labels."""
+    """Raise UserError if only some folders have numeric names: a stray one would shift labels."""
     by_number = [name for name in folders if name.isdecimal()]
     by_name = [name for name in folders if not name.isdecimal()]
     if by_number and by_name:
@@ -231,13 +231,13 @@ def read_labels(paths: list[Path]) -> Int64[Tensor, " n"]:
 
 
 def few(names: Sequence[object], num: int = 4, total: int | None = None) -> str:
-    """Format the first `num` of `names`, and how many of `total` (default: `names`) are left."""
+    """The first `num` names as text, and the number of the others, of `total` (default: all)."""
     shown, total = ", ".join(str(name) for name in names[:num]), total or len(names)
     return shown if total <= num else f"{shown} and {total - num:,} more"
 
 
 def brief(value: object) -> str:
-    """Format a number, or the first names of a list."""
+    """A number, or the first names of a list, as text."""
     return few(value) if isinstance(value, tuple) else str(value)
 
 
@@ -282,7 +282,7 @@ class Listing:
     labels: Int64[Tensor, " n"]
     num_classes: int
     class_names: tuple[str, ...]
-    """In label order; empty if the class folders are numbers."""
+    """Names in label order; empty if the class folders are numbers."""
 
 
 def layout_of(root: Path) -> Layout:
@@ -320,7 +320,7 @@ def list_folder(
 ) -> Listing:
     """List an unpacked folder; unset arguments default to its manifest's values.
 
-    With `num_classes`, classes may be missing. `classes` are the class folder names in label order.
+    With `num_classes`, classes may be missing. `classes` are names of class folders in label order.
     """
     layout = layout_of(root)
     if layout == "shards":

@@ -41,7 +41,7 @@ KILLED = (
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredBatch:
     """One rank's share of a step as a worker returns it, in stored units."""
 
     fields: Fields
@@ -56,7 +56,7 @@ class Stored:
         """All tensors by name; the sample numbers are named ""."""
         return [*self.fields.items(), ("", self.sample_numbers)]
 
-    def pin_memory(self) -> Stored:
+    def pin_memory(self) -> StoredBatch:
         """Copy to pinned memory; called by torch's DataLoader."""
         return unpack({name: value.pin_memory() for name, value in self.named()})
 
@@ -72,14 +72,14 @@ def is_small(value: Tensor) -> bool:
     return value.nbytes < SMALL_BYTES and value.dtype != torch.bfloat16  # numpy has no bfloat16
 
 
-def unpack(packed: dict[str, Any]) -> Stored:
+def unpack(packed: dict[str, Any]) -> StoredBatch:
     """Inverse of `Stored.named`; accepts numpy arrays."""
     tensors = {
         name: value if isinstance(value, Tensor) else torch.from_numpy(value)
         for name, value in packed.items()
     }
     numbers = tensors.pop("")
-    return Stored(tensors, numbers)
+    return StoredBatch(tensors, numbers)
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ class NumberedSamples:
         """Rows of the source."""
         return len(self.source)
 
-    def __getitems__(self, pairs: list[tuple[int, int]]) -> Stored | UserError:
+    def __getitems__(self, pairs: list[tuple[int, int]]) -> StoredBatch | UserError:
         """Read the rows of a batch.
 
         Errors are returned, because raising in a worker prints a traceback. A failed read becomes a
-        Disruption, to be retried: the files were checked when the source was opened.
+        Disruption, which is retried: the files were checked when the source was opened.
         """
         try:
             fields = self.source.read([row for _, row in pairs])
@@ -113,12 +113,12 @@ class NumberedSamples:
             self.inspect(fields)
         except UserError as error:
             return error
-        stored = Stored(fields, torch.tensor([number for number, _ in pairs]))
+        stored = StoredBatch(fields, torch.tensor([number for number, _ in pairs]))
         return shared(stored) if get_worker_info() else stored
 
 
-def shared(stored: Stored) -> Stored | UserError:
-    """Share a worker's batch here: torch would do it in a thread whose error reaches nobody."""
+def shared(stored: StoredBatch) -> StoredBatch | UserError:
+    """Move a worker's batch to shared memory. torch would do it in a thread that loses errors."""
     try:
         stored.share()
     except RuntimeError as error:
@@ -134,9 +134,9 @@ def no_collate(fetched: T) -> T:
 
 
 def begin_worker(worker: int) -> None:
-    """Ignore signals to the process group (Ctrl-C, Slurm): the rank needs data until it stops.
+    """Make a worker ignore signals to the process group (Ctrl-C, Slurm): the rank still needs data.
 
-    A batch that cannot be sent ends the worker: without it the rank would wait for ever.
+    A batch that cannot be sent ends the worker: the rank would wait for it for ever.
     """
     Queue._on_queue_feeder_error = end_worker  # type: ignore[attr-defined]
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
@@ -164,7 +164,7 @@ def with_killed_workers(shares: Iterator[Any]) -> Iterator[Any]:
 
 
 def started(loader: StatefulDataLoader[Any], workers: int) -> Iterator[Any]:
-    """Start the workers. Raises UserError if the system does not give what they need."""
+    """Start the workers. Raises Disruption if the system lacks memory, files or processes."""
     try:
         return iter(loader)
     except OSError as error:
@@ -185,7 +185,7 @@ def load_samples(
     device: torch.device,
     total_weight: float,
 ) -> Batch:
-    """Load one batch of given (sample number, row) pairs, as in training."""
+    """Load one batch of given (sample number, row) pairs, as training does."""
     stored = NumberedSamples(source, inspect).__getitems__(pairs)
     if isinstance(stored, UserError):
         raise stored

@@ -14,7 +14,7 @@ from titan_dit.data.latent_facts import Units
 
 FORMAT = "titan_dit.latents/1"
 ENCODED_FORMAT = "titan_dit.latents/2"
-"""Of shards that `data encode` writes: with the autoencoder, the crop and the source."""
+"""Format of the shards of `data encode`: with the autoencoder, the crop and the source."""
 SHARD_FORMATS = (FORMAT, ENCODED_FORMAT)
 FOLDER_FORMAT = "titan_dit.folder/1"
 MANIFEST, CLAIM = "manifest.json", "pack.json"
@@ -43,7 +43,7 @@ FOLDER_KEYS = {
 }
 OPTIONAL = {"value_range", "classes", "copies", "posterior"}
 BYTES_PER_FILE = 4096
-"""Of a manifest, for each file in its folder: a shard of 16 channels takes 1,000."""
+"""Maximum bytes of a large manifest per file in its folder: a shard of 16 channels takes 1,000."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def check_files(names: Sequence[str], file: Path) -> None:
-    """Refuse a shard that is not beside the manifest, or that stands twice."""
+    """Refuse a shard that is not beside the manifest, or is listed twice."""
     for number, name in enumerate(names):
         if wrong := schema.wrong_name(name):
             raise UserError(f"[data] {file}: shards[{number}] file = {schema.brief(name)} {wrong}.")
@@ -154,7 +154,7 @@ def conform_units(value: Any, key: str, file: Path) -> Units:
 
 
 def check_channels(units: Units, key: str, channels: int, file: Path) -> None:
-    """Refuse units per channel of another number of channels; a mean and a std share theirs."""
+    """Refuse units per channel whose number does not match; a mean and a std share theirs."""
     if isinstance(units, tuple) and len(units) not in (channels, channels / 2):
         raise UserError(
             f"[data] {file}: {key} holds {len(units)} numbers, but a sample has {channels} "

@@ -1,7 +1,6 @@
-"""The sample order: a pure function of the seed and one integer, the cursor.
+"""The order of samples: a pure function of the seed and one integer, the cursor.
 
-An epoch is a keyed permutation of the rows, computed row by row; a blend mixes datasets by
-weights.
+An epoch is a keyed permutation of the rows, computed row by row. A blend mixes datasets by weights.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from titan_dit.config.section import UserError, show
 from titan_dit.data.base import SampleOrder, Source
 from titan_dit.rng import GOLDEN, SPLITMIX, permutation, stream_key, words
 
-LEAST_SIZE, MOST_SIZE = 1 << 16, 1 << 62
-"""Sizes of permutations."""
+MIN_SIZE, MAX_SIZE = 1 << 16, 1 << 62
+"""Minimum and maximum size of a `Permutation`."""
 ROUNDS = 8
-"""As FF3 (NIST SP 800-38G); the tests see structure with 2."""
+"""Rounds of the permutation; FF3 has as many (NIST SP 800-38G). The tests see structure with 2."""
 GAMMA = np.uint64(GOLDEN)
 MIX = [(np.uint64(shift), np.uint64(multiplier)) for shift, multiplier in SPLITMIX]
 LAST_SHIFT, ONE = np.uint64(31), np.uint64(1)
@@ -50,7 +49,7 @@ class Permutation:
 
     size: int
     keys: Sequence[np.uint64 | Words]
-    """An even number. Arrays [n, 1] give n permutations at once."""
+    """One key per round, an even number of them. Arrays [n, 1] give n permutations at once."""
 
     @classmethod
     def of(cls, seed: int, stream: str, number: int, size: int) -> Permutation:
@@ -59,13 +58,13 @@ class Permutation:
 
     @property
     def halves(self) -> tuple[int, int]:
-        """(a, b), both next to sqrt(size)."""
+        """(a, b), both near sqrt(size), with a * b >= size."""
         a = math.isqrt(self.size - 1) + 1
         return a, -(-self.size // a)
 
     def __call__(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Map places in range(size) to elements, in the memory of a few arrays like `places`."""
-        assert LEAST_SIZE <= self.size <= MOST_SIZE
+        assert MIN_SIZE <= self.size <= MAX_SIZE
         found = self.permuted(places.astype(np.uint64))
         outside = np.flatnonzero(found >= self.size)
         while len(outside):
@@ -93,19 +92,19 @@ def round_keys(seed: int, stream: str, number: int, rounds: int) -> tuple[np.uin
 
 
 SampleRange: TypeAlias = tuple[int, int]
-MOST = 1 << 26
-"""Numbers that a step can have, in a file."""
+MAX_STEP_NUMBERS = 1 << 26
+"""Maximum numbers of a step in a file."""
 
 
 def wrong_ranges(ranges: Sequence[Sequence[int]]) -> str | None:
-    """What is wrong with the ranges of a step, as a file has them."""
+    """The error of a step's ranges in a file; None if they are valid."""
     if any(first > end for first, end in ranges):
         return "has a range that ends before it begins"
     total = sum(end - first for first, end in ranges)
-    return f"has {total:,} numbers, too many for a step" if total > MOST else None
+    return f"has {total:,} numbers, too many for a step" if total > MAX_STEP_NUMBERS else None
 
 
-OF_STEP = schema.Ruled(schema.Rows((schema.COUNT, schema.COUNT)), wrong_ranges)
+STEP_RANGES = schema.Ruled(schema.Rows((schema.COUNT, schema.COUNT)), wrong_ranges)
 """Schema of the ranges of a step."""
 
 
@@ -183,7 +182,7 @@ class EpochOrder:
     held_out: tuple[int, ...] = ()
     """Rows held out of training, ascending."""
     data_order: str = "feistel"
-    """[job] data_order: feistel, or sort for older runs; the same for few rows."""
+    """[job] data_order: "feistel", or "sort" for older runs. They are equal for few rows."""
 
     @classmethod
     def of(cls, seed: int, num_rows: int, held_out: tuple[int, ...], data_order: str) -> EpochOrder:
@@ -211,7 +210,7 @@ class EpochOrder:
 
     def permuted(self, epoch: int, places: Numbers) -> Numbers:
         """Map places in an epoch to training rows."""
-        if self.data_order == "sort" or self.num_rows < LEAST_SIZE:
+        if self.data_order == "sort" or self.num_rows < MIN_SIZE:
             return sorted_permutation(self.seed, epoch, self.num_rows)[places]
         return Permutation.of(self.seed, "data_order", epoch, self.num_rows)(places)
 
@@ -226,8 +225,8 @@ def sorted_permutation(seed: int, epoch: int, num_rows: int) -> Numbers:
 class RankOrder:
     """One data-parallel rank's share of every batch: (sample number, row) pairs.
 
-    Shares are contiguous and differ by at most one sample. Every rank reads `size` samples: it
-    pads its share with copies of its last sample, which have weight 0.
+    Shares are contiguous and differ by at most one sample. Every rank reads `size` samples: copies
+    of its last sample, with weight 0, pad a smaller share.
     """
 
     plan: BatchPlan
@@ -306,7 +305,7 @@ class BlendOrder:
 
     @property
     def num_rows(self) -> int:
-        """Samples of an epoch: as many as there are rows, though a blend repeats some first."""
+        """Samples per epoch: the number of rows. A blend repeats some rows before it uses all."""
         return sum(order.num_rows for order in self.orders)
 
     @cached_property
@@ -339,7 +338,7 @@ class BlendedSource(Source):
     """Rows of several datasets, numbered one dataset after another; mixed if there are weights."""
 
     def __init__(self, counts: Sequence[int], weights: Sequence[float]) -> None:
-        """`counts`: rows of each dataset; `weights`: share of each in the samples, or none."""
+        """`counts`: rows of each dataset; `weights`: share of each in the samples, or empty."""
         self.weights, self.counts = tuple(weights), np.array(counts)
         self.ends = self.counts.cumsum()
 
@@ -351,7 +350,7 @@ class BlendedSource(Source):
         return dataset, row - int(self.ends[dataset] - self.counts[dataset])
 
     def order(self, seed: int, held_out: tuple[int, ...], data_order: str) -> SampleOrder:
-        """Return the order of training: a permutation an epoch, or a blend by weights."""
+        """The order of training: a permutation per epoch, or a blend by weights."""
         if not self.weights:
             return super().order(seed, held_out, data_order)
         return BlendOrder.of(seed, self.counts.tolist(), self.weights, held_out, data_order)

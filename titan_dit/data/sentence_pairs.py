@@ -1,4 +1,4 @@
-"""Consecutive sentences for BERT's second task, out of Megatron's .bin and .idx."""
+"""Consecutive sentences for BERT's second task, from Megatron's .bin and .idx."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from titan_dit.data.token_windows import TokenPart, check_ids, open_files
 from titan_dit.rng import words
 
 NUM_SPECIAL = 3
-"""[CLS] A [SEP] B [SEP]."""
+"""Special tokens of a sample: [CLS] A [SEP] B [SEP]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairFacts(DataFacts):
-    """Two or more consecutive sentences of a document, to be cut into two spans."""
+    """Metadata of samples of two or more consecutive sentences, to be cut into two spans."""
 
     differing: ClassVar[frozenset[str]] = DataFacts.differing | {"num_tokens", "num_left_out"}
 
     sequence_length: int
-    """Tokens of a sample, with special ones and padding."""
+    """Tokens of a sample, with special tokens and padding."""
     vocabulary: int
-    """Ids are below it."""
+    """Size of the vocabulary."""
     cls: int
     """Id of [CLS]."""
     sep: int
@@ -41,7 +41,7 @@ class PairFacts(DataFacts):
     pad: int = 0
     """Id of [PAD]."""
     end_of_document: int | None = None
-    """Id of the token that ends a document, if the files have one: it is never masked."""
+    """Id of the token that ends a document; None if the files have none. It is never masked."""
     short_share: float = 0.0
     """Share of the samples that were built with a shorter target length."""
     tokenizer: str = ""
@@ -49,7 +49,7 @@ class PairFacts(DataFacts):
     num_tokens: int = 0
     """Tokens of this part of the dataset."""
     num_left_out: int = 0
-    """Tokens of no sample: what was cut off, and documents of one sentence."""
+    """Tokens in no sample: cut off, or in documents of one sentence."""
 
     @property
     def about(self) -> str:
@@ -58,9 +58,9 @@ class PairFacts(DataFacts):
 
     @property
     def fields(self) -> dict[str, Field]:
-        """`tokens`: the sentences' ids; `sentences`: the number of each one's sentence, from 0.
+        """`tokens`: the ids. `sentences`: the number of each token's sentence, from 0.
 
-        Both are padded at the end, `sentences` with -1. Special tokens are not in them.
+        Both are padded at the end, `sentences` with -1. Special tokens are not included.
         """
         field = Field(torch.int64, (self.sequence_length - NUM_SPECIAL,))
         return {"tokens": field, "sentences": field}
@@ -72,10 +72,10 @@ class Targets:
 
     longest: int
     short_share: float
-    """Share of the samples whose target is uniform in 2 to `longest`."""
+    """Share of the samples whose target length is uniform in 2 to `longest`."""
 
     def of(self, sentences: Numbers) -> Numbers:
-        """The targets of samples that begin with these sentences of a file."""
+        """Target lengths of samples, by the number of their first sentence in the file."""
         drawn = words(0, "sentence_spans", torch.from_numpy(sentences), 2).numpy()
         is_short = drawn[:, 0] < self.short_share * 2**32
         short = 2 + drawn[:, 1] % (self.longest - 1)
@@ -84,7 +84,7 @@ class Targets:
 
 
 def spans_of(file: IndexedFile, part: TokenPart, targets: Targets) -> Numbers:
-    """First and last + 1 token of each sample of a part, [samples, 2], ascending."""
+    """(first, last + 1) token of each sample of a part, [samples, 2], ascending."""
     size = file.dtype.itemsize
     edges = np.array([part.first, part.end], np.int64) * size
     low, high = np.searchsorted(file.pointers, edges).tolist()
@@ -106,10 +106,10 @@ def spans_of(file: IndexedFile, part: TokenPart, targets: Targets) -> Numbers:
 
 
 def trimmed(starts: Numbers, first: Numbers, end: Numbers, wanted: Numbers) -> Numbers:
-    """The tokens of the sentences `first` to `end` - 1, at most `wanted`.
+    """(first, last + 1) token of the sentences `first` to `end` - 1, at most `wanted` tokens.
 
-    What is too long is cut at the end; but of a long first sentence the beginning, so that the
-    second one keeps up to half of the sample.
+    A sample that is too long is cut at its end. A long first sentence is cut at its beginning, so
+    that the second one keeps up to half of the sample.
     """
     head, second = starts[first + 1] - starts[first], starts[first + 2] - starts[first + 1]
     begin = starts[first] + np.maximum(head + np.minimum(second, wanted // 2) - wanted, 0)
@@ -117,7 +117,7 @@ def trimmed(starts: Numbers, first: Numbers, end: Numbers, wanted: Numbers) -> N
 
 
 def sentence_numbers(file: IndexedFile, first: int, end: int) -> Numbers:
-    """The sentence of each token from `first` to `end` - 1, numbered from 0."""
+    """Sentence number, from 0, of each token from `first` to `end` - 1."""
     size = file.dtype.itemsize
     low = np.searchsorted(file.pointers, first * size, side="right")
     high = np.searchsorted(file.pointers, end * size)
@@ -130,15 +130,15 @@ SPECIAL = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
 
 
 @dataclass(frozen=True)
-class Surveyed:
-    """What rank 0 finds out for all ranks."""
+class PairSurvey:
+    """Result of rank 0's survey, for all ranks."""
 
     parts: tuple[TokenPart, ...]
     spans: tuple[Numbers, ...]
     facts: PairFacts
 
 
-def survey(section: SentencePairs) -> Surveyed:
+def survey(section: SentencePairs) -> PairSurvey:
     """Check the files and their ids, and find the samples."""
     files = open_files(section)
     assert files.tokenizer
@@ -167,7 +167,7 @@ def survey(section: SentencePairs) -> Surveyed:
         num_left_out=files.num_tokens - used,
         **{name: ids[token] for name, token in SPECIAL.items()},
     )
-    return Surveyed(files.parts, spans, facts)
+    return PairSurvey(files.parts, spans, facts)
 
 
 def check_spans(
@@ -187,13 +187,13 @@ class SentenceSpans(BlendedSource):
 
     facts: PairFacts
 
-    def __init__(self, survey: Surveyed, weights: Sequence[float] = ()) -> None:
+    def __init__(self, survey: PairSurvey, weights: Sequence[float] = ()) -> None:
         self.survey = survey
         self.facts, self.fields = survey.facts, survey.facts.fields
         self.files = [IndexedFile(part.prefix) for part in survey.parts]
         super().__init__([len(spans) for spans in survey.spans], weights)
 
-    def __reduce__(self) -> tuple[type[SentenceSpans], tuple[Surveyed, tuple[float, ...]]]:
+    def __reduce__(self) -> tuple[type[SentenceSpans], tuple[PairSurvey, tuple[float, ...]]]:
         """Pickle what was surveyed; a spawned process opens the files itself."""
         return SentenceSpans, (self.survey, self.weights)
 

@@ -1,6 +1,6 @@
-"""The header of a safetensors file: what tensors it holds, and where.
+"""The header of a safetensors file: its tensors and their offsets.
 
-A file is the header's length (8 bytes), the header as JSON, and the bytes of the tensors.
+A file is the length of the header (8 bytes), the header as JSON, and the tensors' bytes.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from typing import NamedTuple
 
 LENGTH = 8
 MAX_BYTES = 1 << 20
-"""Bytes of a header: a shard has two tensors."""
+"""Maximum bytes of a header: a shard has two tensors."""
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor of a file."""
 
     name: str
     dtype: str
-    """As the format names it: F16."""
+    """Dtype in the format's words: F16."""
     shape: tuple[int, ...]
     start: int
-    """Offset of its first byte in the file."""
+    """Offset of the first byte in the file."""
 
     def __str__(self) -> str:
-        """For error messages."""
+        """Format for error messages."""
         return f"{self.name} {self.dtype} {list(self.shape)} from byte {self.start:,}"
 
 
-def read_header(descriptor: int) -> tuple[Stored, ...]:
+def read_header(descriptor: int) -> tuple[StoredTensor, ...]:
     """The tensors of an open file, by name. Raises ValueError if it has no valid header."""
     size = int.from_bytes(os.pread(descriptor, LENGTH, 0), "little")
     end = LENGTH + size
@@ -38,7 +38,9 @@ def read_header(descriptor: int) -> tuple[Stored, ...]:
     try:
         header = json.loads(os.pread(descriptor, size, LENGTH))
         return tuple(
-            Stored(name, entry["dtype"], tuple(entry["shape"]), end + entry["data_offsets"][0])
+            StoredTensor(
+                name, entry["dtype"], tuple(entry["shape"]), end + entry["data_offsets"][0]
+            )
             for name, entry in sorted(header.items())
             if name != "__metadata__"
         )

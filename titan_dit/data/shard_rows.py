@@ -1,8 +1,8 @@
-"""Rows of shards, read from disk into a batch's buffer: no memory map, many rows in flight.
+"""Read rows of shards from disk into a batch's buffer, with many reads in flight.
 
-Pages of a mapped file are read one after another, 4 KiB at a time, when rows are random; and a read
-error ends the process. Here a row is one read, all rows of a batch are requested before the first
-one is waited for, and an error names file and row.
+A memory map would read random rows one 4 KiB page after another, and a read error would end the
+process. Here a row is one read, all rows of a batch are requested before the first one is waited
+for, and an error names file and row.
 """
 
 from __future__ import annotations
@@ -21,55 +21,56 @@ import numpy as np
 from jaxtyping import Int64, Shaped
 
 from titan_dit.config.section import UserError
-from titan_dit.data.shard_header import Stored, read_header
+from titan_dit.data.shard_header import StoredTensor, read_header
 
 AHEAD_BYTES = 64 << 20
-"""Bytes requested before the first read is waited for."""
-MOST_BUFFERS = 1024
-"""Buffers of one read at most: Linux's IOV_MAX."""
-FEWEST_OPEN, MOST_OPEN = 16, 1 << 16
-"""Of a dataset; titan_dit.launcher.open_files counts the fewest, for two datasets."""
+"""Bytes that are requested before the first read is waited for."""
+MAX_BUFFERS = 1024
+"""Maximum buffers per read: Linux's IOV_MAX."""
+MIN_OPEN, MAX_OPEN = 16, 1 << 16
+"""Minimum and maximum open files of a dataset. titan_dit.launcher.open_files counts the minimum,
+for two datasets."""
 SPARED = 1 << 15
-"""Open files left to others: more than a rank of 10,000 needs (docs/scale.md)."""
+"""Open files left to the rest of the process: more than a rank of 10,000 needs (docs/scale.md)."""
 
 
 @dataclass(frozen=True)
 class RowFile:
-    """A file that holds rows of equal size, one after another."""
+    """A file of rows of equal size, one after another."""
 
     path: Path
     start: int
-    """Offset of the first row in bytes."""
+    """Offset of the first row, in bytes."""
     size: int
     """Bytes of the file."""
     modified_ns: int
-    """Its time of modification."""
-    tensors: tuple[Stored, ...] = ()
-    """Of its header; if none are known, a file of another time of modification is refused."""
+    """Modification time in ns."""
+    tensors: tuple[StoredTensor, ...] = ()
+    """Tensors of its header. If empty, a file with another modification time is refused."""
 
 
 @dataclass
-class Run:
-    """Neighbouring rows of one file, and where each goes to."""
+class RowRead:
+    """Neighbouring rows of one file, and the buffers that they are read into."""
 
     file: int
     offset: int
-    """Of the first byte that is not read yet, in the file."""
+    """Offset in the file of the first byte that is not read yet."""
     buffers: list[memoryview]
 
 
 class ShardRows:
-    """Reads rows of several files; keeps at most `most_open()` of them open."""
+    """Reads rows of several files; keeps at most `max_open()` of them open."""
 
     def __init__(self, files: Sequence[RowFile], row_bytes: int, stride: int | None = None) -> None:
-        """`stride`: bytes from the start of a row to that of the next; less if rows overlap."""
+        """`stride`: bytes between the starts of two rows; less than `row_bytes` if rows overlap."""
         self.descriptors: dict[int, int] = {}
-        """By file number, first opened first."""
+        """File number -> descriptor, the first opened first."""
         self.files, self.row_bytes, self.stride = files, row_bytes, stride or row_bytes
         self.starts = np.array([file.start for file in files], dtype=np.int64)
-        self.most_open = most_open()
+        self.most_open = max_open()
         self.can_ask = True
-        """False if the file system does not tell what is cached, such as NFS."""
+        """False if the file system, such as NFS, does not say what is cached."""
 
     def __del__(self) -> None:
         while self.descriptors:
@@ -80,14 +81,14 @@ class ShardRows:
     ) -> None:
         """Fill `out`, bytes, with row[i] of file[i] for every i. Raises UserError.
 
-        Reads in the order of the files, whatever the order in the batch.
+        Rows are read in the order of the files, not of the batch.
         """
-        waiting: list[Run] = []
+        waiting: list[RowRead] = []
         ahead = 0
         for number, offset, buffers in self.reads(file, row, out):
             if self.is_cached(number, offset, buffers):
                 continue
-            waiting.append(Run(number, offset, buffers))
+            waiting.append(RowRead(number, offset, buffers))
             ahead += len(buffers) * self.row_bytes
             if ahead >= AHEAD_BYTES:
                 self.fill(waiting)
@@ -106,7 +107,7 @@ class ShardRows:
         if is_new.all():  # As good as always when rows are random.
             yield from zip(files, offsets, ([buffer] for buffer in buffers), strict=True)
             return
-        is_new[MOST_BUFFERS - 1 :: MOST_BUFFERS] = True
+        is_new[MAX_BUFFERS - 1 :: MAX_BUFFERS] = True
         for begin, end in pairwise([0, *(np.flatnonzero(is_new) + 1).tolist(), len(order)]):
             yield files[begin], offsets[begin], buffers[begin:end]
 
@@ -128,8 +129,8 @@ class ShardRows:
             os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
         return False
 
-    def fill(self, runs: list[Run]) -> None:
-        """Read whole runs, waiting for the disk."""
+    def fill(self, runs: list[RowRead]) -> None:
+        """Read the rows of `runs`, waiting for the disk."""
         for run in runs:
             while run.buffers:
                 try:
@@ -140,14 +141,14 @@ class ShardRows:
                     raise self.failed(run, "is missing: the file has been cut off")
                 advance(run, num)
 
-    def failed(self, run: Run, what: str) -> UserError:
-        """The error of the row that could not be read."""
+    def failed(self, run: RowRead, what: str) -> UserError:
+        """The error for a row that could not be read."""
         file = self.files[run.file]
         row = (run.offset - file.start) // self.stride
         return UserError(f"[data] {file.path}: row {row} {what}. Check the disk, restore the file.")
 
     def descriptor(self, number: int) -> int:
-        """The descriptor of an open file; opens it if need be."""
+        """The descriptor of a file, which is opened if needed."""
         if (known := self.descriptors.get(number)) is not None:
             return known
         while len(self.descriptors) >= self.most_open:
@@ -156,11 +157,11 @@ class ShardRows:
         return opened
 
 
-def most_open() -> int:
-    """Files that a dataset keeps open: more where the limit is far above what a rank needs."""
+def max_open() -> int:
+    """Maximum open files of a dataset: more if the limit is far above a rank's needs."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    spare = MOST_OPEN if soft == resource.RLIM_INFINITY else (soft - SPARED) // 4
-    return min(max(FEWEST_OPEN, spare), MOST_OPEN)
+    spare = MAX_OPEN if soft == resource.RLIM_INFINITY else (soft - SPARED) // 4
+    return min(max(MIN_OPEN, spare), MAX_OPEN)
 
 
 def open_unchanged(file: RowFile) -> int:
@@ -183,8 +184,8 @@ def open_unchanged(file: RowFile) -> int:
 
 
 def check_contents(file: RowFile, descriptor: int, found: os.stat_result) -> None:
-    """Refuse a file of another length or other tensors; `touch` or a copy changes the time only."""
-    now: tuple[Stored, ...] = ()
+    """Refuse a file with another length or other tensors. Only its modification time may differ."""
+    now: tuple[StoredTensor, ...] = ()
     with suppress(ValueError, OSError):
         now = read_header(descriptor)
     if found.st_size != file.size:
@@ -204,12 +205,12 @@ def check_contents(file: RowFile, descriptor: int, found: os.stat_result) -> Non
 
 
 def moment(nanoseconds: int) -> str:
-    """A time of modification, UTC."""
+    """A modification time as text, UTC."""
     return f"{datetime.fromtimestamp(nanoseconds / 1e9, UTC):%Y-%m-%d %H:%M:%S.%f}"
 
 
-def advance(run: Run, num: int) -> None:
-    """Leave out the first `num` bytes of a run: a read may return fewer than asked for."""
+def advance(run: RowRead, num: int) -> None:
+    """Drop the first `num` bytes of a run: a read may return fewer than requested."""
     run.offset += num
     while run.buffers and num >= len(run.buffers[0]):
         num -= len(run.buffers.pop(0))
@@ -218,5 +219,5 @@ def advance(run: Run, num: int) -> None:
 
 
 def bytes_of(array: Shaped[np.ndarray, "..."]) -> memoryview:
-    """The bytes of a contiguous array, to write to."""
+    """The bytes of a contiguous array, writable."""
     return array.reshape(-1).view(np.uint8).data

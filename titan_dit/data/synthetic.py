@@ -13,7 +13,7 @@ from titan_dit.rng import SampleRNG
 
 
 class SyntheticLatents(Source):
-    """Sample i is a pure function of i."""
+    """Random latents; sample i is a pure function of i."""
 
     def __init__(self, config: Synthetic) -> None:
         self.facts: LatentFacts = LatentFacts(

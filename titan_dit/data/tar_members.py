@@ -1,4 +1,4 @@
-"""Members of a tar file within bounds."""
+"""Members of a tar file with bounded sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from titan_dit.config.section import UserError
 
 MAX_HEADER_BYTES = 1 << 20
-"""Bytes of a long name, or of extended headers."""
+"""Maximum bytes of a long name, or of an extended header."""
 EXTENDED = (
     tarfile.XHDTYPE,
     tarfile.XGLTYPE,
@@ -18,10 +18,10 @@ EXTENDED = (
 )
 
 
-class Member(tarfile.TarInfo):
-    """A member of a size that is not negative, after which the tar file would begin again.
+class BoundedMember(tarfile.TarInfo):
+    """A member whose size is not negative: after a negative one the tar file would begin again.
 
-    Its extended header, which tarfile reads whole, has a bounded size.
+    tarfile reads extended headers whole, so their size is bounded.
     """
 
     def _proc_member(self, tarfile_: tarfile.TarFile) -> Any:
@@ -43,6 +43,6 @@ def refuse_negative(member: tarfile.TarInfo) -> None:
 
 
 def refuse_sparse(member: tarfile.TarInfo, at: str) -> None:
-    """Raise UserError for a member of holes: a few bytes stand for any size."""
+    """Raise UserError for a sparse member: a few bytes can stand for any size."""
     if member.sparse is not None:
         raise UserError(f"{at} is a sparse member. Make the tar file without --sparse (-S).")

@@ -1,4 +1,4 @@
-"""Windows of tokens: the samples of a language model, out of Megatron's .bin and .idx."""
+"""Windows of tokens, the samples of a language model, from Megatron's .bin and .idx."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from titan_dit.system.progress import ProgressLine, count
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFacts(DataFacts):
-    """Windows of token ids; stored in checkpoints, so that text is drawn without the dataset."""
+    """Metadata of windows of token ids. Checkpoints store it: text is drawn without the data."""
 
     differing: ClassVar[frozenset[str]] = DataFacts.differing | {
         "num_tokens",
@@ -36,18 +36,18 @@ class TokenFacts(DataFacts):
     sequence_length: int
     """Tokens that a window predicts; the window has one more."""
     vocabulary: int
-    """All ids are below it."""
+    """Size of the vocabulary: all ids are below it."""
     end_of_document: int | None = None
     """Id of the token that ends a document; None if unknown."""
     bytes_per_token: float | None = None
-    """UTF-8 bytes of the text per token, the mean of this part of the dataset: it turns a loss per
-    token into bits per byte. None unless the tokenizer is a byte-level one."""
+    """Mean UTF-8 bytes per token in this part of the dataset, which turns a loss per token into
+    bits per byte. None unless the tokenizer is byte-level."""
     tokenizer: str = ""
     """Path of the tokenizer.json; empty if unknown."""
     num_tokens: int = 0
     """Tokens of this part of the dataset."""
     num_left_over: int = 0
-    """Tokens after the last whole window of each file: never a target."""
+    """Tokens after the last whole window of each file; they are never targets."""
 
     @property
     def about(self) -> str:
@@ -64,14 +64,17 @@ class TokenFacts(DataFacts):
 
 
 SAMPLED_BLOCKS, BLOCK_BYTES = 64, 1 << 16
-"""Of each file, for the digest."""
+"""Blocks of each file that its digest reads, and their bytes."""
 PART = 1 << 22
-"""Ids counted at once."""
+"""Ids per count."""
 
 
 @dataclass(frozen=True)
 class TokenPart:
-    """The tokens `first` to `end` - 1 of a .bin file; pickled, so ranks need not read the index."""
+    """The tokens `first` to `end` - 1 of a .bin file.
+
+    It is pickled to all ranks, which so need not read the index.
+    """
 
     prefix: Path
     bin: Path
@@ -87,20 +90,20 @@ class TokenPart:
         return self.end - self.first
 
     def windows(self, length: int) -> int:
-        """Windows of `length` + 1 tokens, each beginning with the last token of the one before.
+        """Number of windows of `length` + 1 tokens; each begins with the last token of another.
 
-        So every token but the first is a target of one window. The rest is left over.
+        So every token but the first is a target of one window, except the rest at the end.
         """
         return max(len(self) - 1, 0) // length
 
     def left_over(self, length: int) -> int:
-        """Tokens after the last window; all of them if there is no window."""
+        """Tokens after the last window; all tokens if there is no window."""
         num = self.windows(length)
         return len(self) - (num * length + 1 if num else 0)
 
 
 def part_of(prefix: Path, split: tuple[float, ...], part: int) -> tuple[IndexedFile, TokenPart]:
-    """Open and check a dataset; `part` is the share of `split` to take, of whole documents."""
+    """Open and check a dataset. `part` is the number of a share of `split`, in whole documents."""
     file = IndexedFile(prefix)
     file.check()
     ends = np.cumsum([0.0, *split]) / sum(split) * file.num_documents
@@ -111,7 +114,7 @@ def part_of(prefix: Path, split: tuple[float, ...], part: int) -> tuple[IndexedF
 
 
 def digest_of(file: IndexedFile) -> str:
-    """A digest of both files: their lengths, and up to `SAMPLED_BLOCKS` blocks of each."""
+    """Digest of both files: their lengths, and up to `SAMPLED_BLOCKS` blocks of each."""
     sha = hashlib.sha256()
     for path in (file.idx, file.bin):
         with path.open("rb") as opened:
@@ -125,7 +128,7 @@ def digest_of(file: IndexedFile) -> str:
 
 
 CHECKED_TOKENS = 1 << 27
-"""Tokens whose ids are checked at the start, over all paths."""
+"""Tokens, over all paths, whose ids are checked at the start."""
 
 
 def open_files(section: IndexedData) -> TokenFiles:
@@ -157,13 +160,13 @@ def open_files(section: IndexedData) -> TokenFiles:
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """Open files, a part of each, and what their ids mean."""
+    """Open files, a part of each, and their tokenizer."""
 
     indexed: tuple[IndexedFile, ...]
     parts: tuple[TokenPart, ...]
     tokenizer: TokenizerFile | None
     vocabulary: int
-    """Ids must be below it."""
+    """Size of the vocabulary: ids must be below it."""
     end_of_document: int | None
 
     @property
@@ -173,19 +176,19 @@ class TokenFiles:
 
     @property
     def digest(self) -> str:
-        """What identifies the tokens of all parts, wherever the files lie."""
+        """Digest of the tokens of all parts, independent of the files' paths."""
         contents = " ".join(f"{part.digest} {part.first} {part.end}" for part in self.parts)
         return hashlib.sha256(contents.encode()).hexdigest()
 
     @property
     def tokenizer_path(self) -> str:
-        """Absolute, so that a run is resumed and sampled from any folder; "" without one."""
+        """Absolute path, so that a run can be resumed from any folder; "" without a tokenizer."""
         return str(self.tokenizer.path.absolute()) if self.tokenizer else ""
 
     def histograms(self, verify: bool) -> Iterator[tuple[TokenPart, NDArray[np.int64]]]:
-        """Yield the parts and how often each id comes; refuses ids beyond the vocabulary.
+        """Yield (part, count of each id); refuses ids outside the vocabulary.
 
-        Unless `verify`, only `CHECKED_TOKENS` tokens are counted, the first ones of each part.
+        Unless `verify`, only the first tokens of each part are counted, `CHECKED_TOKENS` in total.
         """
         most = self.num_tokens if verify else max(CHECKED_TOKENS // len(self.parts), 1)
         for file, part in zip(self.indexed, self.parts, strict=True):
@@ -193,7 +196,7 @@ class TokenFiles:
 
 
 def histogram(file: IndexedFile, part: TokenPart, vocabulary: int, most: int) -> NDArray[np.int64]:
-    """Count each id among the first `most` tokens of a part; refuses ids beyond the vocabulary."""
+    """Count of each id in the first `most` tokens of a part; refuses ids outside the vocabulary."""
     counts = np.zeros(vocabulary, np.int64)
     end = min(part.end, part.first + most)
     progress = ProgressLine(end - part.first, "tokens", what=f"checked {part.bin}", form=count)
@@ -207,7 +210,7 @@ def histogram(file: IndexedFile, part: TokenPart, vocabulary: int, most: int) ->
 
 
 def check_ids(ids: NDArray[np.integer], vocabulary: int, file: IndexedFile, first: int) -> None:
-    """Refuse ids outside the vocabulary; `first` is the place of ids[0] in the file."""
+    """Refuse ids outside the vocabulary; `first` is the position of ids[0] in the file."""
     if int(ids.max()) < vocabulary and int(ids.min()) >= 0:
         return
     at = int(np.flatnonzero((ids >= vocabulary) | (ids < 0))[0])
@@ -219,8 +222,8 @@ def check_ids(ids: NDArray[np.integer], vocabulary: int, file: IndexedFile, firs
 
 
 @dataclass(frozen=True)
-class Surveyed:
-    """What rank 0 finds out for all ranks."""
+class TokenSurvey:
+    """Result of rank 0's survey, for all ranks."""
 
     parts: tuple[TokenPart, ...]
     facts: TokenFacts
@@ -266,7 +269,7 @@ class TokenWindows(BlendedSource):
 
     facts: TokenFacts
 
-    def __init__(self, survey: Surveyed, weights: Sequence[float] = ()) -> None:
+    def __init__(self, survey: TokenSurvey, weights: Sequence[float] = ()) -> None:
         self.survey, self.parts = survey, survey.parts
         self.facts, self.fields = survey.facts, survey.facts.fields
         length = self.facts.sequence_length
@@ -286,7 +289,7 @@ class TokenWindows(BlendedSource):
         return {name: value[0] for name, value in self.read([index]).items()}
 
     def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Read windows as int64. Raises UserError for a failed read or an id too large."""
+        """Read windows as int64. UserError for a failed read or an id outside the vocabulary."""
         out = np.empty((len(rows), self.facts.sequence_length + 1), np.int64)
         places = np.array([self.place_of(row) for row in rows], np.int64).reshape(-1, 2)
         paths, windows = places.T
@@ -300,7 +303,7 @@ class TokenWindows(BlendedSource):
         return {"tokens": torch.from_numpy(out)}
 
     def refuse(self, ids: NDArray[np.int64], places: Sequence[Sequence[int]]) -> None:
-        """Raise the error of the first id outside the vocabulary; names file and document."""
+        """Raise the error for the first id outside the vocabulary, with its file and document."""
         for window, (path, number) in zip(ids, places, strict=True):
             part = self.parts[path]
             first = part.first + number * self.facts.sequence_length
@@ -312,14 +315,14 @@ class TokenWindows(BlendedSource):
 
 
 def reader_of(parts: Sequence[TokenPart], length: int) -> ShardRows:
-    """Read the windows of parts of one dtype; neighbours share a token."""
+    """A reader of the windows of parts with one dtype; neighbours share a token."""
     size = np.dtype(parts[0].dtype).itemsize
     files = [RowFile(part.bin, part.first * size, part.size, modified_of(part)) for part in parts]
     return ShardRows(files, (length + 1) * size, length * size)
 
 
 def modified_of(part: TokenPart) -> int:
-    """Time of modification of this node's file, which may be a copy of the surveyed one."""
+    """Modification time of this node's file, which may be a copy of the surveyed one."""
     try:
         status = part.bin.stat()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What training needs of a tokenizer.json: ids and bytes, without the library that encodes text."""
+"""Read the ids and bytes of a tokenizer.json, without the library that encodes text."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from titan_dit.config import user_text
 from titan_dit.config.section import UserError
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""Tokens that end a document, by preference."""
+"""Tokens that end a document, in order of preference."""
 LARGEST_ID = 1 << 24
-"""Sixteen times as many as a large vocabulary has."""
+"""Maximum id: sixteen times that of a large vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class TokenizerFile:
     path: Path
     ids: Mapping[str, int]
     special: frozenset[str]
-    """Tokens that stand for no text."""
+    """Special tokens, which have no text."""
     is_byte_level: bool
     """True if every character of a token is one byte of UTF-8, as in GPT-2."""
 
@@ -37,11 +37,11 @@ class TokenizerFile:
 
     @property
     def end_of_document(self) -> int | None:
-        """Id of the first of `ENDS` that it has."""
+        """Id of the first token of `ENDS` in the vocabulary; None without one."""
         return next((self.ids[name] for name in ENDS if name in self.ids), None)
 
     def token_bytes(self) -> NDArray[np.int64] | None:
-        """UTF-8 bytes of each id, 0 for special tokens; None unless it is byte-level."""
+        """UTF-8 bytes of each id, 0 for special tokens; None unless the tokenizer is byte-level."""
         if not self.is_byte_level:
             return None
         sizes = np.zeros(self.vocabulary, np.int64)
@@ -51,7 +51,7 @@ class TokenizerFile:
 
 
 def read_tokenizer(path: Path) -> TokenizerFile:
-    """Read a tokenizer.json. Raises UserError if it is none."""
+    """Read a tokenizer.json. Raises UserError if it is not one."""
     if not path.is_file():
         raise UserError(f"[data] tokenizer={path}: there is no such file.")
     text = user_text.read(path, f"[data] tokenizer={path}")
@@ -79,12 +79,12 @@ def read_tokenizer(path: Path) -> TokenizerFile:
 
 
 def is_id(number: object) -> bool:
-    """True for an id that a table of all ids has room for."""
+    """True for an integer that is valid as an id."""
     return type(number) is int and 0 <= number < LARGEST_ID
 
 
 def kinds_of(part: Any) -> Iterator[str]:
-    """The types of a pre-tokenizer and of those that it is a sequence of."""
+    """Types of a pre-tokenizer and of its parts."""
     if isinstance(part, dict):
         yield part.get("type", "")
         for inner in part.get("pretokenizers", ()):

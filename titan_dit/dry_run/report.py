@@ -57,7 +57,7 @@ SENT = {
 IDLE = "share of the step that the rank waits for other pipeline stages"
 
 
-def words_of_devices(kinds: Iterable[StorageKind]) -> Iterator[str]:
+def memory_terms(kinds: Iterable[StorageKind]) -> Iterator[str]:
     """A line for every column of the memory table."""
     yield from aligned({**{str(kind): DEVICE_WORDS[kind] for kind in kinds}, "peak": PEAK})
 
@@ -190,7 +190,7 @@ def memory(report: Report, unit: int) -> Iterator[str]:
         for rank in report.ranks
     ]
     yield from table(["rank", "layers", *kinds, "peak"], rows)
-    yield from words_of_devices(kinds)
+    yield from memory_terms(kinds)
 
 
 def traffic(report: Report, unit: int) -> Iterator[str]:

@@ -17,8 +17,8 @@ from titan_dit.execution.sliced import SlicedExecutor
 from titan_dit.observe.recorder import Noted, Recorder
 from titan_dit.observe.timeline import (
     RankTimeline,
-    Reader,
     Timeline,
+    TimelineReader,
     draw_timeline,
     suspects,
     timeline_lines,
@@ -114,7 +114,7 @@ def read_all(everyone: Sequence[Written], ranks: Sequence[Clock]) -> tuple[RankT
     found = []
     for rank, (written, clock) in enumerate(zip(everyone, ranks, strict=True)):
         noted = [Noted(Moment(moment), what, at) for moment, what, at in written]
-        found.append(Reader(rank, seconds_since(clock, origin)).read(noted))
+        found.append(TimelineReader(rank, seconds_since(clock, origin)).read(noted))
     return tuple(found)
 
 

@@ -1,9 +1,9 @@
-"""DiTs of diffusers: folders of `DiTTransformer2DModel`, and of the whole `DiTPipeline`.
+"""DiTs of diffusers: folders of a `DiTTransformer2DModel`, or of a whole `DiTPipeline`.
 
-These differ besides the names. Its qkv are three weights. Every block holds a copy of the embedders
-of timestep and label. Its patch convolution is our linear weight. The pipeline guides with class
-1000, so the label table has 1,001 rows: the rows after our classes are copies of the null row. Its
-timestep frequencies divide by 127, the original's by 128.
+They differ from ours in more than names. qkv is three weights. Every block holds a copy of the
+embedders of timestep and label. Their patch convolution is our linear weight. The pipeline guides
+with class 1000, so the label table has 1,001 rows: the rows after our classes are copies of the
+null row. Timestep frequencies divide by 127, the original's by 128.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from titan_dit.config.section import MOST, UserError, show
 from titan_dit.diffusion.noise_schedule import named
 from titan_dit.diffusion.samplers.from_diffusers import PREDICTIONS, betas, config_of_flow
 from titan_dit.interop import hugging_face, tensor_layouts
-from titan_dit.interop.original_dit import check
+from titan_dit.interop.original_dit import check_tensors
 from titan_dit.interop.tensor_file import OnDemand
-from titan_dit.interop.tensor_layouts import Copies, FilledTable, Kernel, Same, SplitQKV
+from titan_dit.interop.tensor_layouts import ConvKernel, Copies, FilledTable, Same, SplitQKV
 from titan_dit.models.dit import DiTConfig
 from titan_dit.system.files import write_json
 
 KIND, PIPELINE = "DiTTransformer2DModel", "DiTPipeline"
 OLD_KIND = "Transformer2DModel"
-"""The class of a DiT in older releases and in the published weights; of other networks, too."""
+"""Class name of a DiT in older releases and in the published weights; other networks have it,
+too."""
 CONFIG, INDEX, SCHEDULER = "config.json", "model_index.json", "scheduler_config.json"
 TRANSFORMER, VAE = "transformer", "vae"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -89,7 +90,7 @@ class DiffusersDiT:
     def layouts(self) -> dict[str, Same]:
         """Name of our parameter -> its layout in diffusers' tensors."""
         _, layers, heads, patch = self.config.shape
-        found: dict[str, Same] = {PATCH: Kernel((f"{THEIR_PATCH}.weight",), patch)}
+        found: dict[str, Same] = {PATCH: ConvKernel((f"{THEIR_PATCH}.weight",), patch)}
         found["embed.patch.bias"] = Same((f"{THEIR_PATCH}.bias",))
         tables = tuple(self.table(layer) for layer in range(layers))
         found[TABLE] = FilledTable(tables, self.config.num_classes, self.rows)
@@ -123,7 +124,7 @@ class DiffusersDiT:
         """
         outline = {n: t for n, t in theirs.outline.items() if n != "pos_embed.pos_embed"}
         kept = OnDemand(outline, theirs.get_tensor)
-        check(kept, {name: tuple(tensor.shape) for name, tensor in self.outline().items()})
+        check_tensors(kept, {name: tuple(tensor.shape) for name, tensor in self.outline().items()})
         self.check_copies(kept)
         return tensor_layouts.to_ours(self.layouts(), kept, self.parameters)
 
@@ -189,7 +190,7 @@ def check_expressible(config: DiTConfig, as_is: bool) -> None:
 
 
 def is_dit(values: Mapping[str, Any]) -> bool:
-    """True if a config.json is of a DiT."""
+    """True if a config.json describes a DiT."""
     kind = values.get("_class_name")
     return kind == KIND or (kind == OLD_KIND and values.get("norm_type") == FIXED["norm_type"])
 
@@ -305,7 +306,7 @@ def objective_of(scheduler: Mapping[str, Any], learn_sigma: bool) -> dict[str, A
 
 
 def noise_of(scheduler: Mapping[str, Any], steps: int) -> str | None:
-    """The name of a scheduler's noise schedule; None without betas, or if we do not have it."""
+    """Name of a scheduler's noise schedule; None without betas, and if it is not supported."""
     given = scheduler.get("trained_betas")
     if given is None:
         cosine = scheduler.get("beta_schedule") == "squaredcos_cap_v2"

@@ -27,7 +27,7 @@ from titan_dit.system.files import sync_folder, write_whole
 CONFIG = "config.json"
 WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"
 LARGEST_SHARD = 5 * 10**9
-"""Maximum bytes of a weight file, a former default of transformers."""
+"""Maximum bytes of a weight file, an earlier default of transformers."""
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -39,8 +39,8 @@ TOKENIZER = (
 )
 
 
-def is_folder_of_transformers(path: Path) -> bool:
-    """True if a path is a folder of transformers."""
+def is_transformers_folder(path: Path) -> bool:
+    """True if a path is a folder of transformers' format."""
     return (path / CONFIG).is_file()
 
 
@@ -123,21 +123,21 @@ def tokenizer_files(folder: Path) -> dict[str, Path]:
     return {name: folder / name for name in TOKENIZER if (folder / name).is_file()}
 
 
-class Family(ABC):
+class ModelFamily(ABC):
     """Architectures of transformers that correspond to one [model]."""
 
     architectures: tuple[str, ...]
-    """Their names in config.json."""
+    """Names of the architectures in config.json."""
     model: str
     """[model] name."""
     prefix: str
     """Prefix of the names outside the head; directories of the model without a head lack it."""
     dropped: re.Pattern[str]
-    """Tensors in files that the network does not have: masks, positions, other heads."""
+    """Tensors in files that our network does not have: masks, positions, other heads."""
     special: Mapping[str, str]
     """Keys of config.json with ids of special tokens -> fields of the data's facts."""
     copies: Mapping[str, str] = MappingProxyType({})
-    """Name of a tensor that some files store twice -> name of the original, if it is tied."""
+    """Name of a tensor that some files store twice -> name of the original it is tied to."""
     renamed: Mapping[str, str] = MappingProxyType({})
     """Old ending of a name -> current ending."""
 
@@ -214,7 +214,7 @@ OURS_ALONE = {"positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias"
 """Keys of [model] and the only values that GPT-2 supports."""
 
 
-class GPT2(Family):
+class GPT2Family(ModelFamily):
     """GPT2LMHeadModel."""
 
     architectures = ("GPT2LMHeadModel",)
@@ -333,8 +333,8 @@ ARCHITECTURES = {
 """([model] norm_place, [objective] sentence_order) -> architecture."""
 
 
-class BERT(Family):
-    """The four architectures."""
+class BERTFamily(ModelFamily):
+    """The four BERT architectures."""
 
     architectures = tuple(ARCHITECTURES.values())
     model = "bert"
@@ -405,10 +405,10 @@ class BERT(Family):
         return Same((f"{layer}.{theirs}.{kind}",))
 
 
-FAMILIES: tuple[Family, ...] = (GPT2(), BERT())
+FAMILIES: tuple[ModelFamily, ...] = (GPT2Family(), BERTFamily())
 
 
-def family_of(architecture: str) -> Family:
+def family_of(architecture: str) -> ModelFamily:
     """The family of an architecture; UserError if there is none."""
     for family in FAMILIES:
         if architecture in family.architectures:
@@ -417,7 +417,7 @@ def family_of(architecture: str) -> Family:
     raise UserError(f"its architecture {architecture} is not one of {known}.")
 
 
-def family_for(model: ModelConfig) -> Family:
+def family_for(model: ModelConfig) -> ModelFamily:
     """The family that a [model] can be written as; UserError if there is none."""
     for family in FAMILIES:
         if model.name == family.model:
@@ -427,32 +427,32 @@ def family_for(model: ModelConfig) -> Family:
 
 
 def layouts_of(
-    family: Family, model: ModelConfig, parameters: Mapping[str, Tensor]
+    family: ModelFamily, model: ModelConfig, parameters: Mapping[str, Tensor]
 ) -> dict[str, Same]:
     """Name of our parameter -> its layout in transformers' tensors."""
     return {name: family.layout(name, model) for name in parameters}
 
 
 def to_ours(
-    family: Family, model: ModelConfig, objective: Any, tensors: Mapping[str, Tensor]
+    family: ModelFamily, model: ModelConfig, objective: Any, tensors: Mapping[str, Tensor]
 ) -> OnDemand:
     """Our parameters in fp32 from tensors of transformers; UserError on a mismatch."""
     with torch.device("meta"):
         parameters = dict(objective.model_spec(model).build().named_parameters())
     expected = {k: v.shape for k, v in to_theirs(family, model, parameters).items()}
     theirs = cleaned(family, tensors, expected.keys())
-    check(theirs, expected)
+    check_tensors(theirs, expected)
     return tensor_layouts.to_ours(layouts_of(family, model, parameters), theirs, parameters)
 
 
 def to_theirs(
-    family: Family, model: ModelConfig, tensors: Mapping[str, Tensor]
+    family: ModelFamily, model: ModelConfig, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The tensors of transformers from our parameters."""
     return dict(tensor_layouts.to_theirs(layouts_of(family, model, tensors), tensors))
 
 
-def cleaned(family: Family, tensors: Mapping[str, Tensor], names: Collection[str]) -> OnDemand:
+def cleaned(family: ModelFamily, tensors: Mapping[str, Tensor], names: Collection[str]) -> OnDemand:
     """The tensors under current names, with the prefix; dropped tensors and copies are left out."""
     kept = {family.name(name): name for name in tensors}
     if not any(name.startswith(family.prefix) for name in kept):
@@ -472,7 +472,7 @@ def cleaned(family: Family, tensors: Mapping[str, Tensor], names: Collection[str
     return OnDemand({k: outline[v] for k, v in kept.items()}, lambda name: tensors[kept[name]])
 
 
-def check(tensors: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:
+def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:
     """Refuse missing and unexpected tensors, wrong shapes and dtypes, NaN and infinity."""
     problems = [f"{name} is missing" for name in expected if name not in tensors]
     problems += [f"{name} is unexpected" for name in tensors if name not in expected]

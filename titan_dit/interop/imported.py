@@ -1,6 +1,6 @@
-"""Write imported weights as a checkpoint, from which runs start, a group of tensors at a time.
+"""Write imported weights as a checkpoint for runs to start from, a group of tensors at a time.
 
-It appears whole or not at all, also if its writer is killed.
+It appears whole or not at all, even if its writer is killed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from titan_dit.system.files import new_path
 def new_output(target: Path) -> Iterator[Path]:
     """Yield a path to write, as `files.new_path`. Raises UserError if the target cannot be written.
 
-    Errors of reading within the block need `tensor_reader.reading`.
+    The path is in a folder beside the target, which may hold other files, too. Leftovers of killed
+    processes are deleted. Raises UserError if the target cannot be written. Code that reads tensors
+    within the block should use `tensor_file.reading`, or its errors name the target.
     """
     # torch.save raises a RuntimeError.
     with disk_errors.writing(f"--out {target}", also=(RuntimeError,)), new_path(target) as place:
@@ -40,9 +42,9 @@ def new_output(target: Path) -> Iterator[Path]:
 
 
 EMA_DECAY = "0.9999"
-"""Decay of the imported average; runs with another one start from it, too."""
+"""Decay of the imported average. A run with another decay starts from it, too."""
 GROUP = 32 * 2**20
-"""Maximum bytes of tensors in memory at once; a larger tensor is alone."""
+"""Maximum bytes of tensors in memory at once; a larger tensor is a group of its own."""
 
 
 def record_of(tables: config_file.Tables, facts: DataFacts) -> dict[str, Any]:
@@ -76,7 +78,7 @@ def record_made_of(record: Mapping[str, Any], **tables: Any) -> dict[str, Any]:
 
 
 def new_record() -> dict[str, Any]:
-    """Keys that the records of all weights without a run have in common."""
+    """The keys common to the records of all weights without a run."""
     return {
         "step": 0,
         "cursor": 0,
@@ -86,7 +88,7 @@ def new_record() -> dict[str, Any]:
     }
 
 
-def record_of_dit(
+def dit_record(
     config: DiTConfig, objective: Mapping[str, Any], facts: LatentFacts
 ) -> dict[str, Any]:
     """`record_of` for a DiT. [data] is a placeholder, as the data of the weights are unknown."""
@@ -109,7 +111,7 @@ def save(
 ) -> None:
     """Write the checkpoint and copies of `files`, by their names in it; whole or not at all.
 
-    `tensors`: as a run saves them; mappings may be read on demand.
+    `tensors`: nested as in a run's checkpoint; mappings may be read on demand.
     """
     found = list(leaves(tensors, tensors["model"]))
     with writing(target, (leaf.outline for leaf in found)), new_output(target) as place:
@@ -127,11 +129,11 @@ class Leaf:
     outline: Tensor
     get: Callable[[], Tensor]
     source: tuple[int, str]
-    """Equal for the same tensor under other keys."""
+    """Identifier of the tensor, equal for one tensor under several keys."""
 
 
 def leaves(tree: Mapping[str, Any], model: Mapping[str, Tensor]) -> Iterator[Leaf]:
-    """The tensors of a tree; all tensors of a model parameter follow each other."""
+    """The tensors of a tree; those of one model parameter are adjacent, its averages included."""
     order = {name: number for number, name in enumerate(model)}
     found = list(flattened(tree))
     yield from sorted(found, key=lambda leaf: next(order[k] for k in leaf.keys if k in order))
@@ -149,7 +151,7 @@ def flattened(tree: Mapping[str, Any], keys: tuple[str, ...] = ()) -> Iterator[L
 
 
 def groups(found: list[Leaf]) -> Iterator[Group]:
-    """Consecutive tensors of few bytes together."""
+    """Groups of consecutive tensors, of at most GROUP bytes each."""
     group, size = list[Leaf](), 0
     for leaf in found:
         if group and size + leaf.outline.nbytes > GROUP:
@@ -161,7 +163,7 @@ def groups(found: list[Leaf]) -> Iterator[Group]:
 
 
 def group_of(group: list[Leaf]) -> Group:
-    """The outline of some tensors and the function that makes them."""
+    """(outline of some tensors, function that makes them)."""
 
     def make() -> TensorTree:
         made: dict[tuple[int, str], Tensor] = {}

@@ -22,13 +22,13 @@ from titan_dit.config.section import UserError, show
 from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.interop import tensor_layouts
 from titan_dit.interop.tensor_file import MAPPED, OnDemand, outline_of
-from titan_dit.interop.tensor_layouts import Kernel, RowsOfQKV, Same
+from titan_dit.interop.tensor_layouts import ConvKernel, RowsOfQKV, Same
 from titan_dit.models.dit import DiTConfig
 from titan_dit.models.dit_sizes import SIZES
 
 
 def write_pickled(target: Path, source: Path, outline: Mapping[str, Tensor]) -> None:
-    """Durably write the tensors of a file of `tensor_writer` as a state dict.
+    """Durably write the tensors of a safetensors file as a state dict.
 
     `outline`: their shapes and dtypes, in the order of the file.
     """
@@ -44,7 +44,7 @@ def write_pickled(target: Path, source: Path, outline: Mapping[str, Tensor]) -> 
 
 
 def mapped(pages: mmap.mmap, outline: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors at the end of mapped pages."""
+    """Yield the tensors at the end of mapped pages."""
     place = len(pages) - sum(tensor.nbytes for tensor in outline.values())
     for name, tensor in outline.items():
         flat = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel(), offset=place)
@@ -59,7 +59,7 @@ class Releasing:
         self.stream, self.pages, self.bytes = stream, pages, 0
 
     def write(self, data: Any) -> int:
-        """Write; the pages are read again from the file if they are needed again."""
+        """Write; the file is read again if released pages are needed again."""
         written: int = self.stream.write(data)
         self.bytes += written
         if self.bytes > MAPPED:
@@ -73,25 +73,25 @@ class Releasing:
 
 
 FIXED: Mapping[str, Any] = {"direction": "to_data", "time_scale": 1.0}
-"""Keys of [objective] that define SiT's time and velocity."""
+"""Keys of [objective] that define SiT's time and velocity -> SiT's values."""
 SIT_OBJECTIVE: Mapping[str, Any] = {"name": "rectified_flow", "timesteps": "uniform", **FIXED}
 """[objective] of the released weights."""
 ARGUMENTS: Mapping[str, Any] = {"path_type": "Linear", "prediction": "velocity"}
-"""Arguments of its train.py, and the values that correspond to `OBJECTIVE`."""
+"""Arguments of SiT's train.py -> values that correspond to `SIT_OBJECTIVE`."""
 
 
-def wrote_sit(arguments: Mapping[str, Any]) -> bool:
-    """True if the arguments in a file are those of SiT's train.py."""
+def are_sit_arguments(arguments: Mapping[str, Any]) -> bool:
+    """True if SiT's train.py wrote the arguments of a file."""
     return "path_type" in arguments or str(arguments.get("model", "")).startswith("SiT-")
 
 
-def is_named_sit(path: str) -> bool:
-    """True if the name of a file says that it is SiT's, such as SiT-XL-2-256.pt."""
+def has_sit_name(path: str) -> bool:
+    """True if the file name contains SiT, such as SiT-XL-2-256.pt."""
     return re.search(r"(?<![a-z])sit(?![a-z])", Path(path).name, re.IGNORECASE) is not None
 
 
-def check_arguments_of_sit(arguments: Mapping[str, Any]) -> None:
-    """Refuse weights of another path or prediction."""
+def check_sit_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise UserError for weights with another path or prediction."""
     for key, value in ARGUMENTS.items():
         if (given := arguments.get(key, value)) != value:
             flag = key.replace("_", "-")
@@ -117,7 +117,7 @@ def misfits(objective: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def check_expressible_as_sit(objective: Mapping[str, Any]) -> None:
+def check_sit_objective(objective: Mapping[str, Any]) -> None:
     """Raise UserError for an objective that SiT's code would misinterpret; name its keys."""
     if found := misfits(objective):
         raise UserError(
@@ -150,7 +150,7 @@ the weights: rounding alone makes its average drift, but by no more than 1.7e-4.
 SCALE = 0.18215
 """Scale of latents of Stable Diffusion's autoencoder, on which the released weights are trained."""
 
-Moments: TypeAlias = Mapping[str, Mapping[str, Tensor]]
+AdamState: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 """AdamW's `exp_avg`, `exp_avg_sq` and `step` by parameter."""
 
 
@@ -196,7 +196,7 @@ class Original:
         found: dict[str, Same] = {}
         for name, theirs in self.names().items():
             if theirs == PATCH:
-                found[name] = Kernel((theirs,), patch)
+                found[name] = ConvKernel((theirs,), patch)
             elif ".attn.qkv." in name:
                 found[name] = RowsOfQKV((theirs,), heads)
             else:
@@ -205,7 +205,7 @@ class Original:
 
     def to_ours(self, tensors: Mapping[str, Tensor]) -> OnDemand:
         """Convert original tensors to our fp32 parameters; raises UserError on a mismatch."""
-        check(tensors, self.shapes())
+        check_tensors(tensors, self.shapes())
         check_positions(tensors[POSITIONS], self.config)
         return self.converted(tensors)
 
@@ -213,7 +213,7 @@ class Original:
         """Convert tensors of the original's shapes to our names and layout, fp32."""
         return tensor_layouts.to_ours(self.layouts(), tensors, self.parameters)
 
-    def adam_to_ours(self, moments: Moments) -> Moments:
+    def adam_to_ours(self, moments: AdamState) -> AdamState:
         """Convert the original's AdamW state to ours; raises UserError on a mismatch."""
         shapes = {name: shape for name, shape in self.shapes().items() if name != POSITIONS}
         halves = {}
@@ -222,7 +222,7 @@ class Original:
                 {name: outline_of(state)[key] for name, state in moments.items()},
                 partial(entry, moments, key),
             )
-            check(tensors, shapes, f"AdamW's {key} does")
+            check_tensors(tensors, shapes, f"AdamW's {key} does")
             halves[key] = self.converted(tensors)
         ours: dict[str, Mapping[str, Tensor]] = {}
         for name, theirs in self.names().items():
@@ -246,13 +246,13 @@ class Original:
         return itertools.chain(theirs, [(POSITIONS, positions(self.config))])
 
 
-def entry(moments: Moments, key: str, name: str) -> Tensor:
-    """A moment of a tensor of the original."""
+def entry(moments: AdamState, key: str, name: str) -> Tensor:
+    """One of AdamW's tensors, by the original's parameter name."""
     return moments[name][key]
 
 
 def moment(halves: Mapping[str, OnDemand], count: Tensor, name: str, key: str) -> Tensor:
-    """A moment of our parameter, or its number of steps."""
+    """One of AdamW's tensors, by our parameter name."""
     return count if key == "step" else halves[key][name]
 
 
@@ -326,7 +326,7 @@ def heads_of(hidden: int, layers: int) -> int:
     )
 
 
-def check(
+def check_tensors(
     tensors: Mapping[str, Tensor],
     shapes: Mapping[str, tuple[int, ...]],
     what: str = "the weights do",

@@ -1,8 +1,8 @@
-"""Adapters of LoRA in peft's format, for the modules of diffusers' DiTTransformer2DModel.
+"""LoRA adapters in peft's format, for the modules of diffusers' DiTTransformer2DModel.
 
 Names are `base_model.model.MODULE.lora_A.weight` [rank, inputs] and `.lora_B.weight` [outputs,
-rank]. Our qkv is one layer with one A. It becomes three with that A and a third of the rows of B
-each. Three that have an A each become one of three times the rank.
+rank]. Our qkv is one layer. Exported, it becomes three: each has its A, and a third of the rows of
+its B. Imported, three layers with an A each become one of three times the rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from titan_dit.config.section import UserError
 from titan_dit.interop import hugging_face
 from titan_dit.interop.diffusers_dit import DiffusersDiT
-from titan_dit.interop.tensor_layouts import Copies, FilledTable, Kernel, Same, SplitQKV
+from titan_dit.interop.tensor_layouts import ConvKernel, Copies, FilledTable, Same, SplitQKV
 from titan_dit.models import lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -38,15 +38,15 @@ UNSUPPORTED = (
 )
 """Keys that must be empty or false."""
 INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Values of init_lora_weights that leave the adapted weights unchanged. pissa and others change
-them, so that their adapters do not fit the base."""
+"""Values of init_lora_weights that leave the adapted weights unchanged. Others, such as pissa,
+change them: their adapters do not fit the base."""
 
 Pair = tuple[Tensor, Tensor]
-"""An A and a B."""
+"""The (A, B) of an adapter."""
 
 
 def is_directory(path: Path) -> bool:
-    """True if a path is a folder of peft."""
+    """True if a path is a folder of peft's."""
     return (path / CONFIG).is_file()
 
 
@@ -55,7 +55,7 @@ def to_theirs(found: DiffusersDiT, pairs: Mapping[str, Pair]) -> Iterator[tuple[
     layouts = found.layouts()
     for name, (a, b) in pairs.items():
         layout = layouts[name]
-        if isinstance(layout, Kernel):
+        if isinstance(layout, ConvKernel):
             raise UserError(f"[lora] targets: {name} is a convolution in diffusers: not supported.")
         for part, rows in zip(layout.names, layout.to_theirs(b), strict=True):
             module = f"{PREFIX}{part.removesuffix('.weight')}"
@@ -148,7 +148,7 @@ def to_ours(found: DiffusersDiT, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     made: dict[str, Pair] = {}
     for name in dict.fromkeys(owners[part] for part in pairs):
         layout = layouts[name]
-        if isinstance(layout, (Kernel, FilledTable)):
+        if isinstance(layout, (ConvKernel, FilledTable)):
             raise UserError(f"{WEIGHTS}: an adapter of {layout.names[0]} is not supported.")
         for part in layout.names:
             if part in pairs:

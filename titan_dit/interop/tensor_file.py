@@ -57,7 +57,7 @@ class OnDemand(Mapping[str, Tensor]):
 
 
 def outline_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Tensors of the same shapes and dtypes, without reading any."""
+    """Tensors with the same shapes and dtypes, without reading any values."""
     return tensors.outline if isinstance(tensors, OnDemand) else tensors
 
 
@@ -104,7 +104,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 MAPPED = 128 * 2**20
-"""Bytes of a .pt file that are read before its pages are released."""
+"""Bytes that are read of a .pt file before its pages are released."""
 
 
 def open_safetensors(path: Path) -> tuple[OnDemand, dict[str, str]]:
@@ -114,7 +114,7 @@ def open_safetensors(path: Path) -> tuple[OnDemand, dict[str, str]]:
         for name in file.keys():  # noqa: SIM118
             part = file.get_slice(name)
             kind = DTYPES.get(part.get_dtype())
-            # A dtype that no network of ours has: its outline is the tensor itself.
+            # A dtype that none of our networks has: its outline is the tensor itself.
             known = file.get_tensor(name) if kind is None else None
             outline[name] = (
                 torch.empty(part.get_shape(), dtype=kind, device="meta") if known is None else known
@@ -246,7 +246,7 @@ def write_tensor_file(
     source: Iterator[tuple[str, Tensor]],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write the next tensors of `source`, those of `outline`, durably."""
+    """Durably write the next tensors of `source`, which must match `outline`."""
     with file.open("wb") as stream:
         stream.write(header(outline, metadata))
         for name, expected in outline.items():
@@ -261,7 +261,7 @@ def write_tensor_file(
 
 
 def header(outline: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """The length of the header and the header, padded so that the tensors are aligned."""
+    """The header's length and the header, padded so that the tensors are aligned."""
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in outline.items():
@@ -299,7 +299,7 @@ Getter: TypeAlias = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightFile:
     """Contents of a weight file."""
 
     ema: OnDemand
@@ -312,7 +312,7 @@ class Weights:
     """Arguments of the script that wrote a .pt file; empty if unknown."""
 
 
-def read_weight_file(path: Path) -> Weights:
+def read_weight_file(path: Path) -> WeightFile:
     """Read a state dict, or a dict with "ema", "model" and "opt".
 
     Raises UserError for any other file, and for one that would execute code when loaded.
@@ -332,7 +332,7 @@ def read_weight_file(path: Path) -> Weights:
     assert ema is not None
     assert model is not None
     adam = adam_of(content.get("opt"), model, get)
-    return Weights(ema, model, adam, metadata, arguments_of(content.get("args")))
+    return WeightFile(ema, model, adam, metadata, arguments_of(content.get("args")))
 
 
 def open_file(path: Path) -> tuple[Mapping[str, Any], dict[str, str], Getter]:

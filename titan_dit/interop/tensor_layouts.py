@@ -93,7 +93,7 @@ class SplitQKV(Same):
 
 
 @dataclass(frozen=True)
-class Kernel(Same):
+class ConvKernel(Same):
     """A convolution of patches [out, c, p, p]; ours is a linear layer of inputs (p, p, c)."""
 
     patch: int
@@ -135,7 +135,7 @@ class FilledTable(Copies):
 
 @dataclass(frozen=True)
 class Padded(Same):
-    """A table with a row per token id; ours has `padding` more, which no token uses."""
+    """A table with a row per token id. Ours has `padding` more rows, which no token uses."""
 
     padding: int
 
@@ -171,5 +171,5 @@ def to_ours(
 
 
 def needed(layout: Same) -> tuple[str, ...]:
-    """Names of the tensors from which ours is made; of several copies only the first."""
+    """Names of the tensors that ours is made from; of several copies, the first."""
     return layout.names[:1] if isinstance(layout, Copies) else layout.names

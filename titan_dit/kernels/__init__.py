@@ -1,1 +1,1 @@
-"""Kernels for attention and linear layers: the choice of torch's, and our own."""
+"""Kernels of attention and linear layers: the choice among torch's, and our own."""

@@ -43,18 +43,20 @@ BACKENDS = {
 }
 KEYS = (*BACKENDS, "math")
 IMPLEMENTATIONS = {"flash3": "FA3", "flash4": "FA4"}
-"""torch's names for other packages' flash kernels."""
+"""Value of [precision] attention -> torch's name for another package's flash kernel."""
 PACKAGES = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute"}
-"""The modules that torch imports them from."""
+"""Value of [precision] attention -> module that torch imports the kernel from."""
 NAMES = {SDPBackend.MATH: "math"} | {BACKENDS[key]: key for key in ("flash", "cudnn", "efficient")}
-"""Keys of torch's backends."""
+"""torch's backend -> value of [precision] attention."""
 CHANNELS = (32, 64, 96, 128, 192, 256)
-"""Head dims of torch's flash kernels; others are padded."""
+"""Head dims that torch's flash kernels do not pad."""
 CUDNN_CHANNELS = (64, 128)
-"""Those of cuDNN 9.19, which does not document them: on an H200 72 take as long as 128."""
+"""Head dims that cuDNN 9.19 does not pad. It does not document them: on an H200 72 takes as long as
+128."""
 PROBE_TOKENS = 256
-WRONG = 0.05
-"""Least difference to matmuls, over the largest value, that is no rounding of bf16."""
+MIN_ERROR = 0.05
+"""Minimum error against matmuls, relative to the largest value, that counts as wrong; rounding of
+bf16 is smaller."""
 NO_LENGTHS = "ring attention supports no mask by lengths"
 
 
@@ -136,7 +138,7 @@ def use_implementation(key: str) -> None:
 
 
 def settled(key: str, shape: AttentionShape) -> str:
-    """The key with "auto" in a ring replaced by the first kernel of `order` that runs the shape.
+    """The key; in a ring, "auto" becomes the first kernel of `order` that runs the shape.
 
     UserError if none does. Local "auto" stays: torch itself takes another kernel if one refuses.
     """
@@ -155,7 +157,7 @@ def settled(key: str, shape: AttentionShape) -> str:
 
 
 def kernel_of(key: str, shape: AttentionShape) -> str:
-    """The kernel that a key runs, as a key; for local "auto" torch is asked."""
+    """The value of [precision] attention that runs for a key; for local "auto" torch is asked."""
     if key != "auto":
         return key
     if shape.ring:
@@ -176,8 +178,8 @@ def is_deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled()
 
 
-def check(key: str, shape: AttentionShape) -> None:
-    """Run the kernel once on a sample of this rank; UserError with the reason and alternatives."""
+def check_runs(key: str, shape: AttentionShape) -> None:
+    """Run the kernel once on a sample of this rank. UserError names the reason and alternatives."""
     if key == "auto":
         use_implementation(key)
         return
@@ -198,7 +200,7 @@ def check(key: str, shape: AttentionShape) -> None:
 
 
 def refusal(key: str, shape: AttentionShape) -> str | None:
-    """The reason why a kernel cannot run one sample forward and backward; None if it can.
+    """The reason why a kernel cannot run a sample forward and backward; None if it can.
 
     Side effect: the key's flash implementation stays active (see `use_implementation`).
     """
@@ -274,7 +276,7 @@ def compare_with_matmuls(key: str, q: Tensor, k: Tensor, v: Tensor, causal: bool
     )
     for found, exact, what in pairs:
         error = float((found.double() - exact.double()).abs().max() / exact.double().abs().max())
-        if not error < WRONG:
+        if not error < MIN_ERROR:
             raise RuntimeError(f"its {what} differs from that of matmuls by {error:.2g}")
 
 

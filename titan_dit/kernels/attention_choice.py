@@ -1,4 +1,4 @@
-"""The attention kernel that "auto" means, local or in a ring: a function of device and shape.
+"""Choose the attention kernel for "auto", local or in a ring, from device and shape.
 
 torch's own order (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, 2.11 to 2.15) is cuDNN on
 Hopper and Blackwell, flash, efficient, matmuls; the first one that supports the shape runs. This
@@ -17,17 +17,18 @@ from titan_dit.models.base import Mask
 
 HALF = (torch.bfloat16, torch.float16)
 CUDNN_LEAST = 91501
-"""Oldest cuDNN that is right for any number of keys (9.15.1); torch prefers none before it."""
+"""Oldest cuDNN that is correct for any number of keys (9.15.1); torch prefers no older one."""
 CUDNN_FINITE = 92600
-"""Oldest cuDNN whose dQ is finite on Hopper for 64 modulo 128 keys (9.26)."""
+"""Oldest cuDNN with finite dQ on Hopper for 64 modulo 128 keys (9.26)."""
 TILE, GAP = 128, 64
-"""Keys of a tile of that backward; the remainder for which it overflows."""
+"""Keys per tile of cuDNN's backward; remainder of the keys for which it overflows."""
 CUDNN_SQUARE = 92201
-"""From this cuDNN on (after 9.22) torch gives it wide heads of exactly WIDEST channels."""
+"""Oldest cuDNN (after 9.22) with which torch uses it for wide heads of exactly WIDEST channels
+only."""
 NARROW, WIDEST = 128, 256
-"""Head dims that every supported cuDNN has, and the largest one that some have."""
+"""Largest head dim of every supported cuDNN, and of some."""
 ALIGNMENT = 8
-"""Channels: ring kernels are given padded head dims, local ones are not."""
+"""Channels to which a ring pads head dims; local attention does not pad."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class AttentionShape:
     mask: Mask = "none"
 
     def __str__(self) -> str:
-        """The description in error messages."""
+        """Format for error messages."""
         name = str(self.dtype).removeprefix("torch.")
         masked = "" if self.mask == "none" else f", masked by {self.mask},"
         heads = f"{self.heads} heads of {self.head_dim} channels"
@@ -52,7 +53,7 @@ class AttentionShape:
 
     @property
     def unmasked_keys(self) -> tuple[int, ...]:
-        """Keys of the kernel calls without a causal mask."""
+        """Numbers of keys in the kernel calls without a causal mask."""
         if self.mask != "causal":
             return (self.tokens,)
         # See `ring_blocks.block_of`.
@@ -60,22 +61,22 @@ class AttentionShape:
 
     @property
     def channels(self) -> int:
-        """Head dim that the kernel is given."""
+        """Head dim of the kernel calls."""
         return -(-self.head_dim // ALIGNMENT) * ALIGNMENT if self.ring else self.head_dim
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the choice depends on besides the shape."""
+    """Properties of a device that the choice depends on."""
 
     type: str
-    """Of a torch.device."""
+    """Type of a torch.device: "cuda", "cpu"."""
     capability: tuple[int, int] = (0, 0)
     """CUDA compute capability."""
     cudnn: int = 0
-    """Version of cuDNN at run time: 92600 is 9.26.0; 0 without."""
+    """cuDNN's version at run time: 92600 is 9.26.0; 0 without cuDNN."""
     prefers_cudnn: bool = True
-    """False with torch's own switch TORCH_CUDNN_SDPA_DEPRIORITIZED=1."""
+    """False if TORCH_CUDNN_SDPA_DEPRIORITIZED=1, a switch of torch."""
 
     @property
     def overflows(self) -> bool:
@@ -113,7 +114,7 @@ def order(
 def harm(
     key: str, shape: AttentionShape, hardware: Hardware, deterministic: bool = False
 ) -> str | None:
-    """Why the results of a kernel that runs would be wrong or differ in a rerun; else None."""
+    """The reason why a kernel's results would be wrong or not reproducible; else None."""
     if key != "cudnn":
         return None
     if deterministic:

@@ -34,17 +34,17 @@ BackwardKernel: TypeAlias = Callable[
 
 
 @dataclass(frozen=True)
-class Kernel:
+class AttentionKernel:
     """A forward and its backward."""
 
     forward: ForwardKernel
     backward: BackwardKernel
 
 
-def named(name: str, q: Tensor, causal: bool = False) -> Kernel:
-    """The kernel of a [precision] attention key; RuntimeError if the device has none.
+def named(name: str, q: Tensor, causal: bool = False) -> AttentionKernel:
+    """The kernel for a value of [precision] attention; RuntimeError if the device has none.
 
-    "auto" is for as many keys as queries, as in a ring.
+    "auto" assumes as many keys as queries, as in a ring.
     """
     if name == "auto":
         _, heads, tokens, head_dim = q.shape
@@ -176,7 +176,7 @@ def _flash_backward(
 
 
 LSE_ALIGNMENT = 32
-"""The efficient kernels pad the rows of the log-sum-exp to a multiple of this."""
+"""The efficient kernels pad rows of the log-sum-exp to a multiple of this."""
 
 
 def _efficient_forward(
@@ -263,9 +263,9 @@ def _padded(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(F.pad(x, (0, missing)) for x in tensors) if missing else _rows(*tensors)
 
 
-MATH = Kernel(_math_forward, _math_backward)
+MATH = AttentionKernel(_math_forward, _math_backward)
 """Plain matmuls with the n x n scores in memory: for fp64 on a GPU, and as a reference."""
-CPU = Kernel(_cpu_forward, _cpu_backward)
-FLASH = Kernel(_flash_forward, _flash_backward)
-EFFICIENT = Kernel(_efficient_forward, _efficient_backward)
-CUDNN = Kernel(_cudnn_forward, _cudnn_backward)
+CPU = AttentionKernel(_cpu_forward, _cpu_backward)
+FLASH = AttentionKernel(_flash_forward, _flash_backward)
+EFFICIENT = AttentionKernel(_efficient_forward, _efficient_backward)
+CUDNN = AttentionKernel(_cudnn_forward, _cudnn_backward)

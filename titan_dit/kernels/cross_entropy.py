@@ -30,7 +30,7 @@ def unchanged(value: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Shard:
+class VocabularyShard:
     """A rank's rows of the vocabulary, from row `first` on; the default is a rank with all rows."""
 
     first: int = 0
@@ -48,7 +48,10 @@ def apply(model: nn.Module) -> None:
 
 
 def cross_entropy(
-    logits: Float[Tensor, "t rows"], targets: Int[Tensor, " t"], size: int, shard: Shard = Shard()
+    logits: Float[Tensor, "t rows"],
+    targets: Int[Tensor, " t"],
+    size: int,
+    shard: VocabularyShard = VocabularyShard(),
 ) -> Float[Tensor, " t"]:
     """-log softmax(logits)[target] over rows below `size`, in fp32 or fp64.
 
@@ -69,7 +72,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, logits: Tensor, targets: Tensor, size: int, shard: Shard
+        ctx: FunctionCtx, logits: Tensor, targets: Tensor, size: int, shard: VocabularyShard
     ) -> Tensor:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         num_valid = min(max(size - shard.first, 0), logits.shape[1])

@@ -1,9 +1,9 @@
-"""oneDNN for the blocks' linear layers, fp32 on a CPU; otherwise `product` is `F.linear`.
+"""oneDNN for fp32 linear layers of blocks on a CPU; otherwise `product` is `F.linear`.
 
-F.linear copies the bias over the whole output and lets MKL add the matmul. oneDNN adds the bias as
+F.linear copies the bias over the whole output and lets MKL add the matmul; oneDNN adds the bias as
 it writes. `benchmarks/step.py --contenders plain ours ours_without_onednn` measures it. In a
-compiled graph it is a custom operator, since the compiler would turn F.linear into MKL's product.
-Only this file calls the operator, which is private to torch.
+compiled graph it is a custom operator: the compiler would turn F.linear into MKL's product. Only
+this file calls the operator, which is private to torch.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ DROPPED = (
 
 
 def progress(row: dict[str, Any], steps: int, width: int | None = None) -> str:
-    """Console line of a logged step; parts are left out until it is shorter than `width`."""
+    """Console line of a logged step. Parts are left out until it is shorter than `width`."""
     step = row["step"]
     parts = {
         "step": f"step {step:>{len(str(steps))}}/{steps}",

@@ -37,7 +37,7 @@ def peak_tflops(device: torch.device, dtype: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class Work:
+class Throughput:
     """Samples of a step over all ranks, and the cost per sample, for throughput and MFU."""
 
     samples: int

@@ -46,7 +46,7 @@ class Meter:
 
 
 def peak_gib(device: torch.device) -> float:
-    """Peak memory of this rank: of the device; on a CPU, of the process (RSS)."""
+    """Peak memory of this rank: the device's; on a CPU, the process's (RSS)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024

@@ -18,6 +18,7 @@ from titan_dit.config import user_text
 from titan_dit.config.section import UserError, show
 from titan_dit.observe.flops import Work
 from titan_dit.system import run_files
+from titan_dit.observe.flops import Throughput
 from titan_dit.system.files import write_whole
 
 Row = dict[str, Any]
@@ -28,16 +29,16 @@ Show = Callable[[int, Path], None]
 
 
 @dataclass(frozen=True)
-class Writer:
+class MetricsWriter:
     """Writes metrics to another program, besides metrics.jsonl."""
 
     row: Callable[[Row], None]
     shows: Mapping[str, Show]
-    """Suffix of a preview's file -> function that shows it."""
+    """Suffix of a preview's file -> function that shows the file."""
 
 
 def curve(rows: Iterable[Row], *names: str) -> tuple[list[int], list[float]]:
-    """Steps and values of a column, or of the first of several that a row has."""
+    """(steps, values) of a column; of several, the first that a row has."""
     found = [(row["step"], next(values_of(row, names), None)) for row in rows]
     known = [(step, value) for step, value in found if value is not None]
     return [step for step, _ in known], [value for _, value in known]
@@ -57,7 +58,7 @@ def row_of(
     lr: float,
     *,
     times: tuple[float, float],
-    work: Work,
+    work: Throughput,
     peak_gib: float,
     counters: Row,
 ) -> Row:
@@ -100,8 +101,8 @@ def read_rows(file: Path) -> list[Row]:
     ]
 
 
-def tensorboard_writer(folder: Path, resumed_step: int) -> Writer:
-    """Scalars named as in metrics.jsonl, and `samples`; purges steps > `resumed_step`."""
+def tensorboard_writer(folder: Path, resumed_step: int) -> MetricsWriter:
+    """A writer to TensorBoard, named as in metrics.jsonl; purges steps > `resumed_step`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.utils.tensorboard import SummaryWriter
@@ -127,12 +128,12 @@ def tensorboard_writer(folder: Path, resumed_step: int) -> Writer:
         events.add_text("samples", "\n".join(f"    {line}" for line in lines), step)
         events.flush()
 
-    return Writer(write, by_suffix(picture, text))
+    return MetricsWriter(write, by_suffix(picture, text))
 
 
 def wandb_writer(
     folder: Path, name: str, run: Mapping[str, Any], project: str, entity: str
-) -> Writer:
+) -> MetricsWriter:
     """A writer to Weights & Biases; UserError if it cannot start."""
     import wandb
 
@@ -172,7 +173,7 @@ def wandb_writer(
         shown = html.escape(file.read_text(encoding="utf-8"))
         wandb.log({"samples": wandb.Html(f"<pre>{shown}</pre>"), "step": step})
 
-    return Writer(write, by_suffix(picture, text))
+    return MetricsWriter(write, by_suffix(picture, text))
 
 
 def by_suffix(picture: Show, text: Show) -> dict[str, Show]:

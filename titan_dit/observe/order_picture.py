@@ -1,4 +1,4 @@
-"""Simulated orders as a PNG, one below the other on one time axis, drawn like measured ones."""
+"""Simulated orders as a PNG, one below the other on one time axis, in the measured ones' style."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from pathlib import Path
 
 from PIL import Image
 
-from titan_dit.observe.curve import save_png
-from titan_dit.observe.timeline import WIDTH, Done, Pass, Picture, RankTimeline, Span, Timeline
+from titan_dit.observe.timeline import (
+    WIDTH,
+    Done,
+    PipelinePass,
+    RankTimeline,
+    Span,
+    Timeline,
+    TimelinePicture,
+)
 from titan_dit.schedules.action import Kind
 from titan_dit.schedules.simulator import Simulation, TimedAction
 
@@ -33,7 +40,7 @@ def block(
     name: str, simulation: Simulation, stage_ranks: Sequence[int], longest: float
 ) -> Image.Image:
     """The rows of one simulation."""
-    picture = Picture(timeline_of(simulation, stage_ranks), 0, longest)
+    picture = TimelinePicture(timeline_of(simulation, stage_ranks), 0, longest)
     picture.heading(f"{name}: {simulation.makespan:.1f} {UNIT}, {picture.idle:.1%} of it idle")
     for rank in picture.timeline.ranks:
         picture.row(rank, accused=False)
@@ -48,7 +55,7 @@ def timeline_of(simulation: Simulation, stage_ranks: Sequence[int]) -> Timeline:
     for number in range(len(order)):
         own = [span for span in simulation.timeline if span.rank == number]
         done = [Done(span.action, span.start, span.end, span.end) for span in own]
-        one = Pass(0.0, 0.0, own[-1].end, done)
+        one = PipelinePass(0.0, 0.0, own[-1].end, done)
         gaps = list(gaps_of(own))
         ranks.append(RankTimeline(number, gaps, [(0, 0.0)], [one]))
     count = 1 + max(action.microbatch for actions in order for action in actions)

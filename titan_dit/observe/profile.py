@@ -52,7 +52,7 @@ STEPS, DATA_WAIT, OPTIMIZER = "steps", "data wait", "optimizer"
 
 
 class TimeKind(StrEnum):
-    """Kind of a moment's time; each moment has one, or several in equal parts."""
+    """Kind of time. A moment has one kind, or several in equal parts."""
 
     GEMM = "GEMM"
     ATTENTION = "attention"
@@ -402,7 +402,7 @@ class Recording(Protocol):
         """End the window, write its files with a note, and return console lines."""
 
 
-class Profile:
+class StepProfiler:
     """Profiles the steps of [profile] on this rank; does nothing if disabled.
 
     Every rank has one: call `begin` before and `is_over` after every step. Only the ranks of

@@ -1,4 +1,4 @@
-"""Records the moments of a pipeline rank over a window of steps.
+"""Record the moments of a pipeline rank over a window of steps.
 
 On a CPU a moment has the host's time. On a GPU it is an event in the stream, whose time is read
 after the window: the host does not wait within it.

@@ -16,8 +16,8 @@ from titan_dit.objectives.base import Preview
 from titan_dit.observe import console
 from titan_dit.observe.curve import draw_curve
 from titan_dit.observe.metrics import (
+    MetricsWriter,
     Row,
-    Writer,
     curve,
     keep_rows,
     tensorboard_writer,
@@ -35,7 +35,7 @@ class RunLog:
         self.folder, self.name, self.is_written = folder, name, is_written
         self.is_open = False
         self.rows: list[Row] = []
-        self.writers: list[Writer] = []
+        self.writers: list[MetricsWriter] = []
         self.failed: set[str] = set()
         self.line = Line("stdout")
 

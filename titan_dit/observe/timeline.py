@@ -1,7 +1,7 @@
-"""The timeline of a pipeline: what every rank did in each moment of a window of steps.
+"""The timeline of a pipeline: what every rank did at each moment of a window of steps.
 
-Its console lines, its Chrome trace (https://ui.perfetto.dev opens it), its picture, and the slow
-rank or link that it names.
+It becomes console lines, a Chrome trace (https://ui.perfetto.dev opens it), a picture, and the name
+of a slow rank or link.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from titan_dit.system.files import replacing
 COMPUTING = tuple(str(kind) for kind in Kind)
 WAITING = ("input", "gradient", "memory")
 IDLE = (*WAITING, "decision", "rest")
-"""Waiting for an input, for a gradient, for memory; deciding; sending, gathering and the loop."""
+"""Idle times: waiting for an input, a gradient or memory; deciding; the rest (sending, gathering,
+the loop)."""
 OUTSIDE = ("data wait", "optimizer", "outside")
 KINDS = (*COMPUTING, *IDLE, *OUTSIDE)
 
@@ -76,7 +77,7 @@ class Arrival(NamedTuple):
         """(least, most) seconds that the message travelled, if it left at time `left`.
 
         `allowed`: time at which its receive was posted. A message that left before was held up
-        until then, and until its sender knew: its travel time is unknown.
+        until then, so its travel time is unknown.
         """
         most = max(0.0, self.at - left)
         if allowed > left:
@@ -90,7 +91,7 @@ class Arrival(NamedTuple):
 
 
 @dataclass
-class Pass:
+class PipelinePass:
     """One pass over the microbatches on one rank."""
 
     start: float
@@ -106,14 +107,14 @@ class Pass:
 
 @dataclass
 class RankTimeline:
-    """One rank's window."""
+    """The timeline of one rank over the window."""
 
     rank: int
     spans: list[Span] = field(default_factory=list)
-    """Without gaps, from the first step to the end of the window."""
+    """Spans without gaps, from the first step to the end of the window."""
     steps: list[tuple[int, float]] = field(default_factory=list)
     """(Step, start)."""
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[PipelinePass] = field(default_factory=list)
 
     def seconds(self) -> dict[str, float]:
         """Seconds by kind."""
@@ -140,13 +141,13 @@ class RankTimeline:
                     yield end, count
 
 
-class Reader:
+class TimelineReader:
     """Turns the moments of one rank into its timeline."""
 
     def __init__(self, rank: int, seconds: Callable[[float], float]) -> None:
         self.found, self.seconds = RankTimeline(rank), seconds
         self.kind, self.since = "", 0.0
-        self.one: Pass | None = None
+        self.one: PipelinePass | None = None
         self.is_sending = False
         """True between the end of an action and the rank's next moment of `GOES_ON`."""
         self.waited: tuple[float, float] | None = None
@@ -181,10 +182,10 @@ class Reader:
         elif moment is Moment.OUTSIDE:
             self.turn(str(what) if what in OUTSIDE else "outside", at)
         elif moment is Moment.STARTS:
-            self.one, self.looked = Pass(at), (None, None)
+            self.one, self.looked = PipelinePass(at), (None, None)
             self.turn("rest", at)
 
-    def inside(self, one: Pass, moment: Moment, what: object, at: float) -> None:
+    def inside(self, one: PipelinePass, moment: Moment, what: object, at: float) -> None:
         """Read a moment of a pass."""
         if not one.ready and moment in GOES_ON:
             one.ready = at
@@ -215,7 +216,7 @@ class Reader:
             case _:
                 self.message(one, moment, what, at)
 
-    def message(self, one: Pass, moment: Moment, what: object, at: float) -> None:
+    def message(self, one: PipelinePass, moment: Moment, what: object, at: float) -> None:
         """Read a moment at which a message leaves, is allowed or arrives."""
         if isinstance(what, Action) and moment is Moment.SENDS:
             one.sent[what] = at
@@ -254,12 +255,12 @@ class Timeline:
         """Passes that every rank has finished."""
         return min(len(rank.passes) for rank in self.ranks)
 
-    def passes(self, number: int) -> list[Pass]:
+    def passes(self, number: int) -> list[PipelinePass]:
         """A pass on every rank."""
         return [rank.passes[number] for rank in self.ranks]
 
     def span_of(self, number: int) -> tuple[float, float]:
-        """From the moment the first rank is ready to the end of the last action."""
+        """(start, end) of a pass: from the first ready rank to the end of the last action."""
         ready = min(one.ready for one in self.passes(number))
         return ready, max(one.actions[-1].end for one in self.passes(number))
 
@@ -279,7 +280,7 @@ class Timeline:
 
     @cached_property
     def durations(self) -> dict[Action, list[float]]:
-        """Seconds of each action, in all passes."""
+        """Action -> its seconds in all passes."""
         found: defaultdict[Action, list[float]] = defaultdict(list)
         for number in range(self.num_passes):
             for one in self.passes(number):
@@ -309,7 +310,7 @@ class Timeline:
 
     @cached_property
     def links(self) -> dict[Edge, float]:
-        """Edge -> median seconds of a message, without the receiver's lateness.
+        """Edge -> median seconds of a message, without the receiver's delay.
 
         An edge whose receiver seldom waits for a message gets the usual seconds of the other edges,
         or those of its fastest message if that is faster.
@@ -340,7 +341,7 @@ def write_trace(path: Path, timeline: Timeline) -> None:
 
 
 def trace_events(timeline: Timeline) -> Iterator[Event]:
-    """All events of the trace."""
+    """Yield all events of the trace."""
     # Clocks are known to microseconds: a rank may seem to begin just before the first one.
     origin = min(rank.spans[0].start for rank in timeline.ranks)
     for rank in timeline.ranks:
@@ -422,7 +423,7 @@ class Travel(NamedTuple):
 
 
 def travelled(timeline: Timeline, origin: float) -> Iterator[Travel]:
-    """All messages of the window."""
+    """Yield all messages of the window."""
     for number, travel in enumerate(timeline.messages()):
         source, target, message, (left, _), arrival = travel
         # Clocks are known to microseconds: no message arrives before it left.
@@ -475,7 +476,7 @@ SLOW_RANK = 1.15
 SLOW_LINK = 5.0
 """Minimum ratio to the other links' latency for a slow link..."""
 SLOW_LINK_FORWARDS = 0.25
-"""... whose latency is also at least this share of a forward: less does not delay a step."""
+"""... whose latency is also at least this share of a forward; a shorter one delays no step."""
 
 
 @dataclass(frozen=True)
@@ -489,7 +490,7 @@ class Suspects:
     usual_link: float
     """Seconds of a message on the other links."""
     only_ends: frozenset[int] = frozenset()
-    """Ranks that hold only the first or the last stage, whose costs are known less well."""
+    """Ranks that hold only the first or the last stage, whose costs are less certain."""
 
     def __bool__(self) -> bool:
         """True if a rank or a link is slow."""
@@ -609,7 +610,7 @@ def timeline_lines(timeline: Timeline, suspects: Suspects) -> list[str]:
 
 
 def messages(timeline: Timeline) -> Iterator[str]:
-    """A line on every link."""
+    """A line with the milliseconds per message of every link."""
     links = (f"{s} -> {t} {1e3 * seconds:.3f}" for (s, t), seconds in timeline.links.items())
     yield f"ms per message: {', '.join(links) or 'no messages'}"
 
@@ -640,7 +641,7 @@ def makespan(spans: tuple[TimedAction, ...]) -> float:
     return max(span.end for span in spans)
 
 
-def taken(one: Pass, done: Done) -> Taken:
+def taken(one: PipelinePass, done: Done) -> Taken:
     """The measured seconds of an action."""
     left = one.sent.get(output_of(done.action), done.end)
     return Taken(done.end - done.start, left - done.start, done.free - done.start)
@@ -660,7 +661,7 @@ def median_seconds(timeline: Timeline) -> Mapping[Action, Taken]:
 
 
 def table(timeline: Timeline) -> Iterator[str]:
-    """A column per rank, in milliseconds per step; kinds that no rank has are left out."""
+    """Lines: a column per rank, in milliseconds per step; kinds that no rank has are left out."""
     count, ranks = len(timeline.ranks[0].steps), timeline.ranks
     seconds = [rank.seconds() for rank in ranks]
 
@@ -704,7 +705,7 @@ def costs(timeline: Timeline) -> MeasuredCosts:
 
 
 def write_costs(path: Path, timeline: Timeline) -> None:
-    """Write the costs file, which `pipeline plan` reads."""
+    """Write the costs file; `pipeline plan` reads it."""
     costs_file.write(path, costs(timeline))
 
 
@@ -727,7 +728,7 @@ WIDTH, LEFT, RIGHT = 1600, 110, 110
 TOP, ROW, GAP = 96, 46, 10
 
 
-class Picture:
+class TimelinePicture:
     """The sheet, and where a moment is on it."""
 
     def __init__(self, timeline: Timeline, number: int, width_s: float | None = None) -> None:
@@ -799,7 +800,7 @@ class Picture:
         self.pen.text(at, words, fill=OTHER if accused else INK, font=self.font, anchor="lm")
 
     def action(self, action: Action, turn: int, cut: tuple[int, int], top: int) -> None:
-        """One action, with its microbatch if there is room."""
+        """Draw one action, with its microbatch if there is room."""
         first, last = cut
         colour = COMPUTED[action.kind][1 + turn]
         # Its right pixel is left to the edge: neighbours of one colour stay apart.
@@ -824,7 +825,7 @@ class Picture:
 
 def draw_timeline(path: Path, timeline: Timeline, suspects: Suspects) -> None:
     """Write the picture of the pass of median length."""
-    picture = Picture(timeline, timeline.typical)
+    picture = TimelinePicture(timeline, timeline.typical)
     picture.title()
     for rank in timeline.ranks:
         picture.row(rank, rank.rank in suspects.ranks)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from titan_dit.kernels.attention_kernels import Kernel, accumulator, named
+from titan_dit.kernels.attention_kernels import AttentionKernel, accumulator, named
 from titan_dit.models.layers import for_heads
 from titan_dit.parallel.exchange import Exchange, Peers
 
@@ -36,14 +36,16 @@ class Block:
         """Index of the keys in stacked keys and values, [2, b, groups, n, d]."""
         return ALL, ALL, ALL, self.keys
 
-    def forward(self, kernel: Kernel, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, kernel: AttentionKernel, q: Tensor, kv: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of the queries over the keys."""
         k, v = (for_heads(x, q.shape[1]) for x in take(kv, self.at_keys))
         return kernel.forward(take(q, self.at_queries), k, v, scale, self.causal)
 
     def backward(
         self,
-        kernel: Kernel,
+        kernel: AttentionKernel,
         d_out: Tensor,
         q: Tensor,
         kv: Tensor,
@@ -147,13 +149,14 @@ def ring_attention(
     k: Tensor,
     v: Tensor,
     peers: Peers,
-    kernel: Kernel | str = "auto",
+    kernel: AttentionKernel | str = "auto",
     compiled: bool = False,
     causal: bool = False,
 ) -> Tensor:
     """Attention of this rank's queries over the keys of all ranks, scaled by 1 / sqrt(d).
 
-    `kernel`: attends to one rank's keys at a time; a `Kernel` or a value of [precision] attention.
+    `kernel`: attends to one rank's keys at a time; an `AttentionKernel`, or a value of [precision]
+    attention.
     `compiled`: ranks' results are joined by compiled kernels.
 
     Each rank sends 2 (c-1)/c b n h elements in forward, with h = d x heads of k. Backward sends as
@@ -173,7 +176,7 @@ class _RingAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         peers: Peers,
-        kernel: Kernel | str,
+        kernel: AttentionKernel | str,
         compiled: bool,
         causal: bool,
     ) -> Tensor:
@@ -225,7 +228,7 @@ class _RingAttention(torch.autograd.Function):
         return dq, dkv[0], dkv[1], None, None, None, None
 
 
-def found(kernel: Kernel | str, q: Tensor, causal: bool) -> Kernel:
+def found(kernel: AttentionKernel | str, q: Tensor, causal: bool) -> AttentionKernel:
     """Resolve a kernel's name."""
     return named(kernel, q, causal) if isinstance(kernel, str) else kernel
 
@@ -235,7 +238,7 @@ def travel_forward(
     k: Tensor,
     v: Tensor,
     peers: Peers,
-    kernel: Kernel,
+    kernel: AttentionKernel,
     compiled: bool = False,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -264,7 +267,7 @@ def travel_backward(
     out: Tensor,
     lse: Tensor,
     peers: Peers,
-    kernel: Kernel,
+    kernel: AttentionKernel,
     compiled: bool = False,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ def score(mesh: DeviceMesh, rows: int, logits: Tensor, targets: Tensor, size: in
         dist.all_reduce(value, operation, group)
         return value
 
-    shard = cross_entropy.Shard(
+    shard = cross_entropy.VocabularyShard(
         first=mesh.get_local_rank() * largest_share(rows, mesh),
         largest=partial(reduced, operation=dist.ReduceOp.MAX),
         total=partial(reduced, operation=dist.ReduceOp.SUM),

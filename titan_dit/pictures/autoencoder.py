@@ -28,7 +28,7 @@ CONFIG = "config.json"
 INSIDE = "vae"
 """Folder of the autoencoder in a pipeline of diffusers."""
 PREFIX = "Autoencoder"
-"""Of the classes of diffusers that can be used."""
+"""Prefix of the diffusers classes that can be used."""
 CONFIG_KEYS = {
     "latent_channels": PositiveInt,
     "block_out_channels": tuple[PositiveInt, ...] | None,
@@ -37,9 +37,9 @@ CONFIG_KEYS = {
     "latents_mean": tuple[Finite, ...] | None,
     "latents_std": tuple[PositiveFloat, ...] | None,
 }
-"""Keys of a config that are read here; diffusers checks none."""
-MOST_LAYERS = 64
-"""Of a block. diffusers would build any number, before it looks at the weights."""
+"""Config keys whose values are checked here; diffusers checks none."""
+MAX_LAYERS = 64
+"""Maximum layers of a block. diffusers would build any number before it reads the weights."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Autoencoder:
     module: nn.Module
     facts: VAEFacts
     source: str
-    """Folder (absolute: other commands start elsewhere) or name that it was loaded from."""
+    """Name that it was loaded by, or its folder as an absolute path: other commands start
+    elsewhere."""
     channels: int
     """Channels of a latent."""
     scale: Units
@@ -77,11 +78,11 @@ class Autoencoder:
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device of the weights."""
         return next(self.module.parameters()).device
 
     def check_encodes(self, where: str) -> None:
-        """Raise UserError if pictures have no mean and std: it is a tiny one, or of videos."""
+        """Raise UserError unless pictures have a mean and std: a tiny or a video autoencoder."""
         side = 2 * self.facts.factor
         try:
             mean, std = self.encode(torch.zeros(1, 3, side, side, dtype=torch.uint8))
@@ -97,9 +98,9 @@ class Autoencoder:
             )
 
     def check_fits(self, data: LatentFacts, where: str, channels: int | None = None) -> None:
-        """Raise UserError if a dataset's latents are not those of this autoencoder.
+        """Raise UserError if another autoencoder made a dataset's latents.
 
-        `channels`: of the model's samples, if they will be decoded.
+        `channels`: channels of the model's samples, if they will be decoded.
         """
         made_by = data.vae
         if data.value_range is not None:
@@ -122,12 +123,12 @@ class Autoencoder:
 
 
 def as_pixels(decoded: Float[Tensor, "b 3 h w"]) -> UInt8[Tensor, "b 3 h w"]:
-    """Pictures of 8 bits."""
+    """Pictures in [-1, 1] as 8-bit RGB."""
     return ((decoded + 1) * 127.5).clamp(0, 255).round().byte()
 
 
 def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder:
-    """Load an autoencoder from a folder of diffusers, a pipeline's folder, or by its hub's name.
+    """Load an autoencoder: a diffusers folder, a pipeline's folder, or a name on the hub.
 
     `where` names the flag or key in errors. Raises UserError if there is none.
     """
@@ -147,7 +148,7 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
         config = library.AutoencoderKL.load_config(named)
         kind = class_of(library, config, f"{where} {source}")
         if folder.is_dir():
-            check_size(kind, config, folder, f"{where} {source}")
+            check_parameters_fit(kind, config, folder, f"{where} {source}")
         module: nn.Module = kind.from_pretrained(named, torch_dtype=torch.float32)
         # With its class's defaults: older releases wrote no scaling_factor.
         config = dict(module.config)  # type: ignore[arg-type]
@@ -171,14 +172,14 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """What an error began with: diffusers reports a missing network as a missing file."""
+    """The first error of a chain: diffusers reports a missing network as a missing file."""
     while (before := error.__cause__ or error.__context__) is not None:
         error = before
     return error
 
 
 def class_of(library: Any, config: Mapping[str, Any], where: str) -> Any:
-    """The class that a config names; UserError unless it is an autoencoder of sound values."""
+    """The diffusers class of a config; UserError unless it is an autoencoder with valid values."""
     name = config.get("_class_name") if isinstance(config, Mapping) else None
     kind = getattr(library, str(name), None)
     if not str(name).startswith(PREFIX) or kind is None or "latent_channels" not in config:
@@ -190,12 +191,12 @@ def class_of(library: Any, config: Mapping[str, Any], where: str) -> Any:
         conform(config.get(key), hint, f"{where}: {CONFIG}: {key}")
     for key, value in config.items():
         layers = value if isinstance(value, list | tuple) else [value]
-        if "layers" in key and any(isinstance(n, int | float) and n > MOST_LAYERS for n in layers):
-            raise UserError(f"{where}: {CONFIG}: {key}={show(value)} is above {MOST_LAYERS}.")
+        if "layers" in key and any(isinstance(n, int | float) and n > MAX_LAYERS for n in layers):
+            raise UserError(f"{where}: {CONFIG}: {key}={show(value)} is above {MAX_LAYERS}.")
     return kind
 
 
-def check_size(kind: Any, config: Mapping[str, Any], folder: Path, where: str) -> None:
+def check_parameters_fit(kind: Any, config: Mapping[str, Any], folder: Path, where: str) -> None:
     """Raise UserError if a config describes more parameters than the folder's files can hold.
 
     diffusers allocates them before it reads the weights.

@@ -1,6 +1,6 @@
-"""Encode pictures into shards: decoded by threads ahead of the autoencoder, chunk by chunk.
+"""Encode pictures into shards, chunk by chunk; threads decode ahead of the autoencoder.
 
-The plan has everything that determines the bytes of a chunk.
+The job's fields are everything that determines a chunk's bytes.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from titan_dit.data.packing.pack import (
     writing,
 )
 from titan_dit.pictures.autoencoder import Autoencoder
-from titan_dit.pictures.picture_set import UNLABELLED, Asked, PictureSet
+from titan_dit.pictures.picture_set import UNLABELLED, ListingOptions, PictureSet
 from titan_dit.system.files import write_whole
 from titan_dit.system.host_copy import HostCopy
 
 CROP = "upright by EXIF; ADM: halve by a box filter, resize by a bicubic one, crop the center"
 PICTURES = "pictures_sha256"
-"""Of a chunk's record: SHA-256 over those of its pictures' files."""
-FEWEST, MOST_CHUNKS = 256, 64
-"""Pictures of a shard at least; chunks of a small dataset, so that many ranks have work."""
+"""Key of a chunk's record: SHA-256 over the digests of its pictures' files."""
+MIN_SHARD_PICTURES, MAX_CHUNKS = 256, 64
+"""Minimum pictures of a shard; maximum chunks of a small dataset, which give many ranks work."""
 
 
-class Picture(NamedTuple):
+class DecodedPicture(NamedTuple):
     """A picture, decoded and cropped."""
 
     pixels: UInt8[Tensor, "3 s s"]
     digest: bytes
     """SHA-256 of its file."""
     is_converted: bool
-    """True if its colours were of another space than sRGB."""
+    """True if its colours were converted to sRGB."""
 
 
 @dataclass(frozen=True)
-class EncodePlan(Chunks):
-    """A set of pictures, and how they are encoded. See `packing.shard_job.ShardPlan`."""
+class EncodeJob(Chunks):
+    """A set of pictures, and how they are encoded. See `packing.pack.Chunks`."""
 
     command: ClassVar[str] = "data encode"
     format: ClassVar[str] = ENCODED_FORMAT
@@ -72,7 +72,7 @@ class EncodePlan(Chunks):
     shape: tuple[int, int, int]
     dtype: str
     batch_size: int
-    """Rows that are encoded at once, including mirror images: other numbers change bits."""
+    """Rows that are encoded at once, mirror images included. Another number changes bits."""
     image_size: int
     flip: bool
     posterior: Literal["both", "mean"]
@@ -80,7 +80,7 @@ class EncodePlan(Chunks):
     about: dict[str, Any]
     """Further keys of the manifest."""
     max_pixels: int | None = None
-    """Of a picture that is read; None: by the memory that its format takes."""
+    """Maximum pixels of a picture; None: as many as its format's memory allows."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -89,17 +89,17 @@ class EncodePlan(Chunks):
 
     @property
     def labels(self) -> Int64[Tensor, " n"]:
-        """Their classes; -1: it has none, and is dropped."""
+        """Class of each picture; a picture with -1 has none and is dropped."""
         return self.pictures.labels
 
     @property
     def copies(self) -> int:
-        """Rows of a picture: it, and its mirror image."""
+        """Rows per picture: 2 with its mirror image, else 1."""
         return 2 if self.flip else 1
 
     @property
     def channels(self) -> int:
-        """Channels of a latent, of which a row may hold a mean and a std."""
+        """Channels of a latent. A row has twice as many if it holds mean and std."""
         return self.shape[0] // 2 if self.posterior == "both" else self.shape[0]
 
     def batches(self, chunk: int) -> list[range]:
@@ -108,7 +108,7 @@ class EncodePlan(Chunks):
         return [rows[first : first + size] for first in range(0, len(rows), size)]
 
     def digest(self) -> str:
-        """SHA-256 of the plan, independent of the folders of input, output and autoencoder."""
+        """SHA-256 of the job, independent of the folders of input, output and autoencoder."""
         about = {**self.about, "vae": {**self.about["vae"], "source": ""}}
         parts = (self.command, self.name, self.shape, self.dtype, self.shard_size, self.batch_size)
         values = [*parts, self.units, about, self.pictures.kind, list(self.pictures.texts)]
@@ -118,7 +118,7 @@ class EncodePlan(Chunks):
         # Outputs of versions without these limits go on.
         for limit, default in (
             (self.max_pixels, None),
-            (self.pictures.max_file_bytes, Asked.max_file_bytes),
+            (self.pictures.max_file_bytes, ListingOptions.max_file_bytes),
         ):
             if limit != default:
                 sha.update(f" {limit}".encode())
@@ -129,7 +129,7 @@ class EncodePlan(Chunks):
         return self.pictures.stamp(row)
 
     def has_made(self, record: ChunkRecord, chunk: int) -> bool:
-        """True if the pictures of a chunk that were kept have the same bytes."""
+        """True if the kept pictures of a chunk still have the same bytes."""
         if not record.file:
             return True
         lost = {row for row, _ in record.dropped}
@@ -142,7 +142,7 @@ class EncodePlan(Chunks):
                     return False
         return sha.hexdigest() == record.extra.get(PICTURES)
 
-    def picture(self, row: int, budget: DecodingBudget) -> Picture:
+    def picture(self, row: int, budget: DecodingBudget) -> DecodedPicture:
         """Decode and crop a picture. Raises BadFileError."""
         if int(self.pictures.labels[row]) < 0:
             raise BadFileError(UNLABELLED)
@@ -151,10 +151,10 @@ class EncodePlan(Chunks):
             raise BadFileError("empty file")
         size = self.image_size
         found = decode_image(data, size, (3, size, size), budget)
-        return Picture(found.pixels, hashlib.sha256(data).digest(), found.is_converted)
+        return DecodedPicture(found.pixels, hashlib.sha256(data).digest(), found.is_converted)
 
 
-def make_plan(
+def make_job(
     pictures: PictureSet,
     root: Path,
     output: Path,
@@ -169,7 +169,7 @@ def make_plan(
     shard_size: int | None = None,
     text: str | None = None,
     max_pixels: int | None = None,
-) -> EncodePlan:
+) -> EncodeJob:
     """Plan the shards. Raises UserError if the autoencoder cannot encode this size."""
     factor = vae.facts.factor
     if image_size % factor:
@@ -186,7 +186,7 @@ def make_plan(
     side = image_size // factor
     shape = (vae.channels * (2 if posterior == "both" else 1), side, side)
     bytes_each = math.prod(shape) * STORED_DTYPES[dtype].itemsize * (2 if flip else 1)
-    size = max(FEWEST, -(-len(pictures) // MOST_CHUNKS))
+    size = max(MIN_SHARD_PICTURES, -(-len(pictures) // MAX_CHUNKS))
     about = {
         "source": text or f"encoded from {root.resolve().name}",
         "num_classes": pictures.num_classes,
@@ -207,7 +207,7 @@ def make_plan(
         "batch_size": batch_size,
         "units": units,
     }
-    return EncodePlan(
+    return EncodeJob(
         pictures,
         root,
         output.resolve().name,
@@ -225,13 +225,13 @@ def make_plan(
 
 
 Drops = list[tuple[int, str]]
-Reading = Future[Picture]
+Reading = Future[DecodedPicture]
 AHEAD = 2
-"""Batches that are queued on the device behind the one that the host waits for."""
+"""Batches queued on the device behind the one that the host waits for."""
 
 
 @dataclass(frozen=True)
-class Batch:
+class PictureBatch:
     """Decoded pictures of one chunk."""
 
     chunk: int
@@ -243,12 +243,12 @@ class Batch:
     """None if all were dropped."""
     dropped: Drops
     num_converted: int
-    """Pictures whose colours were of another space than sRGB."""
+    """Pictures whose colours were converted to sRGB."""
 
 
 @dataclass
-class Chunk:
-    """What has been encoded of a chunk."""
+class EncodedChunk:
+    """The encoded part of a chunk."""
 
     number: int
     latents: list[Tensor] = field(default_factory=list)
@@ -258,16 +258,16 @@ class Chunk:
     num_converted: int = 0
 
 
-def todo_of(plan: EncodePlan, output: Path, verify: bool) -> list[int] | None:
-    """The chunks that are missing; None if the output is whole. Needs the claim of the output."""
-    finished = pack.resumed(plan, output, plan.digest(), verify)
+def missing_chunks(job: EncodeJob, output: Path, verify: bool) -> list[int] | None:
+    """Numbers of the missing chunks; None if the output is whole. Needs the output's lock."""
+    finished = pack.resumed(job, output, job.digest(), verify)
     if finished is None:
         return None
-    return [chunk for chunk in range(plan.num_chunks) if chunk not in finished]
+    return [chunk for chunk in range(job.num_chunks) if chunk not in finished]
 
 
 def encode_chunks(
-    plan: EncodePlan,
+    job: EncodeJob,
     vae: Autoencoder,
     output: Path,
     chunks: Sequence[int],
@@ -275,28 +275,28 @@ def encode_chunks(
     report: Callable[[int, int], None],
 ) -> None:
     """Encode and write chunks; `report` gets increments of (pictures done, of which dropped)."""
-    digest = plan.digest()
-    chunk: Chunk | None = None
+    digest = job.digest()
+    chunk: EncodedChunk | None = None
     try:
         with same_bits():
-            for batch, stored in encoded(plan, vae, decoded(plan, vae, chunks, threads)):
+            for batch, stored in encoded(job, vae, decoded(job, vae, chunks, threads)):
                 if chunk is None or chunk.number != batch.chunk:
                     if chunk:
-                        write(plan, digest, output, chunk)
-                    chunk = Chunk(batch.chunk)
+                        write(job, digest, output, chunk)
+                    chunk = EncodedChunk(batch.chunk)
                 dropped = len(chunk.dropped)
-                add(plan, chunk, batch, stored)
+                add(job, chunk, batch, stored)
                 more = len(chunk.dropped) - dropped
                 report(len(batch.rows) + len(batch.dropped), more)
         if chunk:
-            write(plan, digest, output, chunk)
+            write(job, digest, output, chunk)
     except OSError as error:
         raise UserError(f"[data encode] {error}") from None
 
 
 @contextmanager
 def same_bits() -> Iterator[None]:
-    """Equal pictures are equal bits: one thread of torch, deterministic kernels of cuDNN."""
+    """Make equal pictures equal bits: one torch thread, deterministic cuDNN kernels."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -307,17 +307,17 @@ def same_bits() -> Iterator[None]:
 
 
 def decoded(
-    plan: EncodePlan, vae: Autoencoder, chunks: Sequence[int], threads: int
-) -> Iterator[Batch]:
+    job: EncodeJob, vae: Autoencoder, chunks: Sequence[int], threads: int
+) -> Iterator[PictureBatch]:
     """Decode the pictures of all chunks in threads, some batches ahead."""
     pinned = vae.device.type == "cuda"
     waiting: deque[tuple[int, range, list[Reading]]] = deque()
-    budget = DecodingBudget(plan.max_pixels, flag="--max-pixels")
+    budget = DecodingBudget(job.max_pixels, flag="--max-pixels")
     with ThreadPoolExecutor(threads) as pool:
         try:
             for chunk in chunks:
-                for rows in plan.batches(chunk):
-                    readings = [pool.submit(plan.picture, row, budget) for row in rows]
+                for rows in job.batches(chunk):
+                    readings = [pool.submit(job.picture, row, budget) for row in rows]
                     waiting.append((chunk, rows, readings))
                     if len(waiting) > 2 + 4 * threads // len(rows):
                         yield joined(*waiting.popleft(), pinned)
@@ -327,8 +327,8 @@ def decoded(
             pool.shutdown(cancel_futures=True)
 
 
-def joined(chunk: int, rows: range, readings: list[Reading], pinned: bool) -> Batch:
-    """A batch of those pictures that can be decoded."""
+def joined(chunk: int, rows: range, readings: list[Reading], pinned: bool) -> PictureBatch:
+    """A batch of the pictures that could be decoded."""
     kept, found, dropped = [], [], []
     for row, reading in zip(rows, readings, strict=True):
         try:
@@ -341,22 +341,22 @@ def joined(chunk: int, rows: range, readings: list[Reading], pinned: bool) -> Ba
     if stacked is not None and pinned:
         stacked = stacked.pin_memory()
     digests = [picture.digest for picture in found]
-    return Batch(chunk, kept, digests, stacked, dropped, sum(p.is_converted for p in found))
+    return PictureBatch(chunk, kept, digests, stacked, dropped, sum(p.is_converted for p in found))
 
 
 def encoded(
-    plan: EncodePlan, vae: Autoencoder, batches: Iterator[Batch]
-) -> Iterator[tuple[Batch, Tensor | None]]:
-    """Rows of every batch, on the CPU: [pictures, copies, c, h, w].
+    job: EncodeJob, vae: Autoencoder, batches: Iterator[PictureBatch]
+) -> Iterator[tuple[PictureBatch, Tensor | None]]:
+    """Each batch with its rows on the CPU: [pictures, copies, c, h, w].
 
-    AHEAD batches are queued behind the one that is waited for: a GPU works on them while the host
+    AHEAD batches are queued behind the one that is waited for. A GPU works on them while the host
     adds rows, writes shards and joins the next batch.
     """
-    queued: deque[tuple[Batch, HostCopy | None]] = deque()
+    queued: deque[tuple[PictureBatch, HostCopy | None]] = deque()
     for batch in batches:
         started = None
         if batch.pictures is not None:
-            started = HostCopy(latents_of(plan, vae, batch.pictures))
+            started = HostCopy(latents_of(job, vae, batch.pictures))
         queued.append((batch, started))
         if len(queued) > AHEAD:
             yield rows_of(*queued.popleft())
@@ -364,24 +364,24 @@ def encoded(
         yield rows_of(*queued.popleft())
 
 
-def rows_of(batch: Batch, stored: HostCopy | None) -> tuple[Batch, Tensor | None]:
+def rows_of(batch: PictureBatch, stored: HostCopy | None) -> tuple[PictureBatch, Tensor | None]:
     """Wait for the rows of a batch."""
     return batch, None if stored is None else stored.read()
 
 
 def latents_of(
-    plan: EncodePlan, vae: Autoencoder, pictures: UInt8[Tensor, "b 3 s s"]
+    job: EncodeJob, vae: Autoencoder, pictures: UInt8[Tensor, "b 3 s s"]
 ) -> Shaped[Tensor, "b k c h w"]:
-    """The rows of pictures: unscaled mean and std (not its logarithm) of each, or the mean."""
+    """The rows of pictures: unscaled mean and std of each, or the mean alone."""
     images = pictures.to(vae.device, non_blocking=True)
-    copies = [images, images.flip(-1)] if plan.flip else [images]
+    copies = [images, images.flip(-1)] if job.flip else [images]
     mean, std = vae.encode(torch.stack(copies, 1).flatten(0, 1))
-    rows = torch.cat([mean, std], 1) if plan.posterior == "both" else mean
-    stored = rows.to(STORED_DTYPES[plan.dtype])
-    return stored.view(len(pictures), len(copies), *plan.shape)
+    rows = torch.cat([mean, std], 1) if job.posterior == "both" else mean
+    stored = rows.to(STORED_DTYPES[job.dtype])
+    return stored.view(len(pictures), len(copies), *job.shape)
 
 
-def add(plan: EncodePlan, chunk: Chunk, batch: Batch, stored: Tensor | None) -> None:
+def add(job: EncodeJob, chunk: EncodedChunk, batch: PictureBatch, stored: Tensor | None) -> None:
     """Add a batch to its chunk, without pictures whose latents are not finite."""
     dropped = list(batch.dropped)
     if stored is not None:
@@ -392,42 +392,42 @@ def add(plan: EncodePlan, chunk: Chunk, batch: Batch, stored: Tensor | None) -> 
                 chunk.rows.append(row)
                 chunk.digests.append(sha)
             else:
-                dropped.append((row, f"its latent is not finite in {plan.dtype}"))
+                dropped.append((row, f"its latent is not finite in {job.dtype}"))
     chunk.dropped += sorted(dropped)
     chunk.num_converted += batch.num_converted
 
 
-def write(plan: EncodePlan, digest: str, output: Path, chunk: Chunk) -> None:
+def write(job: EncodeJob, digest: str, output: Path, chunk: EncodedChunk) -> None:
     """Write a chunk's shard and its record."""
-    every = chunk.latents or [torch.empty(0, plan.copies, *plan.shape)]
+    every = chunk.latents or [torch.empty(0, job.copies, *job.shape)]
     latents = torch.cat(every).flatten(0, 1)
-    extra: dict[str, Any] = sums(plan, latents) | {
+    extra: dict[str, Any] = sums(job, latents) | {
         PICTURES: hashlib.sha256(b"".join(chunk.digests)).hexdigest()
     }
     if chunk.num_converted:
         extra[CONVERTED] = chunk.num_converted
-    write_chunk(plan, digest, output, chunk.number, chunk.rows, latents, chunk.dropped, extra)
+    write_chunk(job, digest, output, chunk.number, chunk.rows, latents, chunk.dropped, extra)
 
 
-def sums(plan: EncodePlan, rows: Shaped[Tensor, "n c h w"]) -> dict[str, list[float]]:
+def sums(job: EncodeJob, rows: Shaped[Tensor, "n c h w"]) -> dict[str, list[float]]:
     """Sum and sum of squares of each channel of drawn latents, in fp64.
 
     A drawn latent is mean + std * noise, so its expected square is mean^2 + std^2.
     """
     # numpy: its sums do not depend on the number of threads.
-    total, squares = np.zeros(plan.channels), np.zeros(plan.channels)
+    total, squares = np.zeros(job.channels), np.zeros(job.channels)
     for part in torch.split(rows, 1024):
         values = part.double().numpy()
         per_channel = np.square(values).sum((0, 2, 3))
-        total += values[:, : plan.channels].sum((0, 2, 3))
-        squares += per_channel.reshape(-1, plan.channels).sum(0)
+        total += values[:, : job.channels].sum((0, 2, 3))
+        squares += per_channel.reshape(-1, job.channels).sum(0)
     return {"sum": total.tolist(), "squares": squares.tolist()}
 
 
-def moments(plan: EncodePlan, records: Sequence[ChunkRecord]) -> tuple[list[float], list[float]]:
-    """Mean and std of each channel over the data, summed in the plan's order."""
-    count = sum(record.count for record in records) * math.prod(plan.shape[1:])
-    total, squares = np.zeros(plan.channels), np.zeros(plan.channels)
+def moments(job: EncodeJob, records: Sequence[ChunkRecord]) -> tuple[list[float], list[float]]:
+    """Mean and std of each channel over the dataset, summed in the job's order."""
+    count = sum(record.count for record in records) * math.prod(job.shape[1:])
+    total, squares = np.zeros(job.channels), np.zeros(job.channels)
     for record in records:
         if record.count:
             total += np.array(record.extra["sum"])
@@ -437,16 +437,16 @@ def moments(plan: EncodePlan, records: Sequence[ChunkRecord]) -> tuple[list[floa
     return mean.tolist(), std.tolist()
 
 
-def finish(plan: EncodePlan, output: Path) -> tuple[Drops, list[float], list[float]]:
-    """Write captions, dropped.json and the manifest; the output is whole then.
+def finish(job: EncodeJob, output: Path) -> tuple[Drops, list[float], list[float]]:
+    """Write captions, dropped.json and the manifest, which makes the output whole.
 
-    Returns the dropped pictures, and mean and std of each channel over the data.
+    Returns (dropped pictures, mean of each channel, std of each channel).
     """
-    digest = plan.digest()
-    records = pack.all_finished(plan, output, digest)
-    mean, std = moments(plan, records)
+    digest = job.digest()
+    records = pack.all_finished(job, output, digest)
+    mean, std = moments(job, records)
     more: dict[str, Any] = {}
-    if plan.units == "measured":
+    if job.units == "measured":
         if not all(std):
             raise UserError(
                 f"[data encode] units=measured: channel {std.index(0)} of all latents is constant, "
@@ -454,28 +454,28 @@ def finish(plan: EncodePlan, output: Path) -> tuple[Drops, list[float], list[flo
             )
         more = {"scale": [1 / value for value in std], "shift": mean}
     more["pictures_digest"] = digest_of([r.extra[PICTURES] for r in records if r.count])
-    if plan.pictures.texts:
-        data = b"".join(captions(plan, records))
-        with writing(output / pack.CAPTIONS, plan.command):
+    if job.pictures.texts:
+        data = b"".join(captions(job, records))
+        with writing(output / pack.CAPTIONS, job.command):
             write_whole(output / pack.CAPTIONS, data)
         more["captions"] = {"file": pack.CAPTIONS, "sha256": hashlib.sha256(data).hexdigest()}
-    with writing(output / MANIFEST, plan.command):
-        pack.write_all(plan, output, digest, records, more)
+    with writing(output / MANIFEST, job.command):
+        pack.write_all(job, output, digest, records, more)
     return [drop for record in records for drop in record.dropped], mean, std
 
 
-def captions(plan: EncodePlan, records: Sequence[ChunkRecord]) -> Iterator[bytes]:
-    """A line of JSON for each picture that was kept: its first row, file and caption."""
+def captions(job: EncodeJob, records: Sequence[ChunkRecord]) -> Iterator[bytes]:
+    """A line of JSON for each kept picture: its first row, file name and caption."""
     row = 0
     for number, record in enumerate(records):
         lost = {picture for picture, _ in record.dropped}
-        for picture in plan.rows(number):
+        for picture in job.rows(number):
             if picture in lost:
                 continue
             values = {
                 "row": row,
-                "file_name": plan.names[picture],
-                "text": plan.pictures.texts[picture],
+                "file_name": job.names[picture],
+                "text": job.pictures.texts[picture],
             }
             yield (json.dumps(values, ensure_ascii=False) + "\n").encode("utf-8", "replace")
-            row += plan.copies
+            row += job.copies

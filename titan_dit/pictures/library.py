@@ -1,4 +1,4 @@
-"""The libraries of the extra `pictures`: nothing else imports them."""
+"""Imports of the libraries of the extra `pictures`; only this file imports them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from titan_dit.config.section import UserError
 from titan_dit.launcher.torch_range import pip_install
 
 
-def install(package: str) -> str:
-    """What to do if a package is missing."""
+def install_advice(package: str) -> str:
+    """The advice for a missing package, as a sentence."""
     extra = pip_install("'titan_dit[pictures]'")
     return f"Install it: {extra}, or in a clone: {pip_install(package)}"
 
@@ -37,7 +37,7 @@ def diffusers(what: str) -> ModuleType:
     except ImportError as error:
         raise UserError(
             f"{what} needs the library diffusers, which cannot be imported ({error}). "
-            + install("diffusers")
+            + install_advice("diffusers")
         ) from None
     # Of the hub: a line for each try without a network, a warning of how diffusers calls it.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -46,10 +46,10 @@ def diffusers(what: str) -> ModuleType:
 
 
 def hide_if_broken(name: str) -> None:
-    """Make a package look absent if it does not load.
+    """Make a package that does not load look absent.
 
-    torchvision of another index than torch's raises a RuntimeError, and diffusers, which uses it
-    for other models, would fail with it.
+    torchvision from another index than torch's raises a RuntimeError; diffusers, which uses it for
+    other models, would fail with it.
     """
     try:
         importlib.import_module(name)
@@ -81,5 +81,5 @@ def parquet(what: str) -> ModuleType:
     except ImportError as error:
         raise UserError(
             f"{what} needs the library pyarrow, which cannot be imported ({error}). "
-            + install("pyarrow")
+            + install_advice("pyarrow")
         ) from None

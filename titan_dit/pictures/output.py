@@ -1,4 +1,4 @@
-"""Drawn pictures as files: a grid, a PNG each, or one .npz as ADM's evaluator reads it."""
+"""Write drawn pictures: a grid, a PNG each, or a .npz for ADM's evaluator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from titan_dit.system.files import new_path, replacing, write_whole
 
 INK = "#222222"
 WIDEST = 200
-"""Pixels of a class name on the grid; the rest of it is cut off."""
+"""Maximum pixels of a class name on the grid; the rest is cut off."""
 
 
 def to_pixels(
@@ -47,9 +47,9 @@ def draw_grid(
     names: Sequence[str] = (),
     max_columns: int = 20,
 ) -> None:
-    """Draw a grid of enlarged samples: one or more rows per label, with its name on the left.
+    """Draw a grid of enlarged samples: rows by label, each with its name on the left.
 
-    Without `names` the label's number; "none" for a negative label.
+    Without `names` the label's number is written; a negative label is "none".
     """
     pixels = to_pixels(samples, value_range)
     zoom = max(1, 48 // pixels.shape[1])
@@ -78,7 +78,7 @@ def draw_grid(
 def caption(
     label: int, names: Sequence[str], font: ImageFont.FreeTypeFont | ImageFont.ImageFont
 ) -> str:
-    """The text of a row, at most `WIDEST` wide."""
+    """The text of a grid's row, at most `WIDEST` pixels wide."""
     text = "none" if label < 0 else names[label] if label < len(names) else str(label)
     text = " ".join(text.split())  # Pillow measures one line.
     if font.getlength(text) <= WIDEST:
@@ -90,7 +90,8 @@ def caption(
 
 SIZE, COLUMNS = 64, 40
 SHEET_CAPTIONS = "captions.jsonl"
-"""Beside the sheets: a line {"file_name": "flags/x.png", "label": "flags", "text": ...} each."""
+"""File beside the sheets, a line of JSON per picture: {"file_name": "flags/x.png", "label":
+"flags", "text": ...}."""
 
 
 def box(place: int) -> tuple[int, int, int, int]:
@@ -100,7 +101,7 @@ def box(place: int) -> tuple[int, int, int, int]:
 
 
 def read_sheet(folder: Path) -> Iterator[tuple[dict[str, str], Image.Image]]:
-    """Each picture's line of CAPTIONS and the picture, RGB."""
+    """Each picture's line of captions.jsonl, and the picture in RGB."""
     sheets: dict[str, Image.Image] = {}
     places: Counter[str] = Counter()
     for text in (folder / SHEET_CAPTIONS).read_text().splitlines():
@@ -114,7 +115,7 @@ def read_sheet(folder: Path) -> Iterator[tuple[dict[str, str], Image.Image]]:
 
 METADATA = "metadata.jsonl"
 DATE = (1980, 1, 1, 0, 0, 0)
-"""Of the arrays in a .npz: equal pictures are equal bytes."""
+"""Date of the arrays in a .npz: equal pictures give equal bytes."""
 
 
 def write_folder(
@@ -151,7 +152,7 @@ def write_npz(
 ) -> None:
     """Write `arr_0`, uint8 [n, h, w, 3], and `arr_1`, the labels (arXiv:2105.05233's evaluator).
 
-    Batches are written one by one: the pictures need not fit into memory.
+    Batches are written one by one, so the pictures need not fit into memory.
     """
     with (
         replacing(path) as aside,
@@ -167,11 +168,11 @@ def write_npz(
 
 
 def entry(name: str) -> zipfile.ZipInfo:
-    """An array of a .npz, not compressed."""
+    """The zip entry of an array, uncompressed."""
     return zipfile.ZipInfo(f"{name}.npy", DATE)
 
 
 def write_header(file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype) -> None:
-    """The header of a .npy file."""
+    """Write the header of a .npy file."""
     described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
     np.lib.format.write_array_header_1_0(file, {**described, "shape": shape})

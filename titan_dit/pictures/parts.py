@@ -1,7 +1,7 @@
-"""Finished parts of a long job, as files beside its output: the same command goes on from them.
+"""Finished parts of a long job, as files beside its output; the same command resumes them.
 
-Ranks share a folder. It holds `plan.json`, which determines every bit of the parts, and a file per
-part, which appears whole or not at all.
+Ranks share the folder. It holds `plan.json`, which determines every bit of the parts, and one file
+per part. A file appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ PLAN = "plan.json"
 
 
 def shown(value: object) -> str:
-    """A value of a plan; of a name and its digest the name."""
+    """A plan's value as text; for a list of a name and its digest, the name."""
     names = isinstance(value, list) and value and isinstance(value[0], str)
     return str(value[0] if names else value)  # type: ignore[index]
 
 
 @dataclass(frozen=True)
-class Parts:
+class FinishedParts:
     """The parts of one output."""
 
     folder: Path
     plan: Mapping[str, Any]
-    """Everything that the parts' bits depend on, as JSON values."""
+    """JSON values that determine the parts' bits."""
     count: int
     flag: str = "--out"
     """Names the output in errors."""
@@ -50,7 +50,7 @@ class Parts:
         return hashlib.sha256(json.dumps(self.plan, sort_keys=True).encode()).hexdigest()
 
     def open(self) -> None:
-        """Make the folder, or check that it is of the same plan. On one rank, before the others."""
+        """Make the folder, or check that its plan is the same. One rank calls it, first."""
         file = self.folder / PLAN
         if file.is_file():
             before: dict[str, Any] = {}
@@ -71,7 +71,7 @@ class Parts:
             write_json(file, {"digest": self.digest, **self.plan})
 
     def missing(self, rank: int = 0, num_ranks: int = 1) -> list[int]:
-        """Numbers of a rank's parts that are not there yet."""
+        """Numbers of a rank's parts that are not written yet."""
         return [i for i in range(rank, self.count, num_ranks) if not self.file(i).is_file()]
 
     def file(self, number: int) -> Path:
@@ -85,11 +85,11 @@ class Parts:
             write_whole(self.file(number), data)
 
     def read(self) -> Iterator[dict[str, Tensor]]:
-        """All parts, in order."""
+        """Yield the tensors of every part, in order."""
         return map(self.part, range(self.count))
 
     def part(self, number: int) -> dict[str, Tensor]:
-        """One part."""
+        """Tensors of a part. Raises UserError if its file cannot be read."""
         try:
             tensors: dict[str, Tensor] = safetensors.load_file(self.file(number))
         except (OSError, SafetensorError) as error:
@@ -100,9 +100,9 @@ class Parts:
         return tensors
 
     def delete(self) -> None:
-        """Delete the folder; the output is whole.
+        """Delete the folder once the output is whole.
 
-        The plan last: another command would take parts without it for its own.
+        The plan goes last: without it another command would take the remaining parts for its own.
         """
         with suppress(OSError):
             for number in range(self.count):

@@ -25,34 +25,35 @@ Stamp = tuple[int, int]
 MAX_ROWS, BYTES_PER_ROW = 1_000_000, 16
 MAX_DIGITS = 19
 UNLABELLED = "no label"
-"""Why a picture without a class is dropped from a set that has classes."""
+"""The reason for dropping a picture without a class from a set with classes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a command asks of a listing."""
+class ListingOptions:
+    """Options of a command that lists pictures."""
 
     classes: Sequence[str] | None = None
-    """The user's names of all classes, in label order."""
+    """Names of all classes in label order; None: as found."""
     num_classes: int | None = None
-    """Set: classes may be missing."""
+    """Number of classes, some of which may have no pictures; None: as found, without gaps."""
     split: str | None = None
-    """Of parquet or tar files: only those whose name, or a folder's below the input, begins so."""
+    """Read only the parquet or tar files of this split: the file's name, or a folder's below the
+    input, begins with it."""
     gaps: bool = False
-    """Pictures to score, not to train on: class numbers may have gaps, and labels may be missing.
-    The command has no flags to say so."""
+    """True for pictures to score: class numbers may have gaps, and labels may be missing. The
+    scoring commands have no flags that allow it."""
     where: str = "[data encode] input="
-    """Begins an error, before a path."""
+    """Beginning of an error, before a path."""
     max_text_bytes: int = 1 << 20
-    """Bytes of a row, or of a text beside a picture."""
+    """Maximum bytes of a metadata row, or of a text beside a picture."""
     max_file_bytes: int = 256 << 20
-    """Bytes of a picture's file."""
+    """Maximum bytes of a picture's file."""
     max_rows: int | None = None
-    """Rows of parquet files. None: MAX_ROWS, or one for BYTES_PER_ROW bytes of them."""
+    """Maximum rows of parquet files. None: MAX_ROWS, or one row per BYTES_PER_ROW bytes if more."""
 
     @classmethod
-    def to_score(cls, where: str) -> Asked:
-        """Pictures to score, whose limits the variable raises."""
+    def to_score(cls, where: str) -> ListingOptions:
+        """Options for pictures to score. An environment variable raises their limits."""
         return cls(
             gaps=True,
             where=where,
@@ -61,11 +62,11 @@ class Asked:
         )
 
     def fix(self, flag: str) -> str:
-        """What to do about something that is larger than the limit of a flag."""
+        """The advice for something above a flag's limit, as a sentence."""
         return f"Correct it, or {limits.advice('' if self.gaps else flag)}."
 
     def check_size(self, size: int) -> None:
-        """Raise BadFileError for a picture's file that is too large to be read."""
+        """Raise BadFileError for a picture's file above the limit."""
         if size > self.max_file_bytes:
             fix = self.fix("--max-file-bytes").rstrip(".")
             raise BadFileError(f"{size:,} bytes, more than {self.max_file_bytes:,}. {fix}")
@@ -77,21 +78,21 @@ class PictureSet:
 
     root: Path
     kind: str
-    """What was found, for the console."""
+    """The form of the input, for the console: "3 tar files"."""
     names: Names
     labels: Int64[Tensor, " n"]
-    """-1: it has none; `data encode` drops it."""
+    """Class of each picture; -1: none, and `data encode` drops the picture."""
     num_classes: int
     class_names: tuple[str, ...]
-    """In label order; empty if classes are numbers."""
+    """Names in label order; empty if classes are numbers."""
     texts: Sequence[str]
-    """Captions; "" where there is none. Empty if the set has no captions."""
+    """Captions; "" for a picture without one. Empty if the set has none."""
     read: Callable[[int], bytes]
-    """The file of a picture. Raises BadFileError or OSError."""
+    """Bytes of a picture's file by its row. Raises BadFileError or OSError."""
     stamp: Callable[[int], Stamp]
-    """What changes with the file that holds a picture."""
-    max_file_bytes: int = Asked.max_file_bytes
-    """Pictures whose files have more bytes are dropped."""
+    """(length, modification time) of the file that holds a picture, by its row."""
+    max_file_bytes: int = ListingOptions.max_file_bytes
+    """Maximum bytes of a picture's file; larger ones are dropped."""
 
     def __len__(self) -> int:
         """Number of pictures."""
@@ -106,13 +107,14 @@ def make_set(
     texts: Sequence[str],
     read: Callable[[int], bytes],
     stamp: Callable[[int], Stamp],
-    asked: Asked,
+    asked: ListingOptions,
     class_names: Sequence[str] = (),
 ) -> PictureSet:
-    """Number the classes. `class_names`: of labels that are numbers.
+    """Number the classes and make the set. `class_names`: names of labels that are numbers.
 
-    Raises UserError for a label outside the classes, for two pictures of one name, and if some
-    labels are numbers and others names, which a wrong one would turn all numbers into.
+    Raises UserError for a label outside the classes and for two pictures of one name. It also
+    refuses labels of which some are numbers and others names: one wrong label would turn all
+    numbers into names.
     """
     where, classes, num_classes = f"{asked.where}{root}", asked.classes, asked.num_classes
     if not names:
@@ -174,8 +176,10 @@ def make_set(
     )
 
 
-def refuse_mixture(where: str, names: Sequence[str], labels: Sequence[Label], asked: Asked) -> None:
-    """Raise UserError if some labels are numbers, or text of digits, and others are names."""
+def refuse_mixture(
+    where: str, names: Sequence[str], labels: Sequence[Label], asked: ListingOptions
+) -> None:
+    """Raise UserError if some labels are numbers, or digits as text, and others are names."""
     if asked.classes or asked.gaps:
         return
     first: dict[bool, int] = {}
@@ -191,7 +195,7 @@ def refuse_mixture(where: str, names: Sequence[str], labels: Sequence[Label], as
 
 
 def is_number(label: object) -> bool:
-    """True for an integer and for its text."""
+    """True for an integer, and for one written as text."""
     return str(label).removeprefix("-").isdecimal()
 
 
@@ -203,7 +207,7 @@ def as_name(label: Label) -> str | None:
 def by_name(
     where: str, labels: Sequence[str | None], classes: Sequence[str] | None
 ) -> tuple[list[int], tuple[str, ...]]:
-    """Number names in the order of `classes`, else sorted."""
+    """Class numbers of labels that are names, in the order of `classes`, else sorted."""
     found = sorted({label for label in labels if label is not None})
     names = tuple(classes or found)
     refuse_other_forms(where, found)
@@ -217,7 +221,7 @@ def by_name(
 
 
 def refuse_other_forms(where: str, labels: Sequence[str]) -> None:
-    """Raise UserError for two labels that look alike: an accent may be a character of its own."""
+    """Raise UserError for labels that differ in Unicode normalization only: they look alike."""
     forms: dict[str, str] = {}
     for label in labels:
         if (other := forms.setdefault(unicodedata.normalize("NFC", label), label)) != label:
@@ -228,9 +232,9 @@ def refuse_other_forms(where: str, labels: Sequence[str]) -> None:
 
 
 def label_of(value: object, where: str) -> Label:
-    """A label as a file holds it: an integer, decimal text, the name of a class, or nothing.
+    """The label in a value of a file: an integer, decimal text, a class name, or None.
 
-    Raises UserError, which `where` begins, for anything else.
+    Raises UserError, which begins with `where`, for anything else.
     """
     if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
         return None
@@ -246,7 +250,7 @@ def label_of(value: object, where: str) -> Label:
 
 
 def caption_of(value: object, where: str) -> str:
-    """A caption as a file holds it: text, a number, or nothing. Raises UserError for the rest."""
+    """The caption in a value of a file: text, a number as text, or "". Raises UserError."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     check_scalar(value, "caption", where)
@@ -267,7 +271,7 @@ def check_scalar(value: object, what: str, where: str) -> None:
 
 
 def numbers_if_decimal(labels: Sequence[Label]) -> list[Label]:
-    """Labels of a file: integers if all of them are text of digits."""
+    """The labels as integers if all of them are decimal text; else unchanged."""
     if not all(is_number(label) for label in labels if label is not None):
         return list(labels)
     return [None if label is None else int(label) for label in labels]

@@ -1,6 +1,6 @@
-"""Readers of pictures: folders per class, metadata files, parquet files and tar files.
+"""List the pictures of folders, metadata files, parquet files and tar files.
 
-Each lists what is there; the bytes of a picture are read when it is encoded.
+The bytes of a picture are read when it is encoded.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from titan_dit.data.listing import (
     holds_samples,
     list_folder,
 )
-from titan_dit.data.tar_members import Member as TarMember
-from titan_dit.data.tar_members import refuse_sparse
+from titan_dit.data.tar_members import BoundedMember, refuse_sparse
 from titan_dit.launcher import open_files
 from titan_dit.pictures.library import parquet
 from titan_dit.pictures.picture_set import (
     BYTES_PER_ROW,
     MAX_ROWS,
-    Asked,
     Label,
+    ListingOptions,
     PictureSet,
     Stamp,
     caption_of,
@@ -50,7 +49,7 @@ from titan_dit.pictures.picture_set import (
 from titan_dit.system.progress import ProgressLine
 
 
-def open_folder(root: Path, asked: Asked) -> PictureSet:
+def open_folder(root: Path, asked: ListingOptions) -> PictureSet:
     """List the pictures; classes are folders, numbered as `data pack` does."""
     listing = list_folder(root, asked.num_classes, asked.classes)
     if listing.kind != "images":
@@ -79,22 +78,23 @@ def open_folder(root: Path, asked: Asked) -> PictureSet:
 
 
 BATCH = 4096
-"""Rows of texts and labels that are read at once."""
+"""Rows of texts and labels per read."""
 MAX_GROUP_BYTES = 512 << 20
-"""Bytes of a row group in memory: on hubs up to 500 MB. Reading takes three times that."""
+"""Maximum bytes of an unpacked row group: hubs have up to 500 MB. Reading one takes three times
+that."""
 SMALL_GROUP, GROUP_RATIO = 64 << 20, 20
-"""Bytes of a row group that any file may hold, and for each byte of a file."""
+"""Maximum bytes of a row group: SMALL_GROUP in any file, or GROUP_RATIO times the file's bytes."""
 READING = {"pre_buffer": False, "buffer_size": 1 << 20}
-"""Of ParquetFile: otherwise it also holds the packed bytes of all that it reads."""
+"""Arguments of ParquetFile: by default it holds the packed bytes of everything that it reads."""
 MAX_RATIO = 200
-"""Bytes of all texts for a byte of the file."""
+"""Maximum ratio of all texts' bytes to the file's."""
 
 
 class ParquetTable:
-    """A file; texts and labels are read in batches, pictures by row group."""
+    """A parquet file. Texts and labels are read in batches, pictures by row group."""
 
-    def __init__(self, file: Path, where: str, asked: Asked) -> None:
-        """Open it. Raises UserError, which `where` begins, if it is not readable."""
+    def __init__(self, file: Path, where: str, asked: ListingOptions) -> None:
+        """Open the file. Raises UserError, which begins with `where`, if it is not readable."""
         self.file, self.where, self.asked = file, where, asked
         self.library = parquet(where)
         try:
@@ -105,7 +105,7 @@ class ParquetTable:
         self.names: list[str] = self.schema.names
         about = self.opened.metadata
         self.count: int = about.num_rows
-        """Rows, as check_rows has seen them."""
+        """Number of rows; `check_rows` checks it."""
         stored = sum(about.row_group(group).num_rows for group in range(about.num_row_groups))
         if stored != self.count:
             raise self.unreadable(ValueError(f"it names {self.count:,} rows and holds {stored:,}"))
@@ -115,7 +115,7 @@ class ParquetTable:
         return UserError(f"{self.where} is not readable parquet: {' '.join(str(error).split())}")
 
     def check_rows(self, rows: int, size: int) -> None:
-        """Raise UserError for more `rows` than files of `size` bytes may list."""
+        """Raise UserError if files of `size` bytes list too many `rows`."""
         most = self.asked.max_rows or limits.raised(max(MAX_ROWS, size // BYTES_PER_ROW))
         if rows > most:
             raise UserError(
@@ -124,7 +124,7 @@ class ParquetTable:
             )
 
     def rows(self, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """The values of some columns, row by row; those that the file lacks are left out."""
+        """The values of some columns, row by row; missing columns are left out."""
         columns = [name for name in wanted if name in self.names]
         if not columns:
             yield from ({} for _ in range(self.count))
@@ -157,18 +157,18 @@ class ParquetTable:
             raise self.unreadable(error) from None
 
     def check_once(self, columns: Sequence[str]) -> None:
-        """Raise UserError for a column that the file has twice."""
+        """Raise UserError for a column that occurs twice."""
         if twice := [name for name in columns if self.names.count(name) > 1]:
             raise UserError(f"{self.where} has several columns {twice[0]}. Keep one of them.")
 
     def leaves(self, column: str) -> list[str]:
-        """Columns as parquet stores them: a struct is one for each of its fields."""
+        """Paths of a column's stored columns: a struct has one for each field."""
         stored = self.opened.schema
         paths = [stored.column(number).path for number in range(len(stored))]
         return [path for path in paths if path.partition(".")[0] == column]
 
     def is_text(self, name: str) -> bool:
-        """True for text and bytes; UserError for what is neither text nor a number."""
+        """True for text and bytes, False for numbers. Raises UserError for other types."""
         import pyarrow
 
         kind, of = self.schema.field(name).type, pyarrow.types
@@ -183,7 +183,7 @@ class ParquetTable:
         return False
 
     def values(self, column: Any, name: str, texts: Sequence[str]) -> list[Any]:
-        """The values of a batch; bytes, with which some writers mark text, as text."""
+        """The values of a batch's column. Text may be stored as bytes."""
         if name not in texts:
             found: list[Any] = column.to_pylist()
             return found
@@ -204,10 +204,10 @@ class ParquetTable:
         return [None if number is None else values[number] for number in column.indices.to_pylist()]
 
     def check_group(self, group: int) -> int:
-        """Bytes of a row group, unpacked; UserError if they are too many.
+        """Unpacked bytes of a row group; UserError if they are too many.
 
-        Those of its columns are not asked for: pyarrow aborts the process if the footer's
-        statistics of a column are damaged.
+        The bytes of single columns are not read: pyarrow aborts the process if a column's
+        statistics in the footer are damaged.
         """
         size: int = self.opened.metadata.row_group(group).total_byte_size
         of_file = max(SMALL_GROUP, GROUP_RATIO * self.file.stat().st_size)
@@ -225,7 +225,7 @@ NAME, METADATA_LABELS, METADATA_TEXTS = "file_name", ("label", "class"), ("text"
 COLUMNS = (NAME, *METADATA_LABELS, *METADATA_TEXTS)
 
 
-def open_metadata(root: Path, file: Path, asked: Asked) -> PictureSet:
+def open_metadata(root: Path, file: Path, asked: ListingOptions) -> PictureSet:
     """List the rows of a metadata file."""
     where = f"{asked.where}{file}"
     names: list[str] = []
@@ -256,7 +256,7 @@ def open_metadata(root: Path, file: Path, asked: Asked) -> PictureSet:
     return make_set(root, file.name, names, numbers, texts, read, stamp, asked)
 
 
-def rows_of(file: Path, where: str, asked: Asked) -> Iterator[Mapping[str, Any]]:
+def rows_of(file: Path, where: str, asked: ListingOptions) -> Iterator[Mapping[str, Any]]:
     """The rows of a metadata file."""
     most, fix = asked.max_text_bytes, asked.fix("--max-text-bytes")
     if file.suffix == ".parquet":
@@ -279,7 +279,7 @@ def rows_of(file: Path, where: str, asked: Asked) -> Iterator[Mapping[str, Any]]
 
 
 def name_of(row: Mapping[str, Any], at: str, root: Path) -> str:
-    """The picture's file of a row, below `root`."""
+    """The file name in a metadata row, relative to `root`. Raises UserError."""
     name = row.get(NAME)
     if not isinstance(name, str) or not name:
         raise UserError(f"{at}: {NAME} is missing.")
@@ -291,9 +291,9 @@ def name_of(row: Mapping[str, Any], at: str, root: Path) -> str:
 
 
 def found_file(root: Path, name: str) -> Path | None:
-    """The file of that name; in the other form of Unicode, as macOS packs names, if only that is.
+    """The file of that name, in either normalization of Unicode; None if there is none.
 
-    None if there is none.
+    macOS packs names in another normalization than most metadata has.
     """
     forms = [name]
     if not name.isascii():
@@ -302,7 +302,7 @@ def found_file(root: Path, name: str) -> Path | None:
 
 
 def chosen(labels: Sequence[tuple[Label, ...]], where: str) -> list[Label]:
-    """The `label` of each row, or its `class` if it has none.
+    """The `label` of each row; where it is missing, the `class`.
 
     Raises UserError if some rows have a number as label and others a name as class.
     """
@@ -331,26 +331,26 @@ IMAGES, PARQUET_LABELS, PARQUET_TEXTS = (
 KEPT_GROUPS = 3
 """Row groups in memory: threads read ahead into the next one."""
 KEPT_BYTES = MAX_GROUP_BYTES // 2
-"""Row groups in memory beyond these bytes are two: that of most threads, and the next one."""
+"""If KEPT_GROUPS groups would exceed these bytes, two are kept: the current and the next one."""
 
 
-class Group(NamedTuple):
-    """A row group of a file."""
+class RowGroup(NamedTuple):
+    """A row group of a parquet file."""
 
     table: ParquetTable
     image: str
     number: int
     rows: int
     bytes: int
-    """Of its pictures, unpacked."""
+    """Unpacked bytes of the whole group."""
 
 
-def open_parquet(root: Path, files: Sequence[Path], asked: Asked) -> PictureSet:
+def open_parquet(root: Path, files: Sequence[Path], asked: ListingOptions) -> PictureSet:
     """List the rows of parquet files, one after another. Reads no pictures."""
     names: list[str] = []
     labels: list[Label] = []
     texts: list[str] = []
-    groups: list[Group] = []
+    groups: list[RowGroup] = []
     class_names: Sequence[str] = ()
     total = sum(file.stat().st_size for file in files)
     for file in files:
@@ -399,7 +399,7 @@ def open_parquet(root: Path, files: Sequence[Path], asked: Asked) -> PictureSet:
     return make_set(root, kind, names, numbered, texts, read, stamp, asked, class_names)
 
 
-def groups_of(table: ParquetTable) -> list[Group]:
+def groups_of(table: ParquetTable) -> list[RowGroup]:
     """The row groups of a file; UserError if it has no pictures, or too large a group."""
     image = next((name for name in IMAGES if name in table.names), None)
     if image is None:
@@ -410,7 +410,7 @@ def groups_of(table: ParquetTable) -> list[Group]:
     table.check_once([image])
     about = table.opened.metadata
     return [
-        Group(
+        RowGroup(
             table,
             image,
             number,
@@ -424,11 +424,11 @@ def groups_of(table: ParquetTable) -> list[Group]:
 class HeldGroups:
     """The pictures of the row groups that were read last."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[RowGroup]) -> None:
         self.groups = groups
         self.held: OrderedDict[int, Any] = OrderedDict()
         self.lock = Lock()
-        """A file is read by one thread at a time."""
+        """One thread at a time reads a file."""
 
     def column(self, number: int) -> Any:
         """The pictures of a row group. Raises BadFileError if it is damaged."""
@@ -441,7 +441,7 @@ class HeldGroups:
             self.held.move_to_end(number)
             return self.held[number]
 
-    def read(self, group: Group) -> Any:
+    def read(self, group: RowGroup) -> Any:
         """Read the pictures of a row group."""
         opened = group.table.opened
         try:
@@ -459,7 +459,7 @@ class HeldGroups:
 
 
 def names_of(metadata: Mapping[bytes, bytes], label: str) -> Sequence[str]:
-    """The classes' names in the metadata of a schema; () if it has none."""
+    """Class names in the schema's metadata; () if there are none."""
     try:
         features = parse_json(metadata[b"huggingface"])["info"]["features"]
         return tuple(map(str, features[label]["names"]))
@@ -469,10 +469,10 @@ def names_of(metadata: Mapping[bytes, bytes], label: str) -> Sequence[str]:
 
 LABEL, TEXT, BOTH = ".cls", ".txt", ".json"
 OTHER = "other"
-"""Key of a picture whose suffix has two dots."""
+"""Key, in a sample, of a picture whose suffix has two dots."""
 
 
-class Member(NamedTuple):
+class TarPicture(NamedTuple):
     """A picture in a tar file."""
 
     file: int
@@ -480,13 +480,13 @@ class Member(NamedTuple):
     size: int
 
 
-def open_tars(root: Path, files: Sequence[Path], asked: Asked) -> PictureSet:
+def open_tars(root: Path, files: Sequence[Path], asked: ListingOptions) -> PictureSet:
     """List the samples of tar files, one after another. Reads headers and texts, not pictures."""
-    samples = Samples(asked, f"{asked.where}{root}/")
+    samples = TarSamples(asked, f"{asked.where}{root}/")
     progress = ProgressLine(len(files), "tar files", what="listed")
     for number, file in enumerate(files):
         try:
-            with tarfile.open(file, "r:", tarinfo=TarMember) as archive:
+            with tarfile.open(file, "r:", tarinfo=BoundedMember) as archive:
                 for member in archive:
                     if member.isfile() or member.issym() or member.islnk():
                         samples.add(archive, member, number, file.relative_to(root))
@@ -503,7 +503,7 @@ def open_tars(root: Path, files: Sequence[Path], asked: Asked) -> PictureSet:
     found = {key: sample for key, sample in samples.found.items() if "picture" in sample}
     labels: list[Label] = [sample.get("label") for sample in found.values()]
     texts = [sample.get("text", "") for sample in found.values()]
-    members: list[Member] = [sample["picture"] for sample in found.values()]
+    members: list[TarPicture] = [sample["picture"] for sample in found.values()]
     descriptors = [os.open(file, os.O_RDONLY) for file in files]
     stamps = [stamp_of(file) for file in files]
 
@@ -524,12 +524,12 @@ def open_tars(root: Path, files: Sequence[Path], asked: Asked) -> PictureSet:
 
 
 @dataclass
-class Samples:
-    """The samples of tar files, by the name of each."""
+class TarSamples:
+    """The samples of tar files, by name."""
 
-    asked: Asked
+    asked: ListingOptions
     where: str
-    """Begins an error, before the tar file's name."""
+    """Beginning of an error, before the tar file's name."""
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(
@@ -550,7 +550,7 @@ class Samples:
                 raise UserError(
                     f"{at} is a link. Make the tar file with --dereference --hard-dereference."
                 )
-            sample["picture"] = Member(number, member.offset_data, member.size)
+            sample["picture"] = TarPicture(number, member.offset_data, member.size)
         elif suffix in (LABEL, TEXT, BOTH):
             said = described(suffix, self.text_of(archive, member, at), at)
             sample = self.found.setdefault(key, {})
@@ -560,7 +560,7 @@ class Samples:
             self.found.setdefault(key, {})[OTHER] = f"{path}: {member.name}"
 
     def text_of(self, archive: tarfile.TarFile, member: tarfile.TarInfo, at: str) -> str:
-        """The text of a member, or of what it is a link to."""
+        """The text of a member; of a link, that of its target."""
         refuse_sparse(member, at)
         most = self.asked.max_text_bytes
         try:
@@ -578,9 +578,10 @@ class Samples:
 
 
 def refuse_other_names(samples: Mapping[str, Mapping[str, Any]], where: str) -> None:
-    """Raise UserError for pictures alone whose name has a dot before the suffix: `a.5.jpg`.
+    """Raise UserError for a picture whose name has a dot before its suffix: `a.5.jpg`.
 
-    Beside the picture of a sample they are another kind of it: `a.mask.png` beside `a.jpg`.
+    Beside the sample's own picture it is allowed: `a.mask.png` beside `a.jpg` is another kind of
+    it, and is not read.
     """
     alone = [x[OTHER] for x in samples.values() if OTHER in x and "picture" not in x]
     if alone:
@@ -591,7 +592,7 @@ def refuse_other_names(samples: Mapping[str, Mapping[str, Any]], where: str) -> 
 
 
 def described(suffix: str, content: str, at: str) -> dict[str, Any]:
-    """The label and the caption in a text beside a picture, as far as it has them."""
+    """The label and the caption in the text beside a picture, if it has them."""
     label: Label = None
     text = ""
     if suffix == LABEL:
@@ -615,15 +616,15 @@ SPLITS = {
     "test": ("test",),
     "val": ("val", "valid", "validation"),
 }
-"""Splits, and the names of each."""
+"""Split -> names that its files may begin with."""
 READERS = {".parquet": open_parquet, ".tar": open_tars}
 
 
-def open_input(path: Path, asked: Asked) -> PictureSet:
+def open_input(path: Path, asked: ListingOptions) -> PictureSet:
     """List the pictures of a folder, or of one parquet or tar file.
 
-    A metadata file in the folder comes first, then parquet or tar files in it or below, then a
-    folder for each class.
+    In a folder the first of these is read: a metadata file; parquet or tar files in it or below; a
+    folder per class.
     """
     if path.is_file():
         reader = READERS.get(path.suffix)
@@ -638,16 +639,17 @@ def open_input(path: Path, asked: Asked) -> PictureSet:
     return open_folder(path, asked)
 
 
-def refuse_split(asked: Asked, reason: str) -> None:
-    """Raise UserError if a split is chosen where there is none."""
+def refuse_split(asked: ListingOptions, reason: str) -> None:
+    """Raise UserError if a split is given for an input without splits."""
     if asked.split:
         raise UserError(f"[data encode] split={asked.split}: {reason}. Leave --split out.")
 
 
-def open_listed(folder: Path, asked: Asked) -> PictureSet | None:
-    """The pictures that a folder's metadata, parquet or tar files list; None if it has none.
+def open_listed(folder: Path, asked: ListingOptions) -> PictureSet | None:
+    """The pictures listed by a folder's metadata, parquet or tar files; None if it has none.
 
-    Raises UserError for parquet or tar files beside class folders: it would leave one of them out.
+    Raises UserError for parquet or tar files beside class folders: one of the two would be left
+    out.
     """
     if listed := [folder / name for name in FILES if (folder / name).is_file()]:
         if len(listed) > 1:
@@ -677,8 +679,8 @@ def open_listed(folder: Path, asked: Asked) -> PictureSet | None:
     return READERS[kinds[0]](folder, files, asked)
 
 
-def of_split(folder: Path, files: Sequence[Path], asked: Asked) -> list[Path]:
-    """The files of a split; UserError if there are several and none is named."""
+def of_split(folder: Path, files: Sequence[Path], asked: ListingOptions) -> list[Path]:
+    """The files of a split. UserError if there are several splits and none is named."""
     if split := asked.split:
         found = [file for file in files if is_of(split, file, folder)]
         if not found:
@@ -694,7 +696,7 @@ def of_split(folder: Path, files: Sequence[Path], asked: Asked) -> list[Path]:
 
 
 def is_of(split: str, file: Path, folder: Path) -> bool:
-    """True if the file, or a folder between, is named train, train-0, train_0: not trainee-0."""
+    """True if the file, or a folder above it, begins with the split: train-0, not trainee-0."""
     names = map(re.escape, SPLITS.get(split, (split,)))
     begins = re.compile(rf"({'|'.join(names)})(?![^\W_])")
     return any(begins.match(part) for part in file.relative_to(folder).parts)

@@ -1,7 +1,8 @@
 """Calibration: fits the efficiencies of a device to steps that were timed.
 
-At most six coefficients, by damped least squares on the logarithms of the times, so that a step of
-1 ms counts as much as one of a minute. A weak prior holds what no row depends on at its old value.
+At most six coefficients are fitted, by damped least squares on the logarithms of the times: a step
+of 1 ms counts as much as one of a minute. A weak prior keeps the old value of a coefficient on
+which no row depends.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from titan_dit.plan import RunPlan
 from titan_dit.planner.counts import Rehearsals
 from titan_dit.planner.hardware import Device, Overhead, device_of, names, write
 from titan_dit.planner.measured import (
-    Measured,
+    MeasuredStep,
     another_device,
     device_named,
-    of_gpu,
-    of_run,
+    measured_on_gpu,
+    measured_run,
     warnings,
 )
 from titan_dit.planner.rates import OURS, Runtime
@@ -36,11 +37,11 @@ Vector = npt.NDArray[np.float64]
 
 EFFICIENCIES = ("products", "attention", "moved", "inner", "node")
 COEFFICIENTS = (*EFFICIENCIES, "launch_us")
-"""What a fit may change: fields of `hardware.Efficiency`, and the time of a launch."""
+"""Coefficients that a fit may change: the fields of `hardware.Efficiency`, and `launch_us`."""
 PRIOR = 0.15
 """Weight of a coefficient's distance from its old value, in logarithms, beside the rows' errors."""
-STEP, ENOUGH = 0.02, 1e-3
-"""Of finite differences and of the last change, in logarithms."""
+STEP, CONVERGED = 0.02, 1e-3
+"""Step of the finite differences; the fit ends at a change below CONVERGED. Both in logarithms."""
 MEANS = {
     "products": "matrix products faster than the device's peak_tflops",
     "attention": "attention faster than the device's peak_tflops",
@@ -64,7 +65,7 @@ class Case:
     seconds: float
     runtime: Runtime = OURS
     same: str = ""
-    """Equal in rows that measured the same case again: they are never split."""
+    """Name that is equal for rows of the same measured case. They are left out together."""
 
 
 def predicted(case: Case, device: Device) -> float:
@@ -78,7 +79,7 @@ def errors(cases: Sequence[Case], device: Device) -> list[float]:
 
 
 def coefficients(device: Device) -> dict[str, float]:
-    """What a fit may change, by name."""
+    """The device's value of every name in COEFFICIENTS."""
     return {**asdict(device.efficiency), "launch_us": device.launch_us}
 
 
@@ -97,8 +98,8 @@ def fit(
 ) -> Device:
     """The device with the coefficients `keys` that fit the cases best.
 
-    Raises ImplausibleFitError if an efficiency would have to be above 1: then a row, or a number
-    of the device, is not what it is taken for.
+    Raises ImplausibleFitError if an efficiency would be above 1: a row, or a number of the device,
+    is then wrong.
     """
     if not cases:
         raise UserError("--calibrate: no row to calibrate on. Give a JSON of gpu.py, or runs.")
@@ -138,9 +139,10 @@ def refuse_above_one(
 def least_squares(
     misfit: Callable[[Vector], Vector], start: Vector, most: int = 15
 ) -> tuple[Vector, Vector]:
-    """Where the sum of squares is least, and the slopes there: Levenberg-Marquardt.
+    """Levenberg-Marquardt: (the minimum of misfit @ misfit, the slopes there).
 
-    Steps that do not help are damped ten times as much; `most` slopes are computed at most.
+    A step that does not reduce the sum is repeated with ten times the damping. At most `most` steps
+    are tried.
     """
     x, damping = start.copy(), 1e-3
     now = misfit(x)
@@ -156,7 +158,7 @@ def least_squares(
             slopes = slopes_of(misfit, x, now)
         else:
             damping *= 10
-        if np.abs(change).max() < ENOUGH:
+        if np.abs(change).max() < CONVERGED:
             break
     return x, slopes
 
@@ -169,9 +171,9 @@ def slopes_of(misfit: Callable[[Vector], Vector], x: Vector, now: Vector) -> Vec
 def leave_one_out(
     cases: Sequence[Case], device: Device, keys: Sequence[str] = COEFFICIENTS
 ) -> dict[str, float | None]:
-    """Each case's error by a fit of all others, by name; cases that are the same go together.
+    """Each case's error in a fit of all other cases, by name; equal cases are left out together.
 
-    A single case has none but itself: its error is that of the device as it was. None if the others
+    The error of a single case is that of the device as given. An error is None if the other cases
     need an efficiency above 1.
     """
     found: dict[str, float | None] = {}
@@ -193,9 +195,9 @@ def calibrated(
     keys: Sequence[str] = COEFFICIENTS,
     versions: Mapping[str, str] | None = None,
 ) -> Device:
-    """`fit`, with its rows, versions and the median leave-one-out error, as a device file has.
+    """`fit`, with the rows, versions and median leave-one-out error of a device file.
 
-    Where no row has a leave-one-out error, the device keeps its own.
+    If no row has a leave-one-out error, the device keeps its error.
     """
     fitted, left_out = fit(cases, device, keys), leave_one_out(cases, device, keys)
     known = [abs(error) for error in left_out.values() if error is not None]
@@ -225,7 +227,7 @@ def calibrated(
 
 
 def as_text(error: float | None) -> str:
-    """A leave-one-out error."""
+    """A leave-one-out error as text."""
     return (
         "unknown: the other rows need an efficiency above 1" if error is None else f"{error:+.1%}"
     )
@@ -238,14 +240,14 @@ def calibrate(
     device: Device | None = None,
     trust: bool = False,
 ) -> list[str]:
-    """Fit a device to what was measured and write its file; returns console lines.
+    """Fit a device to measured steps and write its file; returns console lines.
 
-    `gpu_json` is of benchmarks/gpu.py, `runs` are run directories, `device` the one to start from;
-    without it the one that `gpu_json` names. `trust`: import modules that their configs name.
-    Raises UserError, also if one of them was measured on another device.
+    `gpu_json` is a report of benchmarks/gpu.py, `runs` are run directories. The fit starts from
+    `device`; without it, from the device that `gpu_json` names. `trust`: import the modules that
+    their configs name. Raises UserError, also if a step was measured on another device.
     """
-    found = [*(of_gpu(gpu_json, trust) if gpu_json else ())]
-    found += [of_run(run, "--calibrate", trust) for run in runs]
+    found = [*(measured_on_gpu(gpu_json, trust) if gpu_json else ())]
+    found += [measured_run(run, "--calibrate", trust) for run in runs]
     start = device or known_device([one.device for one in found])
     for one in found:
         if other := another_device(one, start):
@@ -253,7 +255,7 @@ def calibrate(
                 f"--calibrate {one.name}: {other}. Calibrate each device on steps of its own, or "
                 "give --device the file of theirs."
             )
-    found = [on(one, start) for one in found]
+    found = [on_device(one, start) for one in found]
     others = {one.name: text for one in found if (text := one.left_out or other_layers(one))}
     found = [one for one in found if one.name not in others]
     cases = cases_of(found)
@@ -272,13 +274,13 @@ def calibrate(
     ]
 
 
-def on(one: Measured, device: Device) -> Measured:
+def on_device(one: MeasuredStep, device: Device) -> MeasuredStep:
     """The step with a plan for this device; gpu.py logs the name of its own, runs do not."""
     return replace(one, plan=replace(one.plan, device=one.plan.device or device.torch_name))
 
 
-def other_layers(one: Measured) -> str | None:
-    """Why a step is not what its config plans now: float8 in other layers; None if it is."""
+def other_layers(one: MeasuredStep) -> str | None:
+    """A phrase if the config now plans float8 in other layers than were measured; None if not."""
     if one.in_float8 is None:
         return None
     now = {name.split(".", 2)[2] for name in Rehearsals(one.config).in_float8(one.plan)}
@@ -290,8 +292,8 @@ def other_layers(one: Measured) -> str | None:
     )
 
 
-def all_versions(found: Sequence[Measured]) -> dict[str, str]:
-    """All versions that steps were measured with, by name: "2.12.0, 2.13.0" of several."""
+def all_versions(found: Sequence[MeasuredStep]) -> dict[str, str]:
+    """Versions that the steps were measured with, by name; several are joined: "2.12.0, 2.13.0"."""
     every: dict[str, set[str]] = {}
     for one in found:
         for name, text in one.versions.items():
@@ -299,8 +301,8 @@ def all_versions(found: Sequence[Measured]) -> dict[str, str]:
     return {name: ", ".join(sorted(texts)) for name, texts in every.items()}
 
 
-def mixed_versions(found: Sequence[Measured]) -> Iterator[str]:
-    """A warning for every version that is not the same, or not known, of all steps."""
+def mixed_versions(found: Sequence[MeasuredStep]) -> Iterator[str]:
+    """A warning for every version that differs between the steps, or is unknown for some."""
     for name, texts in all_versions(found).items():
         if "," in texts:
             yield f"warning: the steps were measured with {name} {texts}: expect a larger error"
@@ -312,8 +314,8 @@ def mixed_versions(found: Sequence[Measured]) -> Iterator[str]:
             )
 
 
-def cases_of(found: Sequence[Measured]) -> list[Case]:
-    """What was measured as cases, each with its rehearsed counts."""
+def cases_of(found: Sequence[MeasuredStep]) -> list[Case]:
+    """Measured steps as cases, each with its rehearsed counts."""
     return [
         Case(
             name=one.name,
@@ -326,7 +328,7 @@ def cases_of(found: Sequence[Measured]) -> list[Case]:
 
 
 def known_device(measured_on: Sequence[str]) -> Device:
-    """The device of the package that the first of torch's names means. Raises UserError."""
+    """The packaged device of the first non-empty name, as torch reports it. Raises UserError."""
     on = next(filter(None, measured_on), "")
     name = device_named(on)
     if name is None:
@@ -335,8 +337,8 @@ def known_device(measured_on: Sequence[str]) -> Device:
     return device_of(name)
 
 
-def allocator_of(found: Sequence[Measured], overhead: Overhead) -> Overhead:
-    """The overhead with what torch's allocator reserved over its tensors, where both are known."""
+def allocator_of(found: Sequence[MeasuredStep], overhead: Overhead) -> Overhead:
+    """The overhead, with the measured ratio of reserved to allocated memory if it is known."""
     shares = [
         one.reserved_gib / one.allocated_gib
         for one in found

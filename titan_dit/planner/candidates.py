@@ -1,8 +1,8 @@
-"""All layouts of a config on a number of GPUs: what the planner may choose.
+"""The layouts that the planner may choose: all layouts of a config on a number of GPUs.
 
-A layout is one value for each key of `KEYS`. The model, the objective, the optimizer and the global
-batch stay. The checks of a start (titan_dit.checks) say which layouts can run; each is asked once
-for the keys that it reads.
+A layout is one value for each key of `KEYS`. Model, objective, optimizer and global batch stay
+fixed. The checks of a start (titan_dit.checks) decide which layouts can run; each check runs once
+for the values that it reads.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from titan_dit.planner.hardware import Device
 from titan_dit.schedules.schedule import schedule_of
 
 MIN_TOKENS = 256
-"""Tokens of a sample that cp leaves to a rank, at least: fewer do not fill a product."""
+"""Minimum tokens of a sample on a cp rank: fewer do not fill a matrix product."""
 MAX_TOKENS = 2**16
-"""Tokens of a microbatch on a rank, at most: kernels are full long before."""
+"""Maximum tokens of a microbatch on a rank: kernels are full long before."""
 VIRTUAL_STAGES = (2, 4, 8)
-"""Stages per rank of interleaved schedules that are tried, beside the config's own."""
+"""Stages per rank that are tried with interleaved schedules, besides the config's."""
 MODES = ("none", "attention", "selective", "full")
-"""[remat] modes; later ones compute more again."""
+"""[remat] modes; each recomputes more than the one before."""
 RECIPE = "tensorwise"
-"""The float8 recipe that is tried beside the config's own: it reads memory least often."""
+"""The float8 recipe that is tried besides the config's: it reads memory least often."""
 
 
 class Candidate(NamedTuple):
@@ -61,12 +61,12 @@ class Candidate(NamedTuple):
 
     @property
     def sizes(self) -> AxisSizes:
-        """Its mesh."""
+        """The mesh of this layout."""
         return AxisSizes(**dict(zip(self._fields[:5], self[:5], strict=True)))
 
     @property
     def num_axes(self) -> int:
-        """Axes above 1."""
+        """Number of mesh axes above 1."""
         return sum(size > 1 for size in self[:5])
 
 
@@ -78,7 +78,7 @@ SECTIONS = {
     "precision": ("float8",),
 }
 KEYS = tuple(f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys)
-"""The keys that the planner chooses, in the sequence of `Candidate`."""
+"""The keys that the planner chooses, in the order of `Candidate`."""
 PARALLEL = frozenset(f"parallel.{key}" for key in SECTIONS["parallel"])
 
 
@@ -88,23 +88,23 @@ class Space:
     def __init__(
         self, config: JobConfig, gpus: int, device: Device, fixed: Collection[str] = ()
     ) -> None:
-        """`fixed`: those of `KEYS` that keep the config's value."""
+        """`fixed`: names of `KEYS` that keep the config's value."""
         self.config, self.gpus, self.device = config, gpus, device
         self.fixed = frozenset(fixed)
         pipeline = as_planned(config.pipeline)
         # The layers of a stage and the order of a file belong to one number of stages.
         self.pipeline = replace(pipeline, split=()) if "pipeline.split" not in fixed else pipeline
-        base = resolve(replace(config, parallel=alone(config.parallel)), gpus)
+        base = resolve(replace(config, parallel=all_on_dp_shard(config.parallel)), gpus)
         self.base = replace(base, device=device.torch_name)
         self.tensor_plans: dict[bool, TensorPlan] = {}
         self._parallel: dict[tuple[Any, ...], ParallelConfig] = {}
         self._sections: dict[tuple[str, ...] | tuple[str, int], Any] = {}
         self._verdicts: dict[tuple[Any, ...], bool] = {}
         self.refusal: str | None = None
-        """The last check that refused a layout."""
+        """The error of the last check that refused a layout."""
 
     def __iter__(self) -> Iterator[Candidate]:
-        """Every layout that the checks accept; those of one tensor and context split in a row."""
+        """Every layout that the checks accept, grouped by tensor and context split."""
         for start in self._meshes():
             for staged in self._pipelines(start):
                 yield from self._formats(staged)
@@ -134,17 +134,19 @@ class Space:
         )
 
     def check(self, candidate: Candidate) -> None:
-        """The checks of a start. Raises UserError."""
+        """Run the checks of a start. Raises UserError."""
         config = self.config_of(candidate)
         plan_run(config, self.gpus)
 
     def why_empty(self) -> str | None:
-        """What the checks say about the fixed values alone, else the last refusal."""
+        """The error of the checks for the fixed values alone; without one, the last refusal."""
         config = self.config
         own = {key.partition(".")[2]: self.fixed_value(key) for key in self.fixed & PARALLEL}
         size = self.fixed_value("training.microbatch_size")
         training = replace(config.training, microbatch_size=size)
-        simple = replace(config, parallel=replace(alone(config.parallel), **own), training=training)
+        simple = replace(
+            config, parallel=replace(all_on_dp_shard(config.parallel), **own), training=training
+        )
         try:
             plan_run(simple, self.gpus)
         except UserError as error:
@@ -335,13 +337,13 @@ class Space:
         return tuple(dict.fromkeys(("off", own.float8, RECIPE) if has else ("off",)))
 
     def _reshards(self, mesh: Candidate) -> Collection[str]:
-        """In a pipeline, and without shards, parameters are kept in any case."""
+        """Values of reshard_after_forward to try: one if parameters are kept in any case."""
         if mesh.pp > 1 or mesh.dp_shard * mesh.cp == 1:
             return self._options("parallel.reshard_after_forward", ("auto",))
         return self._options("parallel.reshard_after_forward", ("auto", "never"))
 
 
-def alone(parallel: ParallelConfig) -> ParallelConfig:
+def all_on_dp_shard(parallel: ParallelConfig) -> ParallelConfig:
     """[parallel] with all ranks on dp_shard, whatever was given."""
     sizes = {"dp_replicate": 1, "dp_shard": -1, "tp": 1, "cp": 1, "pp": 1, "async_tp": False}
     return replace(parallel, **sizes)  # type: ignore[arg-type]

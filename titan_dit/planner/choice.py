@@ -21,18 +21,18 @@ from titan_dit.plan import RunPlan
 from titan_dit.planner import memory as memory_of
 from titan_dit.planner.candidates import KEYS, MODES, Candidate, Space
 from titan_dit.planner.hardware import Device
-from titan_dit.planner.memory import Needed
+from titan_dit.planner.memory import DeviceMemory
 from titan_dit.planner.search import (
+    BytesByKind,
+    CostModel,
     CountsOf,
-    Held,
-    Layout,
-    Model,
-    Outcome,
+    PredictedLayout,
     Search,
+    SearchResult,
     Tally,
-    equals,
+    equally_fast,
     fullest,
-    kind_of,
+    memory_key,
     one_line,
 )
 
@@ -52,28 +52,31 @@ def peak_of(config: JobConfig, data: DataExample, plan: RunPlan, rank: int) -> P
     return found.ranks[0].peak
 
 
-FREE = ("parallel.tp", "parallel.pp", "parallel.dp_shard")
-"""The axes that are tried; replicas and more samples per microbatch save no memory that these do
-not. cp does where activations need most: it is tried if nothing else fits."""
+SEARCHED_AXES = ("parallel.tp", "parallel.pp", "parallel.dp_shard")
+"""Axes that the search for the fewest GPUs varies. Replicas and larger microbatches save no memory
+that these do not. cp is tried last, if activations are most of the memory."""
 
 
-class Smallest(NamedTuple):
-    """The layout that needs least on a number of GPUs."""
+class SmallestLayout(NamedTuple):
+    """The layout that needs the least memory on a number of GPUs."""
 
     gpus: int
     candidate: Candidate
-    needed: Needed
-    held: Held
+    needed: DeviceMemory
+    held: BytesByKind
 
     @property
     def is_mostly_activations(self) -> bool:
-        """Whether what a microbatch keeps and works with is more than all else."""
+        """True if activations and temporary tensors are more than half of the rank's bytes."""
         own = self.held[StorageKind.ACTIVATIONS] + self.held[StorageKind.TEMPORARY]
         return own > sum(self.held.values()) / 2
 
 
 def gpu_counts(device: Device, first: int, last: int) -> Iterator[int]:
-    """From `first` to `last`: 1, 2, 4, ... GPUs of a node, twice as many nodes each, and `last`."""
+    """Numbers of GPUs to try: 1, 2, 4, ... up to a node, then twice as many nodes each.
+
+    Only those from `first` on; the last one is `last`.
+    """
     count = 1
     while count < last:
         if count >= first:
@@ -88,10 +91,13 @@ def fewest(
     config: JobConfig,
     device: Device,
     fixed: Collection[str],
-    model: Model,
+    model: CostModel,
     gpus: tuple[int, int],
-) -> Smallest | None:
-    """The first number of GPUs within `gpus` (from, to) that holds the run; None if none does."""
+) -> SmallestLayout | None:
+    """The layout on the smallest number of GPUs, within `gpus` (from, to), that holds the run.
+
+    None if no number does.
+    """
     for count in gpu_counts(device, *gpus):
         found = smallest(config, device, fixed, model, count)
         if found and memory_of.fits(found.needed, device):
@@ -100,13 +106,13 @@ def fewest(
 
 
 def smallest(
-    config: JobConfig, device: Device, fixed: Collection[str], model: Model, gpus: int
-) -> Smallest | None:
+    config: JobConfig, device: Device, fixed: Collection[str], model: CostModel, gpus: int
+) -> SmallestLayout | None:
     """The layout that needs least on `gpus`; the first one that fits, if one does."""
-    found = smallest_of(FREE, config, device, fixed, model, gpus)
+    found = smallest_of(SEARCHED_AXES, config, device, fixed, model, gpus)
     if found is None or memory_of.fits(found.needed, device) or not found.is_mostly_activations:
         return found
-    return smallest_of((*FREE, "parallel.cp"), config, device, fixed, model, gpus) or found
+    return smallest_of((*SEARCHED_AXES, "parallel.cp"), config, device, fixed, model, gpus) or found
 
 
 def smallest_of(
@@ -114,11 +120,11 @@ def smallest_of(
     config: JobConfig,
     device: Device,
     fixed: Collection[str],
-    model: Model,
+    model: CostModel,
     gpus: int,
-) -> Smallest | None:
+) -> SmallestLayout | None:
     """`smallest` of all sizes of some axes."""
-    best: Smallest | None = None
+    best: SmallestLayout | None = None
     modes = [config.remat.mode] if "remat.mode" in fixed else list(reversed(MODES))
     for mode in modes:
         for candidate, space in small_layouts(axes, config, device, fixed, gpus, mode):
@@ -129,7 +135,7 @@ def smallest_of(
                 continue
             held, needed, _ = fullest(model, plan, counts, device)
             if best is None or needed.total < best.needed.total:
-                best = Smallest(gpus, candidate, needed, held)
+                best = SmallestLayout(gpus, candidate, needed, held)
             if memory_of.fits(needed, device):
                 return best
     return best
@@ -166,26 +172,26 @@ def small_layouts(
         yield candidate, space
 
 
-NEAREST = 64
-"""Where nothing fits, up to so many times the GPUs are tried."""
-SEARCHES = 5
-"""At most so many: each goes on without what did not fit after the one before."""
+MAX_TIMES_GPUS = 64
+"""If nothing fits, numbers of GPUs up to MAX_TIMES_GPUS times the given one are tried."""
+MAX_SEARCHES = 5
+"""Maximum number of searches. Each one excludes the layouts that turned out too large before."""
 PeakOf = Callable[[RunPlan, int], Peak]
 """Peak memory of a pipeline rank in a whole fake step."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What is printed and written."""
+class Recommendation:
+    """The result of a search: the recommended layout, the others, and figures for the report."""
 
     space: Space
-    rows: Sequence[Layout]
+    rows: Sequence[PredictedLayout]
     """The fastest layout of every mesh, the fastest first."""
-    best: Layout
-    runner_up: Layout | None
+    best: PredictedLayout
+    runner_up: PredictedLayout | None
     """The fastest other one."""
-    outcome: Outcome
-    fewest: Smallest | None
+    outcome: SearchResult
+    fewest: SmallestLayout | None
     """The layout on the fewest GPUs."""
     parameters: int
     flops_per_sample: int
@@ -199,17 +205,23 @@ class Choice:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row that does not fit by counts of its own or in a fake step; others of its mesh may."""
+    """A row that does not fit with exact counts or in a fake step. Others of its mesh may fit."""
 
     candidate: Candidate
     most: float
-    """GiB of composed memory from which on others of its kind do not fit either."""
+    """GiB of composed memory above which other layouts of its kind do not fit either."""
     why: str
 
 
 def search(
-    space: Space, model: Model, exact: CountsOf, peak_of: PeakOf, top: int, *, shows: bool = False
-) -> Choice:
+    space: Space,
+    model: CostModel,
+    exact: CountsOf,
+    peak_of: PeakOf,
+    top: int,
+    *,
+    shows: bool = False,
+) -> Recommendation:
     """Search and rehearse, again without what does not fit. UserError if nothing fits."""
     too_large: dict[object, float] = {}
     dropped: list[Dropped] = []
@@ -222,46 +234,52 @@ def search(
             peaks[key] = peak_of(plan, rank)
         return peaks[key]
 
-    for _ in range(SEARCHES):
+    for _ in range(MAX_SEARCHES):
         found = Search(space, space.device, model, shows=shows, too_large=too_large).run(top)
         tally = found.tally.after(tally)
-        rows = Rows(found, model, exact, known_peak_of)
+        rows = Shortlist(found, model, exact, known_peak_of)
         best, runner_up = rows.best(space.device)
         dropped += rows.dropped
         if not rows.dropped:
             break
         for one in rows.dropped:
-            key = kind_of(one.candidate)
+            key = memory_key(one.candidate)
             too_large[key] = min(one.most, too_large.get(key, one.most))
     if best is None:
         raise UserError(nothing_fits(space, model, found, dropped))
     notes = [*(one.why for one in dropped), *rows.notes]
-    return choice_of(space, model, replace(found, tally=tally, notes=notes), rows, best, runner_up)
+    return recommendation(
+        space, model, replace(found, tally=tally, notes=notes), rows, best, runner_up
+    )
 
 
-class Rows:
-    """The rows of a search; those that are asked for are rehearsed, and may not fit."""
+class Shortlist:
+    """The rows of a search. A row is rehearsed when asked for, and dropped if it does not fit."""
 
-    def __init__(self, outcome: Outcome, model: Model, exact: CountsOf, peak_of: PeakOf) -> None:
+    def __init__(
+        self, outcome: SearchResult, model: CostModel, exact: CountsOf, peak_of: PeakOf
+    ) -> None:
         self.rows, self.model = list(outcome.rows), model
         self.exact, self.peak_of = exact, peak_of
-        self.counted: dict[int, Layout] = {}
-        """By id: with counts of their own, which may make a row slower or larger than the next."""
-        self.confirmed: dict[int, Layout] = {}
-        """By id: with the memory of a fake step."""
+        self.counted: dict[int, PredictedLayout] = {}
+        """id(row) -> rows with exact counts, which may be slower or larger than the next row."""
+        self.confirmed: dict[int, PredictedLayout] = {}
+        """id(row) -> rows with the memory of a fake step."""
         self.composed = {row.candidate: row.needed.total for row in outcome.rows}
         self.dropped: list[Dropped] = []
         self.notes = list(outcome.notes)
 
-    def first(self, device: Device, order: Callable[[], list[Layout]]) -> Layout | None:
-        """The first one in an order that is confirmed."""
+    def first(
+        self, device: Device, order: Callable[[], list[PredictedLayout]]
+    ) -> PredictedLayout | None:
+        """The first layout of an order that passes `check`; None if none does."""
         while found := order():
             if id(found[0]) in self.confirmed:
                 return found[0]
             self.check(found[0], device)
         return None
 
-    def check(self, row: Layout, device: Device) -> None:
+    def check(self, row: PredictedLayout, device: Device) -> None:
         """Give a row counts of its own, then the memory of a fake step, or drop it."""
         if id(row) not in self.counted:
             known = self.counted
@@ -280,16 +298,16 @@ class Rows:
         else:
             self.drop(row, device.memory_gib / checked.needed.total, too_large(checked, device))
 
-    def drop(self, row: Layout, share: float, why: str) -> None:
-        """Leave out a row, of whose composed memory a `share` would fit."""
+    def drop(self, row: PredictedLayout, share: float, why: str) -> None:
+        """Leave out a row. Its composed memory times `share` bounds that of others of its kind."""
         self.rows = [each for each in self.rows if each is not row]
         most = share * self.composed[row.candidate]
         self.dropped.append(Dropped(row.candidate, most, why))
 
-    def best(self, device: Device) -> tuple[Layout | None, Layout | None]:
-        """The one that is preferred, and the fastest other one."""
+    def best(self, device: Device) -> tuple[PredictedLayout | None, PredictedLayout | None]:
+        """(the recommended layout, the fastest other one); None if nothing fits."""
 
-        def order() -> list[Layout]:
+        def order() -> list[PredictedLayout]:
             # Within the error of the fastest: its time has to be exact, and it has to fit.
             self.first(device, lambda: by_time(self.rows))
             return preferred(self.rows, device.error)
@@ -302,18 +320,18 @@ class Rows:
         return None, None
 
 
-def choice_of(
+def recommendation(
     space: Space,
-    model: Model,
-    outcome: Outcome,
-    rows: Rows,
-    best: Layout,
-    runner_up: Layout | None,
-) -> Choice:
-    """What is printed of a search."""
+    model: CostModel,
+    outcome: SearchResult,
+    rows: Shortlist,
+    best: PredictedLayout,
+    runner_up: PredictedLayout | None,
+) -> Recommendation:
+    """The result of a search, with the fewest GPUs that hold the run."""
     with torch.device("meta"):
         network = space.base.spec.build()
-    return Choice(
+    return Recommendation(
         space=space,
         rows=by_time(rows.rows),
         best=best,
@@ -326,7 +344,7 @@ def choice_of(
     )
 
 
-def preferred(rows: Sequence[Layout], error: float) -> list[Layout]:
+def preferred(rows: Sequence[PredictedLayout], error: float) -> list[PredictedLayout]:
     """Rows in the sequence of preference.
 
     Those within the error of the fastest count as equal: fewest axes first, then without tp and
@@ -334,9 +352,9 @@ def preferred(rows: Sequence[Layout], error: float) -> list[Layout]:
     """
     if not rows:
         return []
-    alike = equals(rows, error)
+    alike = equally_fast(rows, error)
 
-    def rank(row: Layout) -> tuple[int, bool, float]:
+    def rank(row: PredictedLayout) -> tuple[int, bool, float]:
         one = row.candidate
         return one.num_axes, one.tp * one.cp > 1, row.needed.total
 
@@ -345,17 +363,19 @@ def preferred(rows: Sequence[Layout], error: float) -> list[Layout]:
     return alike + sorted(rest, key=lambda row: row.estimate.seconds)
 
 
-def by_time(rows: Sequence[Layout]) -> list[Layout]:
+def by_time(rows: Sequence[PredictedLayout]) -> list[PredictedLayout]:
     """The fastest first."""
     return sorted(rows, key=lambda row: row.estimate.seconds)
 
 
-def others_by_time(rows: Sequence[Layout], best: Layout) -> list[Layout]:
-    """All but the best."""
+def others_by_time(rows: Sequence[PredictedLayout], best: PredictedLayout) -> list[PredictedLayout]:
+    """All rows but the best, the fastest first."""
     return [row for row in by_time(rows) if row is not best]
 
 
-def with_exact_counts(layout: Layout, model: Model, counts: CountsOf, device: Device) -> Layout:
+def with_exact_counts(
+    layout: PredictedLayout, model: CostModel, counts: CountsOf, device: Device
+) -> PredictedLayout:
     """The layout with the estimate and memory of counts that were not derived."""
     exact = counts(layout.plan)
     held, needed, rank = fullest(model, layout.plan, exact, device)
@@ -363,8 +383,10 @@ def with_exact_counts(layout: Layout, model: Model, counts: CountsOf, device: De
     return replace(layout, estimate=estimate, held=held, needed=needed, rank=rank)
 
 
-def rehearsed(layout: Layout, model: Model, peak_of: PeakOf, device: Device) -> tuple[Layout, str]:
-    """A layout with the memory of a whole fake step, and a note."""
+def rehearsed(
+    layout: PredictedLayout, model: CostModel, peak_of: PeakOf, device: Device
+) -> tuple[PredictedLayout, str]:
+    """(the layout with the memory of a whole fake step, a note)."""
     sizes = layout.plan.sizes
     try:
         peak = peak_of(layout.plan, layout.rank)
@@ -380,7 +402,7 @@ def rehearsed(layout: Layout, model: Model, peak_of: PeakOf, device: Device) -> 
     return replace(layout, held=held, needed=needed, is_rehearsed=True), note
 
 
-def too_large(layout: Layout, device: Device) -> str:
+def too_large(layout: PredictedLayout, device: Device) -> str:
     """Why a layout was dropped after its fake step."""
     return (
         f"{layout.plan.sizes}, microbatches of {layout.candidate.microbatch_size}: needs "
@@ -388,8 +410,10 @@ def too_large(layout: Layout, device: Device) -> str:
     )
 
 
-def nothing_fits(space: Space, model: Model, outcome: Outcome, dropped: Sequence[Dropped]) -> str:
-    """What would fit: other values of fixed keys, or more GPUs."""
+def nothing_fits(
+    space: Space, model: CostModel, outcome: SearchResult, dropped: Sequence[Dropped]
+) -> str:
+    """The error if no layout fits. It names the fix: free a fixed key, or take more GPUs."""
     device, gpus = space.device, space.gpus
     if not outcome.tally.candidates:
         return f"--gpus {gpus}: no layout can run this model and batch. {space.why_empty() or ''}"
@@ -404,12 +428,12 @@ def nothing_fits(space: Space, model: Model, outcome: Outcome, dropped: Sequence
             f'"{least.candidate.mode}", needs {least.needed.total:.1f} of '
             f"{device.memory_gib:.1f} GiB"
         )
-    fixes = "; or ".join(ways(space, model)) or "take a device with more memory"
-    return f"{head}. {fixes[0].upper()}{fixes[1:]}."
+    fix = "; or ".join(fixes(space, model)) or "take a device with more memory"
+    return f"{head}. {fix[0].upper()}{fix[1:]}."
 
 
-def ways(space: Space, model: Model) -> Iterator[str]:
-    """What would make a layout fit."""
+def fixes(space: Space, model: CostModel) -> Iterator[str]:
+    """Fixes that make a layout fit, as clauses of an error."""
     device, gpus, config = space.device, space.gpus, space.config
     for key in ("remat.mode", "training.microbatch_size"):
         if key in space.fixed:
@@ -418,7 +442,7 @@ def ways(space: Space, model: Model) -> Iterator[str]:
             if found and memory_of.fits(found.needed, device):
                 value = found.candidate.mode if key == "remat.mode" else 1
                 yield f"set --fix {key}={value}"
-    more = fewest(config, device, space.fixed, model, (gpus + 1, NEAREST * gpus))
+    more = fewest(config, device, space.fixed, model, (gpus + 1, MAX_TIMES_GPUS * gpus))
     if more:
         yield (
             f"take --gpus {more.gpus}, which hold it ({more.candidate.sizes}, [remat] mode="

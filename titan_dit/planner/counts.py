@@ -26,7 +26,7 @@ from titan_dit.planner.rehearsal import (
     Change,
     Inputs,
     Operator,
-    Pass,
+    RecordedPass,
     Rehearsal,
     Sections,
     State,
@@ -35,7 +35,15 @@ from titan_dit.planner.rehearsal import (
     moved,
     rehearse,
 )
-from titan_dit.planner.work import Attention, Counts, Message, Moments, Part, Product, Work
+from titan_dit.planner.work import (
+    AllocatedBytes,
+    AttentionCall,
+    Counts,
+    Message,
+    Part,
+    Product,
+    Work,
+)
 
 Line: TypeAlias = Callable[[float, float], float]
 """(number at the first size, number at the second) -> number at the wanted size."""
@@ -56,18 +64,18 @@ def interpolated(first: Trace, second: Trace, sizes: tuple[int, int], size: int)
     )
 
 
-def passed(one: Pass, two: Pass, line: Line) -> Pass:
-    """One pass; its operators are equal but for their sizes."""
+def passed(one: RecordedPass, two: RecordedPass, line: Line) -> RecordedPass:
+    """The pass at the wanted size; the two passes differ in sizes only."""
     operators = zip(one.operators, two.operators, strict=True)
     changes = zip(one.changes, two.changes, strict=True)
-    return Pass(
+    return RecordedPass(
         [operator(first, second, line) for first, second in operators],
         [Change(line(a.bytes, b.bytes), a.is_gradient) for a, b in changes],
     )
 
 
 def operator(one: Operator, two: Operator, line: Line) -> Operator:
-    """One operator."""
+    """The operator at the wanted size."""
     assert one.name == two.name, f"{one.name} at one microbatch size, {two.name} at another"
     return one._replace(
         reads=accesses(one.reads, two.reads, line),
@@ -77,7 +85,7 @@ def operator(one: Operator, two: Operator, line: Line) -> Operator:
 
 
 def accesses(one: Sequence[Access], two: Sequence[Access], line: Line) -> tuple[Access, ...]:
-    """What an operator reads or writes."""
+    """The reads or writes of an operator."""
     pairs = zip(one, two, strict=True)
     return tuple(
         Access(a.storage, line(a.offset, b.offset), line(a.bytes, b.bytes)) for a, b in pairs
@@ -85,7 +93,7 @@ def accesses(one: Sequence[Access], two: Sequence[Access], line: Line) -> tuple[
 
 
 def work(one: Any, two: Any, line: Line) -> Any:
-    """What an operator computes or sends: a tuple of numbers and words, or None."""
+    """The work of an operator: a tuple of numbers and strings, or None."""
     if one is None:
         return None
     pairs = zip(one, two, strict=True)
@@ -93,14 +101,15 @@ def work(one: Any, two: Any, line: Line) -> Any:
 
 
 def is_number(value: object) -> bool:
-    """True for what may depend on the microbatch."""
+    """True for a value that may depend on the microbatch size."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def with_weight_gradients(own: Trace, other: Trace) -> Trace:
-    """Mark backward's products of which only the dim that they sum over grows with the microbatch.
+    """Mark the products of backward that compute weight gradients.
 
-    `other`: the same part at another microbatch size.
+    They are recognised by their shape: of m, n and k only k, which is summed over, grows with the
+    microbatch. `other` is the same part at another microbatch size.
     """
     theirs = iter([o.work for o in other.backward.operators if isinstance(o.work, Product)])
     marked = []
@@ -114,7 +123,7 @@ def with_weight_gradients(own: Trace, other: Trace) -> Trace:
 
 
 AXES = ("tp", "cp")
-"""Those whose messages are counted."""
+"""Mesh axes whose messages are counted."""
 SIZES = (2, 3)
 """Microbatch sizes to rehearse. Not 1: a dim of one element has any stride, so that copies and
 views of other sizes differ from its."""
@@ -142,13 +151,13 @@ class Rehearsals:
         )
         self.inputs = Inputs(sections)
         self.blocks: dict[tuple[Any, ...], Trace] = {}
-        """By `layout_of` and microbatch size."""
+        """Traces of a block, by `layout_of`, remat and microbatch size."""
         self.ends: dict[tuple[Any, ...], Rehearsal] = {}
-        """By `layout_of` without remat, and microbatch size."""
+        """Rehearsals of embed and head, by `layout_of` and microbatch size."""
         self.states: dict[tuple[Any, ...], Mapping[str, State]] = {}
-        """By tp, cp and precision."""
+        """Parameters and updates of the parts, by `state_key`."""
         self.chosen: dict[tuple[Any, ...], frozenset[str]] = {}
-        """See `in_float8`."""
+        """Results of `in_float8`."""
         self.found: dict[tuple[Any, ...], Counts] = {}
 
     def counts(self, plan: RunPlan) -> Counts:
@@ -162,7 +171,7 @@ class Rehearsals:
         return self.found[key]
 
     def make(self, plan: RunPlan) -> Counts:
-        """See `counts`."""
+        """Compute `counts`, without its cache."""
         layout, size = self.layout_of(plan), plan.microbatch_size
         sizes = sizes_of(plan)
         self.rehearse(plan, sizes)
@@ -187,8 +196,8 @@ class Rehearsals:
         )
 
     def layout_of(self, plan: RunPlan) -> tuple[Any, ...]:
-        """What embed and head depend on, but for the microbatch size."""
-        return *split_of(plan), plan.precision, self.in_float8(plan)
+        """Cache key of embed and head, without the microbatch size."""
+        return *split_key(plan), plan.precision, self.in_float8(plan)
 
     def in_float8(self, plan: RunPlan) -> frozenset[str]:
         """Names of a block's linears in float8, which depend on the tokens of a microbatch."""
@@ -209,7 +218,7 @@ class Rehearsals:
         return self.chosen[key]
 
     def rehearse(self, plan: RunPlan, sizes: Sequence[int]) -> None:
-        """Rehearse what is not known yet."""
+        """Rehearse the sizes that are not cached yet."""
         layout, remat, wanted = self.layout_of(plan), plan.remat, plan.microbatch_size
         missing = [each for each in sizes if (*layout, remat, each) not in self.blocks]
         if (*layout, wanted) not in self.ends and wanted not in missing:
@@ -223,7 +232,7 @@ class Rehearsals:
             self.blocks[*layout, remat, size] = rehearsal.parts["block"]
 
     def block(self, plan: RunPlan, sizes: tuple[int, int]) -> Trace:
-        """A block at the plan's microbatch size."""
+        """The trace of a block at the plan's microbatch size."""
         key, size = (*self.layout_of(plan), plan.remat), plan.microbatch_size
         one, two = (
             with_weight_gradients(self.blocks[*key, own], self.blocks[*key, other])
@@ -235,7 +244,7 @@ class Rehearsals:
         """The counts of a part."""
         passes = {"forward": trace.forward.operators, "backward": trace.backward.operators}
         works = work_of(passes, trace.later)
-        kept, moments = held(trace.forward), moments_of(trace)
+        kept, allocated = held(trace.forward), allocated_bytes_of(trace)
         every = self.inputs.sections.ema.settled().every
         average = updated(state.average).times(1 / every)
         update = updated(trace.reduced) + updated(state.update) + average + casts(state, plan)
@@ -248,13 +257,13 @@ class Rehearsals:
             buffers=state.buffers,
             kept=kept,
             tensors=state.tensors,
-            moments=moments,
-            **moments.peaks(kept),
+            allocated=allocated,
+            **allocated.peaks(kept),
         )
 
 
-def split_of(plan: RunPlan) -> tuple[Any, ...]:
-    """How tokens and weights are split within a stage and a data-parallel rank."""
+def split_key(plan: RunPlan) -> tuple[Any, ...]:
+    """Cache key: how tokens and weights are split within a stage and a data-parallel rank."""
     parallel, sizes = plan.parallel, plan.sizes
     method = parallel.cp_method if sizes.cp > 1 else ""
     sequence = parallel.sequence_parallel and sizes.tp > 1
@@ -262,8 +271,8 @@ def split_of(plan: RunPlan) -> tuple[Any, ...]:
 
 
 def state_key(plan: RunPlan) -> tuple[Any, ...]:
-    """What the parameters and their update depend on."""
-    return *split_of(plan), plan.precision
+    """Cache key of the parameters and their update."""
+    return *split_key(plan), plan.precision
 
 
 def sizes_of(plan: RunPlan) -> tuple[int, int]:
@@ -289,16 +298,16 @@ def casts(state: State, plan: RunPlan) -> Work:
     return Work(moved=nbytes, fused=nbytes, operators=2, kernels=2)
 
 
-def held(one: Pass) -> float:
+def held(one: RecordedPass) -> float:
     """Bytes that a pass allocates and does not free."""
     return sum(change.bytes for change in one.changes)
 
 
-def moments_of(trace: Trace) -> Moments:
+def allocated_bytes_of(trace: Trace) -> AllocatedBytes:
     """The sums of a part's allocations and frees; its backward begins with what is carried."""
     backward, own = trace.backward.changes, (change.bytes for change in trace.forward.changes)
     gradients = (change.bytes * change.is_gradient for change in backward)
-    return Moments(
+    return AllocatedBytes(
         forward=tuple(accumulate(own)),
         backward=tuple(accumulate((change.bytes for change in backward), initial=trace.carried)),
         gradients=tuple(accumulate(gradients, initial=0.0)),
@@ -326,13 +335,13 @@ def updated(operators: Sequence[Operator]) -> Work:
 def summed(operators: Sequence[Operator], one_kernel: tuple[float, int]) -> Work:
     """The sum over operators; `one_kernel`: (bytes, kernels) if they are fused."""
     products: dict[Product, float] = {}
-    attention: dict[Attention, float] = {}
+    attention: dict[AttentionCall, float] = {}
     messages: dict[Message, float] = {}
     for operator in operators:
         work = operator.work
         if isinstance(work, Product):
             products[work] = products.get(work, 0) + 1
-        elif isinstance(work, Attention):
+        elif isinstance(work, AttentionCall):
             attention[work] = attention.get(work, 0) + 1
             if work.ring > 1:
                 sent = Message("cp", "ring", (work.ring - 1) * work.hop_bytes)
@@ -352,7 +361,7 @@ def summed(operators: Sequence[Operator], one_kernel: tuple[float, int]) -> Work
     )
 
 
-Item = TypeVar("Item", Product, Attention, Message)
+Item = TypeVar("Item", Product, AttentionCall, Message)
 CountsOf = Callable[[RunPlan], Counts]
 SLICES = 2
 """Rehearsed cp."""
@@ -363,7 +372,7 @@ class OtherOperatorsError(Exception):
 
 
 class Derived:
-    """Counts of all plans of a config, from few rehearsals."""
+    """Counts of any plan of a config, derived from a few rehearsals."""
 
     def __init__(self, exact: CountsOf) -> None:
         """`exact`: counts from a rehearsal."""
@@ -374,27 +383,27 @@ class Derived:
     def counts(self, plan: RunPlan) -> Counts:
         """Counts of a plan's split, formats, recomputation and microbatch size."""
         size, cp = plan.microbatch_size, plan.sizes.cp
-        key = *derived_split_of(plan), cp, size
+        key = *derived_key(plan), cp, size
         if key not in self.found:
             try:
                 found = self._derived(plan, cp, size)
             except OtherOperatorsError:
-                found = self.exact(alone(plan, cp, size))
+                found = self.exact(one_data_rank(plan, cp, size))
             if self._changes_chunks(plan, cp, size, found.head):
                 found = replace(found, head=self._head(plan, cp, size))
             self.found[key] = found
         return self.found[key]
 
     def _changes_chunks(self, plan: RunPlan, cp: int, size: int, head: Part) -> bool:
-        """Whether only some of the rehearsed sizes and this one score their logits in chunks.
+        """True if only some of the sizes, the rehearsed and the wanted one, score logits in chunks.
 
-        Then the numbers of the head are not linear.
+        The counts of the head are then not linear in the microbatch size.
         """
         own = max((product.m * product.n for product in head.forward.products), default=0.0)
         as_many = size if cp == 1 else size * SLICES / cp
         sizes = SIZES
         if plan.precision.float8 != "off":
-            sizes = float8_sizes(alone(plan, cp, LARGE))[0], 2 * LARGE
+            sizes = float8_sizes(one_data_rank(plan, cp, LARGE))[0], 2 * LARGE
         logits = [own * each / as_many for each in (*sizes, as_many)]
         return min(logits) <= CHUNK_ON_DEVICE < max(logits)
 
@@ -413,7 +422,7 @@ class Derived:
         # All-to-alls copy what they send: that is kept or not, as the mode says.
         if plan.remat.mode != "none" and plan.parallel.cp_method == "ring":
             silent = replace(plan, remat=replace(plan.remat, mode="none"))
-            slices = self.counts(alone(silent, cp, size))
+            slices = self.counts(one_data_rank(silent, cp, size))
             remat, none = (self._of_size(each, 1, size / cp) for each in (plan, silent))
             return with_remat(slices, remat, none)
         if cp == SLICES:
@@ -431,7 +440,7 @@ class Derived:
     def _of_size(self, plan: RunPlan, cp: int, size: float) -> Counts:
         if plan.precision.float8 == "off":
             return self._between(plan, cp, SIZES, size)
-        pair = float8_sizes(alone(plan, cp, LARGE))
+        pair = float8_sizes(one_data_rank(plan, cp, LARGE))
         try:
             return self._between(plan, cp, pair, size)
         except OtherOperatorsError:
@@ -443,20 +452,20 @@ class Derived:
         return between(small, large, (size - sizes[0]) / (sizes[1] - sizes[0]))
 
     def _rehearsed(self, plan: RunPlan, cp: int, size: int) -> Counts:
-        key = *derived_split_of(plan), cp, size
+        key = *derived_key(plan), cp, size
         if key not in self.rehearsed:
-            self.rehearsed[key] = self.exact(alone(plan, cp, size))
+            self.rehearsed[key] = self.exact(one_data_rank(plan, cp, size))
         return self.rehearsed[key]
 
 
-def derived_split_of(plan: RunPlan) -> tuple[Any, ...]:
-    """What counts depend on, but for cp and the microbatch size."""
+def derived_key(plan: RunPlan) -> tuple[Any, ...]:
+    """Cache key of derived counts, without cp and the microbatch size."""
     method = plan.parallel.cp_method if plan.sizes.cp > 1 else ""
     sequence = plan.parallel.sequence_parallel and plan.sizes.tp > 1
     return plan.sizes.tp, method, sequence, plan.remat.mode, plan.precision.float8
 
 
-def alone(plan: RunPlan, cp: int, size: int) -> RunPlan:
+def one_data_rank(plan: RunPlan, cp: int, size: int) -> RunPlan:
     """The plan of one data-parallel rank without a pipeline, with one microbatch of `size`."""
     sizes = AxisSizes(tp=plan.sizes.tp, cp=cp)
     return replace(
@@ -475,15 +484,16 @@ def between(first: Counts, second: Counts, x: float) -> Counts:
 
 
 def with_remat(slices: Counts, remat: Counts, silent: Counts) -> Counts:
-    """Counts of slices with [remat]: what `remat` has above `silent`, both of as many tokens.
+    """Counts of slices with [remat]: `slices`, plus the difference of `remat` and `silent`.
 
-    Where it runs attention again, it runs and sends again what cp adds to the forward, too.
+    `remat` and `silent` have as many tokens and no cp. A pass that recomputes attention also sends
+    its cp messages again.
     """
 
     def part(own: Part, more: Part, less: Part) -> Part:
         added, runs = more.backward - less.backward, sum(less.forward.attention.values())
         again = sum(added.attention.values()) / runs if runs else 0.0
-        sent = of_slices(own.forward, less.forward).times(again)
+        sent = cp_work(own.forward, less.forward).times(again)
         return replace(
             own,
             forward=own.forward + (more.forward - less.forward),
@@ -493,7 +503,7 @@ def with_remat(slices: Counts, remat: Counts, silent: Counts) -> Counts:
             backward_peak=own.backward_peak + more.backward_peak - less.backward_peak,
             backward_gradients=own.backward_gradients
             + (more.backward_gradients - less.backward_gradients),
-            moments=None,
+            allocated=None,
         )
 
     return replace(
@@ -504,8 +514,8 @@ def with_remat(slices: Counts, remat: Counts, silent: Counts) -> Counts:
     )
 
 
-def of_slices(forward: Work, whole: Work) -> Work:
-    """What is of cp in a forward: attention, its messages, and what `whole` does not move."""
+def cp_work(forward: Work, whole: Work) -> Work:
+    """Work that cp adds to a forward: attention, its messages, and the rest above `whole`."""
     return Work(
         attention=forward.attention,
         messages={one: count for one, count in forward.messages.items() if one.axis == "cp"},
@@ -517,10 +527,10 @@ def of_slices(forward: Work, whole: Work) -> Work:
 
 
 def sliced(halves: Counts, cp: int) -> Counts:
-    """Counts of `cp` slices from those of `SLICES` of fewer samples, which have as many tokens."""
+    """Counts of `cp` slices, from `halves`: SLICES slices of fewer samples, with as many tokens."""
     share = SLICES / cp
 
-    def attention(item: Attention) -> Attention:
+    def attention(item: AttentionCall) -> AttentionCall:
         item = item._replace(batch=item.batch / share)
         if item.ring == 1:
             return item._replace(heads=item.heads * share)
@@ -551,12 +561,12 @@ def sliced(halves: Counts, cp: int) -> Counts:
 
 
 def combined(first: Any, second: Any, law: Callable[[float, float], float]) -> Any:
-    """`law` of every number of two counts, parts or works of equal operators."""
+    """Two counts, parts or works combined number by number with `law`."""
     found: dict[str, Any] = {}
     for f in fields(first):
         a, b = getattr(first, f.name), getattr(second, f.name)
-        if isinstance(a, Moments):
-            found[f.name] = moments(a, b, law)
+        if isinstance(a, AllocatedBytes):
+            found[f.name] = combined_bytes(a, b, law)
         elif a is None:
             found[f.name] = None
         elif isinstance(a, Part | Work):
@@ -565,24 +575,27 @@ def combined(first: Any, second: Any, law: Callable[[float, float], float]) -> A
             found[f.name] = items(a, b, law)
         else:
             found[f.name] = law(a, b)
-    if moved := found.get("moments"):
+    if moved := found.get("allocated"):
         found |= moved.peaks(found["kept"])
     return type(first)(**found)
 
 
-def moments(
-    first: Moments, second: Moments | None, law: Callable[[float, float], float]
-) -> Moments | None:
-    """`law` of every moment; None if there are others."""
+def combined_bytes(
+    first: AllocatedBytes, second: AllocatedBytes | None, law: Callable[[float, float], float]
+) -> AllocatedBytes | None:
+    """Two sequences of bytes combined with `law`; None if their lengths differ."""
     if second is None or [*map(len, first)] != [*map(len, second)]:
         return None
-    return Moments(*(tuple(map(law, a, b)) for a, b in zip(first, second, strict=True)))
+    return AllocatedBytes(*(tuple(map(law, a, b)) for a, b in zip(first, second, strict=True)))
 
 
 def items(
     first: Mapping[Item, float], second: Mapping[Item, float], law: Callable[[float, float], float]
 ) -> dict[Item, float]:
-    """`law` of every number of the operators and of how often they run."""
+    """Two mappings of equal operators combined with `law`: their numbers, and how often they run.
+
+    Raises OtherOperatorsError if the operators differ.
+    """
     found: dict[Item, float] = {}
     if len(first) != len(second):
         raise OtherOperatorsError
@@ -593,7 +606,7 @@ def items(
 
 
 def number(a: Any, b: Any, law: Callable[[float, float], float]) -> Any:
-    """`law` of two numbers; text and booleans are equal."""
+    """Two numbers combined with `law`. Text and booleans must be equal."""
     if isinstance(a, bool | str):
         if a != b:
             raise OtherOperatorsError

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from titan_dit.parallel.fsdp import unit_sizes
 from titan_dit.parallel.mesh import FILL, AxisSizes, axes
 from titan_dit.plan import RunPlan
-from titan_dit.planner.links import Links
+from titan_dit.planner.links import Network
 from titan_dit.planner.rates import Runtime
 from titan_dit.planner.work import Counts, Message
 
@@ -31,28 +31,29 @@ class Reduction(NamedTuple):
     """Seconds of the reduction of a unit's gradients."""
 
     shards: float
-    """Over FSDP's group."""
+    """Seconds over FSDP's group."""
     copies: float
-    """Then over the replicas of its shards."""
+    """Seconds over the replicas of its shards, which follow."""
 
 
 NOTHING = Reduction(0.0, 0.0)
 
 
 class Overlap:
-    """Computing and the link, side by side, in seconds since a microbatch began.
+    """Two timelines side by side, computing and messages, in seconds since a microbatch began.
 
-    `hides`: messages are sent while a rank computes. `apart`: those of replicas have another link.
+    `hides`: messages are sent while the rank computes. `apart`: messages between replicas use
+    another link than those of FSDP.
     """
 
     def __init__(self, *, hides: bool, apart: bool) -> None:
         self.hides, self.apart = hides, apart and hides
         self.now = 0.0
-        """Computing is here."""
+        """Time up to which the rank has computed."""
         self.free = 0.0
-        """The link has sent all."""
+        """Time at which the link has sent everything."""
         self.copied = 0.0
-        """The link of the replicas has sent all."""
+        """Time at which the link between replicas has sent everything."""
         self.waited = 0.0
 
     def send(self, at: float, seconds: float) -> float:
@@ -63,7 +64,7 @@ class Overlap:
         return self.free if self.hides else self.wait(self.free)
 
     def reduce(self, reduction: Reduction) -> None:
-        """Gradients that are there: over FSDP's group, then over the replicas."""
+        """Reduce gradients that are ready: over FSDP's group, then over the replicas."""
         end = self.send(self.now, reduction.shards)
         if self.apart:
             self.copied = max(self.copied, end) + reduction.copies
@@ -125,26 +126,26 @@ class Overlap:
         self.now += compute.embed_backward
 
 
-class Unit(NamedTuple):
-    """What is gathered and reduced at once."""
+class FSDPUnit(NamedTuple):
+    """A unit of FSDP: parameters that are gathered and reduced together."""
 
     parameters: float
     """Elements on a tp rank."""
     trained: float
-    """Those with gradients."""
+    """Elements with gradients."""
     blocks: int
     """Blocks in it; 0 for the root unit."""
 
 
 class StageShape(NamedTuple):
-    """What a stage has; stages of one shape take the same time."""
+    """Number of blocks of a stage, and its ends. Stages of equal shape take equal time."""
 
     blocks: int
     is_first: bool
     is_last: bool
 
 
-COPIES = "dp_replicate"
+REPLICA_AXIS = "dp_replicate"
 """The axis of replicas."""
 
 
@@ -159,7 +160,7 @@ class DataParallel:
 
     plan: RunPlan
     counts: Counts
-    links: Links
+    links: Network
     runtime: Runtime
 
     @cached_property
@@ -174,52 +175,52 @@ class DataParallel:
 
     @cached_property
     def gather_bytes(self) -> int:
-        """Per parameter."""
+        """Bytes per parameter of an all-gather."""
         return self.runtime.gather_bytes or self.plan.dtype.itemsize
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """Per gradient."""
+        """Bytes per gradient of a reduction."""
         return max(self.runtime.gradient_bytes, 8 * (self.plan.precision.dtype == "fp64"))
 
     @cached_property
     def shapes(self) -> tuple[StageShape, ...]:
-        """Of every stage."""
+        """The shape of every stage."""
         sizes = [len(layers) for layers in self.plan.stage_layers]
         last = len(sizes) - 1
         return tuple(StageShape(size, i == 0, i == last) for i, size in enumerate(sizes))
 
     @cached_property
-    def _units(self) -> dict[StageShape, tuple[Unit, list[Unit]]]:
+    def _units(self) -> dict[StageShape, tuple[FSDPUnit, list[FSDPUnit]]]:
         return {}
 
-    def units(self, shape: StageShape) -> tuple[Unit, list[Unit]]:
+    def units(self, shape: StageShape) -> tuple[FSDPUnit, list[FSDPUnit]]:
         """The root unit of a stage (perhaps empty), and those of its blocks."""
         if shape not in self._units:
             self._units[shape] = self._new_units(shape)
         return self._units[shape]
 
-    def _new_units(self, shape: StageShape) -> tuple[Unit, list[Unit]]:
+    def _new_units(self, shape: StageShape) -> tuple[FSDPUnit, list[FSDPUnit]]:
         embed, block, head = self.counts.embed, self.counts.block, self.counts.head
         # The last of several stages has a copy of what it shares with the first.
         copied = self.counts.tied * (not shape.is_first)
-        root = Unit(
+        root = FSDPUnit(
             shape.is_first * embed.parameters + shape.is_last * (head.parameters + copied),
             shape.is_first * embed.trained + shape.is_last * (head.trained + copied),
             0,
         )
         size = self.plan.parallel.blocks_per_fsdp_unit
         sizes = unit_sizes(shape.blocks, block.parameters, size)
-        return root, [Unit(n * block.parameters, n * block.trained, n) for n in sizes]
+        return root, [FSDPUnit(n * block.parameters, n * block.trained, n) for n in sizes]
 
-    def gathers(self, unit: Unit) -> Iterator[Message]:
-        """Of one unit, once."""
+    def gathers(self, unit: FSDPUnit) -> Iterator[Message]:
+        """The messages of one all-gather of a unit."""
         if self.splits > 1 and unit.parameters:
             sent = (self.splits - 1) / self.splits * unit.parameters * self.gather_bytes
             yield Message(shard_axis(self.plan.sizes), "all-gather", sent)
 
-    def reductions(self, unit: Unit) -> Iterator[Message]:
-        """Of one unit, once."""
+    def reductions(self, unit: FSDPUnit) -> Iterator[Message]:
+        """The messages of one reduction of a unit's gradients."""
         whole = unit.trained * self.gradient_bytes
         shards, copies = self.shards, self.plan.sizes.dp_replicate
         if whole and shards > 1:
@@ -228,30 +229,30 @@ class DataParallel:
             yield Message(shard_axis(self.plan.sizes), name, sent)
         if whole and copies > 1:
             sent = 2 * (copies - 1) / copies * whole / self.splits
-            yield Message(COPIES, "all-reduce", sent)
+            yield Message(REPLICA_AXIS, "all-reduce", sent)
 
-    def gather_s(self, unit: Unit) -> float:
+    def gather_s(self, unit: FSDPUnit) -> float:
         """Seconds of one gather of a unit."""
         return sum(map(self.links.seconds, self.gathers(unit)))
 
-    def reduce_s(self, unit: Unit) -> Reduction:
+    def reduce_s(self, unit: FSDPUnit) -> Reduction:
         """Seconds of one reduction of a unit."""
         took = dict.fromkeys((True, False), 0.0)
         for message in self.reductions(unit):
-            took[message.axis == COPIES] += self.links.seconds(message)
+            took[message.axis == REPLICA_AXIS] += self.links.seconds(message)
         return Reduction(shards=took[False], copies=took[True])
 
     @cached_property
     def is_apart(self) -> bool:
         """True if FSDP's group and the replicas use different links."""
         shard = self.links.group(shard_axis(self.plan.sizes))
-        return shard.nodes == 1 and self.links.group(COPIES).nodes > 1
+        return shard.nodes == 1 and self.links.group(REPLICA_AXIS).nodes > 1
 
     def overlap(self) -> Overlap:
-        """A rank that has not begun."""
+        """New timelines of a rank."""
         return Overlap(hides=self.runtime.overlaps_data, apart=self.is_apart)
 
-    def frees(self, unit: Unit) -> bool:
+    def frees(self, unit: FSDPUnit) -> bool:
         """True if a unit is freed after forward, and gathered again for backward."""
         plan = self.plan
         if self.runtime.sharding != "fsdp" or plan.sizes.pp > 1:
@@ -259,7 +260,7 @@ class DataParallel:
         when = plan.parallel.reshard_after_forward
         return when == "always" or (when == "auto" and bool(unit.blocks) and self.shards > 1)
 
-    def copied(self, unit: Unit) -> tuple[float, float]:
+    def copied(self, unit: FSDPUnit) -> tuple[float, float]:
         """Bytes that FSDP reads and writes in a step for a unit: around gathers, and gradients.
 
         A gather casts the shards and copies the parameters out of its buffer; gradients are added
@@ -297,7 +298,7 @@ class DataParallel:
         return found
 
     def step_s(self, compute: Compute) -> float:
-        """All microbatches without a pipeline: computing, and what of the messages it waits for."""
+        """Seconds of all microbatches without a pipeline: computing, and waiting for messages."""
         count = self.plan.num_microbatches
         every = self.runtime.reduces_each_microbatch
         last = self.microbatch_s(compute, reduces=True)
@@ -306,7 +307,7 @@ class DataParallel:
         return last + (count - 1) * (last if every else self.microbatch_s(compute, reduces=False))
 
     def microbatch_s(self, compute: Compute, *, reduces: bool) -> float:
-        """Forward and backward of the whole model, with its messages."""
+        """Seconds of a forward and backward of the whole model, with waiting for messages."""
         root, blocks = self.units(self.shapes[0])
         link = self.overlap()
         link.forward(compute, self.gather_s(root), [(u.blocks, self.gather_s(u)) for u in blocks])
@@ -319,10 +320,10 @@ class DataParallel:
         return link.finish()
 
     def before_s(self, computing: Mapping[int, Compute]) -> float:
-        """How much longer the first forward of a pipeline rank's stages takes than its computing.
+        """Seconds that the first forwards of a pipeline rank wait for all-gathers.
 
-        `computing`: stage -> that of its parts, in the sequence of their use. All units are
-        gathered at once.
+        `computing`: stage -> seconds of its parts, in the order of their forwards. All all-gathers
+        are issued at once.
         """
         link = self.overlap()
         for stage, compute in computing.items():
@@ -340,7 +341,7 @@ class DataParallel:
         return link.waited
 
     def after_s(self, stage: int, compute: Compute) -> float:
-        """What a pipeline rank waits for after the last backward of a stage."""
+        """Seconds that a pipeline rank waits for reductions after the last backward of a stage."""
         root, blocks = self.units(self.shapes[stage])
         reductions, link = [self.reduce_s(unit) for unit in blocks], self.overlap()
         if self.runtime.sharding == "fsdp":

@@ -39,7 +39,7 @@ Share = Annotated[float, Bound(above=0, most=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Shares of the peaks that a software reaches, 0 to 1: what a calibration fits."""
+    """Shares of the peaks that software reaches, 0 to 1. A calibration fits them."""
 
     products: Share
     """Large matrix products, of the peak."""
@@ -55,7 +55,7 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """Device memory beside torch's tensors: what a calibration of memory fits."""
+    """Device memory besides torch's tensors. A calibration of memory fits it."""
 
     context_mib: NonNegativeFloat
     """CUDA context, kernels and libraries."""
@@ -71,44 +71,44 @@ class Device:
 
     name: str
     memory_gib: PositiveFloat
-    """What torch reports, see `dry_run.devices`."""
+    """Memory that torch reports, see `dry_run.devices`."""
     peak_tflops: Mapping[str, float]
-    """By format: "fp32", "fp16", "bf16", "float8"; dense."""
+    """Dense peak by format: "fp64", "fp32", "fp16", "bf16", "float8"."""
     copy_gb_per_s: PositiveFloat
     gpus_per_node: PositiveInt
     inner_gb_per_s: Mapping[int, float]
     """Bandwidth of a rank inside a node, by the size of its group; see `inner`."""
     inner_latency_us: NonNegativeFloat
-    """Of one hop."""
+    """Latency of one hop inside a node."""
     nics_per_node: NonNegativeInt
-    """0: a single node."""
+    """NICs of a node; 0 if there is only one node."""
     nic_gb_per_s: NonNegativeFloat
-    """Of each."""
+    """Bandwidth of one NIC."""
     node_latency_us: NonNegativeFloat
-    """Of one hop between nodes."""
+    """Latency of one hop between nodes."""
     launch_us: NonNegativeFloat
     """Host time of one kernel."""
     efficiency: Efficiency
     overhead: Overhead
     error: Fraction
-    """Relative error to expect of a step's time: the leave-one-out error of a calibration, else
-    of devices on which only the data sheet was known."""
+    """Relative error to expect of a step's time. For a calibrated device it is the median
+    leave-one-out error; else the error seen on devices of which only the data sheet was known."""
     torch_name: str = ""
-    """Its name, as torch reports it: [precision] float8_layers = "auto" depends on it."""
+    """The name that torch reports. [precision] float8_layers = "auto" depends on it."""
     head_step: PositiveInt = 32
     """Fused attention computes head dims that are multiples of it. FlashAttention-2: 72 as 96;
     cuDNN on Hopper: 72 as 128."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Key, or table.key -> where its number is from."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of a calibration: torch, this project, the driver."""
+    """Versions that a calibration was measured with: torch, titan_dit, the driver."""
     rows: Mapping[str, str] = field(default_factory=dict)
-    """Of a calibration: case -> what was measured and what the fit says."""
+    """Rows of a calibration: case -> its measured and its fitted time."""
 
     def inner(self, ranks: int) -> float:
-        """Bandwidth inside a node of a rank in a group of `ranks`: the next smaller known size.
+        """GB/s of a rank inside a node in a group of `ranks`: the entry of the next smaller size.
 
-        With one GPU a node nothing is sent inside it.
+        Infinite with one GPU a node: nothing is sent inside it.
         """
         if not self.inner_gb_per_s:
             return math.inf
@@ -134,7 +134,7 @@ class Device:
         return hash((self.copy_gb_per_s, self.efficiency, self.launch_us, *peaks, *inner))
 
     def __hash__(self) -> int:
-        """Computed once: rates are cached by device. Mappings have no hash of their own."""
+        """Hash of the rates, computed once: times are cached by device, mappings have no hash."""
         return self._hash
 
 
@@ -166,7 +166,7 @@ def read(path: Path) -> Device:
     """Read a device's file; UserError names the file, the key and what to write."""
     tables = toml_text.parse(path)
     device: Device = build(tables, Device, str(path), "")
-    check(device, str(path))
+    check_device(device, str(path))
     return device
 
 
@@ -187,7 +187,7 @@ def build(table: Mapping[str, Any], kind: Any, file: str, prefix: str) -> Any:
 
 
 def value_of(value: object, hint: Any, file: str, prefix: str, key: str) -> Any:
-    """One value of a file as its field's type."""
+    """A value of a file, checked and converted to its field's type."""
     is_table = dataclasses.is_dataclass(hint) or get_origin(hint) is Mapping
     if not is_table:
         return conform(value, hint, f"{file}: {prefix}{key}")
@@ -219,7 +219,7 @@ def item_hint(hint: Any) -> Any:
 
 
 def missing(key: str, prefix: str) -> str:
-    """What to write for a missing key, with the value of the example device."""
+    """The error for a missing key, with the example device's value."""
     example: Any = toml_text.parse(FOLDER / f"{EXAMPLE}.toml")
     if prefix:
         example = example[prefix.strip("[] ")]
@@ -229,7 +229,7 @@ def missing(key: str, prefix: str) -> str:
     return f"{prefix}{key} is missing. Write {key} = {show(value)}, as {EXAMPLE} has it."
 
 
-def check(device: Device, file: str) -> None:
+def check_device(device: Device, file: str) -> None:
     """Raise UserError, with the name of a file, about values that are out of range or lack a link.
 
     Values that were not read from a file, such as those of a fit, are checked, too.
@@ -285,7 +285,7 @@ def unsourced(device: Device) -> list[str]:
 
 def write(device: Device, path: Path) -> None:
     """Write a device as TOML, which `read` reads back to an equal one. Raises UserError."""
-    check(device, str(path))
+    check_device(device, str(path))
     plain, tables = [], []
     for name, value in dataclasses.asdict(device).items():
         if isinstance(value, dict):

@@ -46,7 +46,7 @@ class AxisGroup(NamedTuple):
 
 
 class GroupCost(NamedTuple):
-    """What a group pays."""
+    """Bandwidths and latencies of a group."""
 
     group: AxisGroup
     bandwidth: float
@@ -56,8 +56,8 @@ class GroupCost(NamedTuple):
     inner: float
     """Bytes/s of one rank inside the node."""
     pair: float
-    """Bytes/s of one rank to the next: what one GPU reaches, and no more than its share of a NIC
-    on the hops between nodes."""
+    """Bytes/s from one rank to the next: what one GPU reaches; between nodes at most its share of a
+    NIC."""
     pass_s: float
     """Latency of the n - 1 hops of a ring."""
     tree_s: float
@@ -66,7 +66,7 @@ class GroupCost(NamedTuple):
     """Latency of the slowest hop."""
 
 
-class Links:
+class Network:
     """The links of a layout on a device's nodes."""
 
     def __init__(self, sizes: AxisSizes, device: Device) -> None:
@@ -157,19 +157,19 @@ class Links:
 
 
 def one_pass(nbytes: float, cost: GroupCost) -> float:
-    """All-gather, reduce-scatter or broadcast on a ring."""
+    """Seconds of an all-gather, reduce-scatter or broadcast on a ring."""
     return nbytes / cost.bandwidth + cost.pass_s
 
 
 def all_reduce(nbytes: float, cost: GroupCost) -> float:
-    """The faster of NCCL's ring, two passes, and its tree, which sends every byte up and down."""
+    """Seconds of an all-reduce: the faster of NCCL's ring (two passes) and its tree."""
     ranks = cost.group.ranks
     tree = nbytes * ranks / (ranks - 1) / cost.bandwidth + cost.tree_s
     return min(nbytes / cost.bandwidth + 2 * cost.pass_s, tree)
 
 
 def all_to_all(nbytes: float, cost: GroupCost) -> float:
-    """A part to every other rank: inside the node and across nodes at the same time."""
+    """Seconds of an all-to-all: inside the node and across nodes at the same time."""
     group = cost.group
     part = nbytes / (group.ranks - 1)
     inside = part * (group.inside - 1) / cost.inner
@@ -178,12 +178,12 @@ def all_to_all(nbytes: float, cost: GroupCost) -> float:
 
 
 def ring_hops(nbytes: float, cost: GroupCost) -> float:
-    """All hops of ring attention, one after the other, if nothing hides them."""
+    """Seconds of all hops of ring attention, one after the other, if nothing hides them."""
     return nbytes / cost.pair + (cost.group.ranks - 1) * cost.hop_s
 
 
 def one_send(nbytes: float, cost: GroupCost) -> float:
-    """To the next rank of the group."""
+    """Seconds of a message to the next rank of the group."""
     return nbytes / cost.pair + cost.hop_s
 
 
@@ -232,7 +232,7 @@ def leaving_at_once(ranks: int, source: int, target: int, gpus: int) -> int:
 
 
 def near(nics: int, gpus: int, ranks: int) -> float:
-    """NICs near to `ranks` GPUs of a node with `gpus`: each has its share, at least one."""
+    """NICs that `ranks` GPUs of a node are near to: each GPU has its share, at least one NIC."""
     return min(nics, ranks * max(1.0, nics / gpus))
 
 

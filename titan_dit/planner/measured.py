@@ -1,4 +1,4 @@
-"""What was measured: steps of runs (metrics.jsonl, config.toml) and of benchmarks/gpu.py's JSON."""
+"""Steps that were timed: of runs (metrics.jsonl, config.toml), and of benchmarks/gpu.py's JSON."""
 
 from __future__ import annotations
 
@@ -25,47 +25,47 @@ from titan_dit.planner.memory import GIB, memory, state_of
 from titan_dit.planner.step import estimate
 from titan_dit.system import run_files
 
-PEAKS_DIFFER = 0.05
-"""Peaks further apart, relative, are those of different devices."""
+PEAK_TOLERANCE = 0.05
+"""Devices whose peaks differ by more than this share are different devices."""
 MEASURED = "measured"
 """`result` of a row of gpu.py that has figures."""
 KEY = ("contender", "model", "tokens", "batch")
 """Columns that name a row of gpu.py."""
 
 COLUMNS = {"samples_per_s", "tflops_per_gpu", "data_wait_ms", "peak_gib"}
-"""Of metrics.jsonl, beside step_ms."""
+"""Columns of metrics.jsonl that are read, besides step_ms."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """A step that was timed."""
 
     name: str
     config: JobConfig
     plan: RunPlan
     step_ms: float
-    """Without waiting for data."""
+    """Milliseconds per step, without waiting for data."""
     allocated_gib: float | None = None
-    """Most bytes of torch's tensors; None if it was not a GPU's."""
+    """Peak of torch's allocated tensors; None if the step did not run on a GPU."""
     reserved_gib: float | None = None
-    """Most that torch's allocator held; None if not logged."""
+    """Peak that torch's allocator reserved; None if not logged."""
     device: str = ""
-    """Its name, as torch reports it; "CPU" of a run; empty if not logged."""
+    """The device's name as torch reports it; "CPU" for a run on a CPU; empty if not logged."""
     in_float8: frozenset[str] | None = None
     """Names within a block of the linears that were converted to float8; None if not logged."""
     left_out: str = ""
-    """Why no device is fitted to it."""
+    """The reason why no device is fitted to this step; empty if there is none."""
     peak_tflops: float | None = None
-    """Its peak in [precision] dtype, which mfu is a share of; None if not logged."""
+    """The device's peak in [precision] dtype, of which mfu is a share; None if not logged."""
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def samples_per_s(self) -> float:
-        """Of all ranks."""
+        """Samples per second of all ranks."""
         return 1e3 * self.plan.global_batch_size / self.step_ms
 
 
-def of_run(run: Path, flag: str = "--run", trust: bool = False) -> Measured:
+def measured_run(run: Path, flag: str = "--run", trust: bool = False) -> MeasuredStep:
     """The steps of a run: the median over its rows. UserError, with `flag`, without metrics.
 
     Of a run that was resumed on other ranks, those since then. `trust`: import the modules that its
@@ -81,7 +81,7 @@ def of_run(run: Path, flag: str = "--run", trust: bool = False) -> Measured:
     dotted_names.check_trusted(tables, f"{flag} {run}", trust)
     config = config_file.build(tables, catalog.variant)
     try:
-        rows, ranks = of_the_last_ranks(config, rows)
+        rows, ranks = rows_of_last_world_size(config, rows)
     except KeyError as error:
         raise UserError(
             f"{flag} {run}: a row of metrics.jsonl has no {error.args[0]}. Give a run of this "
@@ -97,7 +97,7 @@ def of_run(run: Path, flag: str = "--run", trust: bool = False) -> Measured:
     peak = last["tflops_per_gpu"] / last["mfu"] if last.get("mfu") else None
     # Without mfu (fp32, an unknown GPU) only a CPU's build of torch says what the device is.
     on_cpu = peak is None and versions.get("torch", "").endswith("+cpu")
-    return Measured(
+    return MeasuredStep(
         name=str(run),
         config=config,
         plan=resolve(config, ranks),
@@ -110,7 +110,7 @@ def of_run(run: Path, flag: str = "--run", trust: bool = False) -> Measured:
     )
 
 
-def of_the_last_ranks(config: JobConfig, rows: Sequence[Row]) -> tuple[list[Row], int]:
+def rows_of_last_world_size(config: JobConfig, rows: Sequence[Row]) -> tuple[list[Row], int]:
     """The last rows with equal ranks, and the ranks; KeyError if a row lacks a column.
 
     Ranks are the FLOP/s of all over those of one (`observe.flops.Work.rates`).
@@ -140,7 +140,7 @@ def versions_of(run: Path) -> dict[str, str]:
     return dict(found.get("versions", {}))
 
 
-def of_gpu(file: Path, trust: bool = False) -> list[Measured]:
+def measured_on_gpu(file: Path, trust: bool = False) -> list[MeasuredStep]:
     """The steps of titan_dit that benchmarks/gpu.py measured, one for each contender and cell.
 
     `trust`: import the modules that their configs name.
@@ -169,7 +169,7 @@ def of_gpu(file: Path, trust: bool = False) -> list[Measured]:
     return found
 
 
-def steps_of(report: Mapping[str, Any], source: str, trust: bool) -> Iterator[Measured]:
+def steps_of(report: Mapping[str, Any], source: str, trust: bool) -> Iterator[MeasuredStep]:
     """The rows of a report that have a config; several rounds are one step."""
     versions = {name: str(report.get(name, "")) for name in ("titan_dit", "torch", "driver")}
     for entry in report.get("configs", ()):
@@ -183,7 +183,7 @@ def steps_of(report: Mapping[str, Any], source: str, trust: bool) -> Iterator[Me
             continue
         dotted_names.check_trusted(entry["tables"], source, trust)
         config = config_file.build(entry["tables"], catalog.variant)
-        yield Measured(
+        yield MeasuredStep(
             name="{contender}, {model}, {tokens} tokens, batch {batch}".format(**key),
             config=config,
             plan=replace(resolve(config, 1), device=str(report.get("device", ""))),
@@ -210,14 +210,14 @@ def device_named(text: str) -> str | None:
     return max(matches, key=len, default=None)
 
 
-def another_device(measured: Measured, device: Device) -> str | None:
-    """What says that a step was not measured on this device; None if nothing does."""
+def another_device(measured: MeasuredStep, device: Device) -> str | None:
+    """A line that says why a step was not measured on this device; None if it may have been."""
     own, its = device_named(device.name), device_named(measured.device)
     if own and measured.device and own != its:
         return f"it was measured on {measured.device}, not on {device.name}"
     dtype = measured.config.precision.dtype
     peak, expected = measured.peak_tflops, device.peak_tflops.get(dtype)
-    if peak and expected and abs(peak / expected - 1) > PEAKS_DIFFER:
+    if peak and expected and abs(peak / expected - 1) > PEAK_TOLERANCE:
         return (
             f"its mfu is a share of {peak:.3g} TFLOP/s in {dtype}, but {device.name} has "
             f"{expected:.3g}"
@@ -235,7 +235,7 @@ def outdated(device: Device) -> Iterator[str]:
             )
 
 
-def warnings(measured: Measured) -> Iterator[str]:
+def warnings(measured: MeasuredStep) -> Iterator[str]:
     """A line for every version that differs from this process's."""
     for name in VERSIONS:
         if (text := measured.versions.get(name)) and text != VERSIONS[name]:
@@ -247,7 +247,7 @@ def warnings(measured: Measured) -> Iterator[str]:
 
 def beside(run: Path, device: Device, trust: bool = False) -> list[str]:
     """The plan of a run on a device beside its metrics; console lines. Raises UserError."""
-    found = of_run(run, trust=trust)
+    found = measured_run(run, trust=trust)
     plan = replace(found.plan, device=device.torch_name)
     counts = Rehearsals(found.config).counts(plan)
     step = estimate(plan, counts, device)

@@ -34,24 +34,26 @@ PARTS = ("embed", "block", "head")
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState:
-    """Per element; parts are embed, a block and the head. The defaults are AdamW's, without EMA."""
+    """Optimizer tensors per element of embed, a block and the head. The defaults: AdamW, no EMA."""
 
     embed: float = 2.0
     """Tensors of the optimizer per trained element of embed; AdamW has two."""
     block: float = 2.0
     head: float = 2.0
     averages: int = 0
-    """Of the EMA, each with all elements."""
+    """Number of EMAs; each holds all elements."""
     matrices: float = 0.0
-    """Trained elements of a block that Muon orthogonalises, as a share."""
+    """Share of a block's trained elements that Muon orthogonalises."""
     num_matrices: int = 0
-    """How many tensors of a block they are."""
+    """Number of a block's tensors that Muon orthogonalises."""
     shard_work: float = 0.0
-    """Bytes that a step takes at its highest point per element of their shards."""
+    """Temporary bytes of Muon's step at its peak, per element of this rank's shards."""
     whole_work: float = 0.0
-    """The same per element of the matrices that a rank makes whole."""
+    """Temporary bytes of Muon's step at its peak, per element of the matrices that this rank owns
+    whole."""
     received_work: float = 0.0
-    """The same per element of the shards that come back from other ranks."""
+    """Temporary bytes of Muon's step at its peak, per element of the shards received from other
+    ranks."""
 
 
 ADAMW = OptimizerState()
@@ -95,11 +97,11 @@ def elements(shapes: Iterable[Sequence[int]]) -> int:
 def with_muon_work(
     state: OptimizerState, config: MuonConfig, shapes: dict[str, Sequence[int]]
 ) -> OptimizerState:
-    """Bytes per element at the highest point of Muon's step: when the results are scattered.
+    """Add the bytes per element at the peak of Muon's step: when the results are scattered.
 
-    The step is in memory in fp32 and in the format of the iterations. Of the whole matrices there
-    are the results, and all of them in one message or tensor; those of tall ones are transposed,
-    and copied before; those of the last shape are still stacked.
+    At that point the step is in memory in fp32 and in the iterations' format. Results are whole
+    matrices, held twice: as tensors, and in one message. Tall matrices were copied to transpose
+    them, and the stack of the last shape is still there.
     """
     width = 2.0 if config.ns_dtype == "bf16" else 4.0
     sizes: dict[tuple[int, int, int], int] = {}
@@ -118,8 +120,8 @@ def with_muon_work(
     )
 
 
-class Moment(NamedTuple):
-    """Bytes beside the state and the inputs, by kind."""
+class MemoryUse(NamedTuple):
+    """Bytes at one moment by kind, besides the state and the inputs."""
 
     gathered: float = 0.0
     unreduced: float = 0.0
@@ -130,7 +132,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How a rank keeps its parameters, and the gradients of several microbatches."""
+    """How FSDP shards a rank's parameters, and in which formats it gathers and sums."""
 
     width: int
     """Bytes of an element in the compute format."""
@@ -142,7 +144,7 @@ class Sharding:
     reshards: bool
     """Units free their parameters after forward."""
     reshards_root: bool
-    """So do embed and head."""
+    """True if embed and head free their parameters after forward, too."""
     prefetch: int
     """Units gathered ahead on request; 0: FSDP2's implicit prefetch."""
     accumulates: bool
@@ -167,44 +169,44 @@ class Sharding:
 
     @property
     def own_copy(self) -> float:
-        """What an all-gather adds to its output: this rank's shards in the compute format."""
+        """Share of a unit's gathered bytes that an all-gather adds: this rank's cast shard."""
         return 1 / self.shards if self.width < self.sum_width else 0.0
 
     @property
     def reduced(self) -> float:
-        """Bytes per element of a reduction's output; replicas without shards divide into a copy."""
+        """Bytes per element of a reduction's output. Replicas without shards divide into a copy."""
         divided = 1 if self.is_alone and self.has_copies else 0
         return self.sum_width * (1 / self.shards + divided)
 
 
-def sharded_moments(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator[Moment]:
-    """Forward and backward of a step's last microbatch under FSDP2."""
+def sharded_memory(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator[MemoryUse]:
+    """Yield the memory at moments of a step's last forward and backward under FSDP2."""
     yield from _forward(counts, units, how)
     yield from _backward(counts, units, how)
 
 
-def _forward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator[Moment]:
+def _forward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator[MemoryUse]:
     embed, block, head = counts.embed, counts.block, counts.head
     root = how.width * (embed.parameters + head.parameters)
     sums = _sums(counts, sum(units), how)
     # The output of an all-gather is kept until the next unit's has been copied from its own.
     buffer = 0.0 if how.is_alone else root
     gathered, kept = root, embed.kept
-    yield Moment(gathered + buffer, sums, 0.0, kept + embed.forward_peak)
+    yield MemoryUse(gathered + buffer, sums, 0.0, kept + embed.forward_peak)
     for number, size in enumerate(units):
         own = how.block_width * block.parameters * size
         if not how.is_alone:
-            yield Moment(gathered + buffer + own * (1 + how.own_copy), sums, 0.0, kept)
+            yield MemoryUse(gathered + buffer + own * (1 + how.own_copy), sums, 0.0, kept)
             buffer = own
         ahead = _ahead(counts, units[number + 1 : number + 1 + how.prefetch], how)
         kept += size * block.kept
-        yield Moment(gathered + own + buffer + ahead, sums, 0.0, kept + block.forward_peak)
+        yield MemoryUse(gathered + own + buffer + ahead, sums, 0.0, kept + block.forward_peak)
         gathered += 0.0 if how.reshards else own
     kept += head.kept
-    yield Moment(gathered + buffer, sums, 0.0, kept + head.forward_peak)
+    yield MemoryUse(gathered + buffer, sums, 0.0, kept + head.forward_peak)
 
 
-def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator[Moment]:
+def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator[MemoryUse]:
     embed, block, head = counts.embed, counts.block, counts.head
     width, wide = how.width, how.sum_width
     root, root_trained = embed.parameters + head.parameters, embed.trained + head.trained
@@ -216,10 +218,10 @@ def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator
     ahead = _ahead(counts, units[-1:], how) if gathers else 0.0
     again = width * root if how.reshards_root and not how.is_alone else 0.0
     sums, gradients = _sums(counts, sum(units), how), 0.0
-    yield Moment(resident + again, sums, 0.0, kept + head.kept)
+    yield MemoryUse(resident + again, sums, 0.0, kept + head.kept)
     fresh = how.fresh
     made = sums + fresh * head.backward_gradients
-    yield Moment(resident + ahead, made, 0.0, kept + head.kept, head.backward_peak)
+    yield MemoryUse(resident + ahead, made, 0.0, kept + head.kept, head.backward_peak)
     # The gradient of tied weights waits for embed's share of it.
     of_head = how.fresh * width * (head.trained + counts.tied)
     reducing = 0.0
@@ -229,7 +231,7 @@ def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator
         own, trained = how.block_width * block.parameters * size, block.trained * size
         if how.reshards:
             if gathers:
-                yield Moment(resident + ahead + own, sums + of_head + reducing, gradients, kept)
+                yield MemoryUse(resident + ahead + own, sums + of_head + reducing, gradients, kept)
             resident += own
         before = units[max(0, number - max(1, how.prefetch)) : number]
         ahead = _ahead(counts, before, how) if gathers else 0.0
@@ -237,13 +239,13 @@ def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator
             made = of_head + reducing
             made += fresh * (width * block.trained * done + block.backward_gradients)
             held = kept - done * block.kept
-            yield Moment(resident + ahead, sums + made, gradients, held, block.backward_peak)
+            yield MemoryUse(resident + ahead, sums + made, gradients, held, block.backward_peak)
         kept -= size * block.kept
         resident -= own
         made, summed = width * trained, wide * trained
         reducing = summed
         # The gradients are copied into the buffer that is reduced.
-        yield Moment(
+        yield MemoryUse(
             resident + ahead,
             sums + of_head + reducing + (0.0 if how.accumulates else made),
             gradients,
@@ -251,7 +253,7 @@ def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator
             counts.stream,
         )
         sums -= summed if how.accumulates else 0.0
-        yield Moment(
+        yield MemoryUse(
             resident + ahead,
             sums + of_head + reducing,
             gradients + how.reduced * trained,
@@ -260,10 +262,10 @@ def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator
         )
         gradients += wide * trained / how.shards
     made = sums + of_head + reducing + fresh * embed.backward_gradients
-    yield Moment(resident, made, gradients, kept, embed.backward_peak)
+    yield MemoryUse(resident, made, gradients, kept, embed.backward_peak)
     made = 0.0 if how.accumulates else width * root_trained
-    yield Moment(0.0, sums + made + wide * root_trained, gradients)
-    yield Moment(0.0, wide * root_trained, gradients + how.reduced * root_trained)
+    yield MemoryUse(0.0, sums + made + wide * root_trained, gradients)
+    yield MemoryUse(0.0, wide * root_trained, gradients + how.reduced * root_trained)
 
 
 def _ahead(counts: Counts, units: tuple[int, ...], how: Sharding) -> float:
@@ -283,8 +285,8 @@ def trained_of(counts: Counts, layers: int) -> float:
     return counts.embed.trained + counts.head.trained + layers * counts.block.trained
 
 
-def single_moments(counts: Counts, layers: int, how: Sharding) -> Iterator[Moment]:
-    """Forward and backward of the last microbatch on one rank, which has no FSDP."""
+def single_rank_memory(counts: Counts, layers: int, how: Sharding) -> Iterator[MemoryUse]:
+    """Yield the memory at moments of a step's last microbatch on one rank, without FSDP."""
     embed, block, head = counts.embed, counts.block, counts.head
     is_cast = how.width < how.sum_width
     parameters = embed.parameters + head.parameters + layers * block.parameters
@@ -293,14 +295,14 @@ def single_moments(counts: Counts, layers: int, how: Sharding) -> Iterator[Momen
     sums = how.sum_width * trained if how.accumulates else 0.0
     kept = embed.kept + layers * block.kept
 
-    def at(made: float, activations: float, part: Part | None = None) -> Moment:
-        """With the gradients of `made` elements of this microbatch, in the backward of `part`."""
+    def at(made: float, activations: float, part: Part | None = None) -> MemoryUse:
+        """The memory in the backward of `part`, with the gradients of `made` elements."""
         temporary = part.backward_peak if part else 0.0
         # In the weights' own format they are added to the sums one by one.
         own = how.fresh * (how.width * made + (part.backward_gradients if part else 0.0))
         if is_cast:
-            return Moment(gathered, own, sums, activations, temporary)
-        return Moment(gathered, 0.0, sums + own, activations, temporary)
+            return MemoryUse(gathered, own, sums, activations, temporary)
+        return MemoryUse(gathered, 0.0, sums + own, activations, temporary)
 
     yield at(0.0, embed.kept + embed.forward_peak)
     yield at(0.0, kept + block.forward_peak)
@@ -313,41 +315,41 @@ def single_moments(counts: Counts, layers: int, how: Sharding) -> Iterator[Momen
     if is_cast:
         chunk = min(trained, CHUNK)
         if how.accumulates:
-            yield Moment(0.0, how.width * trained, sums + how.sum_width * chunk)
+            yield MemoryUse(0.0, how.width * trained, sums + how.sum_width * chunk)
         else:
-            yield Moment(0.0, how.width * chunk, how.sum_width * trained)
+            yield MemoryUse(0.0, how.width * chunk, how.sum_width * trained)
 
 
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "float8": 2}
-"""Of a gradient in the format of its product; in float8 it is kept in bf16."""
+GRADIENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "float8": 2}
+"""Bytes of a gradient element, by the format of its product. Gradients of float8 are kept in
+bf16."""
 
 
 class InFlight(NamedTuple):
-    """What a rank holds during an action; one number for each of its stages."""
+    """The microbatches that a rank holds during an action, counted per stage of the rank."""
 
     kind: Kind
     place: int
     """The action's stage among those of the rank."""
     held: tuple[int, ...]
-    """Microbatches with activations: of a forward before it, else with the action's own."""
+    """Microbatches whose activations are held: before a forward, else with the action's own."""
     halves: tuple[int, ...]
-    """Those of them whose input gradients are done."""
+    """Microbatches of `held` whose input gradients are computed already."""
     summed: tuple[bool, ...]
-    """Whether the stage has gradients of an earlier microbatch."""
+    """True for a stage that has gradients of an earlier microbatch."""
     last: bool
-    """Whether the stage's gradients are reduced after it."""
+    """True if the stage's gradients are reduced after this action."""
     messages: int
-    """Streams that are received for the next actions, or that are held because they were sent last.
-
-    An output that was sent is not one of them: its microbatch keeps it."""
+    """Streams that were received for the next actions, or are held because they were sent last. A
+    sent output is not counted: its microbatch keeps it."""
 
 
 @lru_cache(maxsize=4096)
-def profile_of_schedule(
+def highest_of_schedule(
     schedule: str, pp: int, microbatches: int, virtual_stages: int
 ) -> tuple[tuple[InFlight, ...], ...]:
-    """`profile` of a schedule's own order."""
-    return profile(
+    """`highest_in_flight` of a schedule's own order."""
+    return highest_in_flight(
         pipeline_order(
             schedule,
             num_ranks=pp,
@@ -359,8 +361,8 @@ def profile_of_schedule(
 
 @lru_cache(maxsize=4096)
 def exceeded(schedule: str, pp: int, microbatches: int, virtual_stages: int) -> tuple[bool, ...]:
-    """By rank: whether the rank before it never has less in flight."""
-    flights = profile_of_schedule(schedule, pp, microbatches, virtual_stages)
+    """By pipeline rank: True if the rank before it never holds less."""
+    flights = highest_of_schedule(schedule, pp, microbatches, virtual_stages)
     return tuple(
         rank > 0 and all(any(_is_above(other, own) for other in flights[rank - 1]) for own in each)
         for rank, each in enumerate(flights)
@@ -372,8 +374,8 @@ def _is_above(first: InFlight, second: InFlight) -> bool:
     return alike and _covers(first, second)
 
 
-def profile(order: Order) -> tuple[tuple[InFlight, ...], ...]:
-    """The moments of each rank that no other one exceeds in every number."""
+def highest_in_flight(order: Order) -> tuple[tuple[InFlight, ...], ...]:
+    """The maximal moments of each rank: none is exceeded in every number by another one."""
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
     return tuple(_highest(_moments(actions, rank_of, rank)) for rank, actions in enumerate(order))
 
@@ -389,7 +391,7 @@ def _moments(actions: Sequence[Action], rank_of: dict[int, int], rank: int) -> I
         for action in actions
     ]
     sent = False
-    """Whether the last message that the rank sent was a gradient."""
+    """True if the rank's last message was a gradient."""
     for number, action in enumerate(actions):
         place, kind = place_of[action.stage], action.kind
         ends = kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
@@ -410,7 +412,7 @@ def _moments(actions: Sequence[Action], rank_of: dict[int, int], rank: int) -> I
 
 
 def _highest(moments: Iterator[InFlight]) -> tuple[InFlight, ...]:
-    """Without those that another one of the same action exceeds or equals in every number."""
+    """Drop moments that another one of the same action equals or exceeds in every number."""
     groups: dict[tuple[Kind, int, bool], list[InFlight]] = {}
     every = sorted(set(moments), key=_size, reverse=True)
     for moment in every:
@@ -441,11 +443,11 @@ class StageParts:
     has_embed: bool
     has_head: bool
     has_copy: bool
-    """It computes with a copy of the first stage's weights."""
+    """True if the stage computes with a copy of the first stage's weights."""
     units: tuple[int, ...]
-    """Blocks of its FSDP units."""
+    """Number of blocks of each FSDP unit."""
     whole_table: float = 0.0
-    """See `whole_table`."""
+    """Result of `whole_table`."""
 
     @cached_property
     def parameters(self) -> float:
@@ -454,7 +456,7 @@ class StageParts:
 
     @cached_property
     def trained(self) -> float:
-        """Those with gradients."""
+        """Elements with gradients on a tp rank, with the copy."""
         return self._elements("trained")
 
     @property
@@ -474,7 +476,7 @@ class StageParts:
 
     @property
     def root(self) -> float:
-        """Those outside the blocks."""
+        """Gradient elements outside the blocks, before they are reduced."""
         return self.unreduced - self.layers * self.counts.block.trained
 
     def _elements(self, key: str) -> float:
@@ -497,7 +499,7 @@ class StageParts:
 
     @cached_property
     def forward_high(self) -> float:
-        """The most that a forward holds of its own microbatch."""
+        """Peak bytes of a forward's own microbatch."""
         counts, found = self.counts, 0.0
         if self.has_embed:
             found = self.entered + counts.embed.forward_peak
@@ -507,15 +509,15 @@ class StageParts:
 
     @cached_property
     def half(self) -> float:
-        """Bytes that a microbatch keeps more between its input and its weight gradients."""
+        """Extra bytes that a microbatch keeps between its input and its weight gradients."""
         counts = self.counts
         if self.has_embed:  # The first stage computes no input gradients: all waits.
             return counts.stream
         # The head's: a loss over a vocabulary writes them over its logits; others are small.
         return self.layers * of_products(counts.block)
 
-    def backward(self, how: Sharding, is_summed: bool) -> Iterator[Moment]:
-        """Moments of a full backward; activations are less what its microbatch keeps."""
+    def backward(self, how: Sharding, is_summed: bool) -> Iterator[MemoryUse]:
+        """Moments of a full backward. Activations are relative to what its microbatch keeps."""
         counts, gone, made = self.counts, 0.0, 0.0
         is_cast = how.width < how.sum_width
         # In the weights' own format gradients are added to the sums one by one.
@@ -524,7 +526,7 @@ class StageParts:
         sums = 0.0 if is_summed else float(how.sum_width)
         if self.has_head:
             own = fresh * counts.head.backward_gradients
-            yield Moment(0.0, own, 0.0, 0.0, counts.head.backward_peak)
+            yield MemoryUse(0.0, own, 0.0, 0.0, counts.head.backward_peak)
             gone = counts.head.kept
             made = width * (counts.head.trained + counts.tied * self.has_copy)
         # Its output is held to the end; a block's gradients are counted in place of its output.
@@ -536,7 +538,7 @@ class StageParts:
                 found += fresh * counts.block.backward_gradients
                 found += ended * sums * counts.block.trained
                 activations = -gone - done * counts.block.kept + (output if done else 0.0)
-                yield Moment(0.0, found, 0.0, activations, counts.block.backward_peak)
+                yield MemoryUse(0.0, found, 0.0, activations, counts.block.backward_peak)
             ended += size
         blocks = self.layers * sums * counts.block.trained
         if self.has_embed:
@@ -544,10 +546,10 @@ class StageParts:
             # Alone on its stage, it adds no part of a table to the head's.
             high = counts.embed.backward_peak
             high -= how.width * counts.tied if self.whole_table else 0.0
-            yield Moment(0.0, found, 0.0, self.entered - self.kept + output, high)
+            yield MemoryUse(0.0, found, 0.0, self.entered - self.kept + output, high)
         # Those outside the blocks are summed at the end.
         own = (width + sums * is_cast) * self.root
-        yield Moment(0.0, blocks + own, 0.0, output - self.kept)
+        yield MemoryUse(0.0, blocks + own, 0.0, output - self.kept)
 
 
 def whole_table(counts: Counts, tp: int, width: int) -> float:
@@ -566,23 +568,23 @@ def whole_table(counts: Counts, tp: int, width: int) -> float:
 def of_products(part: Part) -> float:
     """Bytes of the gradients from which a part computes those of its weights."""
     return sum(
-        count * product.batch * product.m * product.k * BYTES[product.dtype]
+        count * product.batch * product.m * product.k * GRADIENT_BYTES[product.dtype]
         for product, count in part.backward.products.items()
         if product.is_weight_gradient
     )
 
 
-def pipeline_moments(
+def pipeline_memory(
     flights: Sequence[InFlight],
     stages: Sequence[StageParts],
     how: Sharding,
     growth: float,
     sending: float,
-) -> Iterator[Moment]:
-    """Forward and backward of a step.
+) -> Iterator[MemoryUse]:
+    """Yield the memory at moments of a step on a pipeline rank.
 
-    `growth`: times the activations of the planned order. `sending`: bytes of a message to which no
-    action belongs.
+    `growth`: activations over those of the planned order. `sending`: bytes of a message that
+    belongs to no action.
     """
     in_float8 = (how.width - how.block_width) * sum(
         stage.layers * stage.counts.block.parameters for stage in stages
@@ -599,7 +601,7 @@ def pipeline_moments(
         halves = sum(count * each.half for count, each in zip(flight.halves, stages, strict=True))
         for own in _own(flight, stages[flight.place], how):
             activations = held + flight.messages * stream + own.activations
-            yield Moment(
+            yield MemoryUse(
                 gathered + own.gathered,
                 how.sum_width * summed + own.unreduced,
                 own.gradients,
@@ -608,11 +610,11 @@ def pipeline_moments(
             )
 
 
-def _own(flight: InFlight, stage: StageParts, how: Sharding) -> Iterator[Moment]:
-    """What an action adds to all that the rank holds."""
+def _own(flight: InFlight, stage: StageParts, how: Sharding) -> Iterator[MemoryUse]:
+    """Bytes that an action adds to what the rank holds."""
     is_summed, counts = flight.summed[flight.place], stage.counts
     if flight.kind is Kind.FORWARD:
-        yield Moment(activations=stage.forward_high)
+        yield MemoryUse(activations=stage.forward_high)
         return
     arrived = 0.0 if stage.has_head else counts.stream
     """The gradient of the stage's output."""
@@ -623,19 +625,19 @@ def _own(flight: InFlight, stage: StageParts, how: Sharding) -> Iterator[Moment]
     elif flight.kind is Kind.BACKWARD_INPUT and not stage.has_embed:
         # The graph is kept for the second half: nothing is freed.
         if stage.has_head:
-            yield Moment(temporary=counts.head.backward_peak)
-        yield Moment(activations=arrived, temporary=stage.half + counts.block.backward_peak)
+            yield MemoryUse(temporary=counts.head.backward_peak)
+        yield MemoryUse(activations=arrived, temporary=stage.half + counts.block.backward_peak)
     elif flight.kind is Kind.BACKWARD_WEIGHT and stage.has_embed:
         yield from stage.backward(how, is_summed)
     elif flight.kind is Kind.BACKWARD_WEIGHT:
-        yield Moment(unreduced=whole)
+        yield MemoryUse(unreduced=whole)
     if flight.last:
         sums = 0.0 if is_summed else how.sum_width * stage.unreduced
         blocks = stage.largest_unit * counts.block.trained
         gone = stage.kept + (stage.half if flight.kind is Kind.BACKWARD_WEIGHT else 0.0)
         # Each unit frees its parameters, then copies its gradients to reduce them.
         for unit, width in ((stage.root, how.width), (blocks, how.block_width)):
-            yield Moment(-width * unit, sums + how.sum_width * unit, 0.0, -gone)
+            yield MemoryUse(-width * unit, sums + how.sum_width * unit, 0.0, -gone)
 
 
 GIB, MIB_OF_GIB = 2**30, 2**10
@@ -651,9 +653,10 @@ def memory(
     *,
     only_fullest: bool = False,
 ) -> list[dict[StorageKind, float]]:
-    """Bytes at the peak by kind, of every pipeline rank. `state`: see `state_of`.
+    """Peak bytes by kind, of every pipeline rank. `state`: see `state_of`.
 
-    `only_fullest`: a rank that holds no more than the one before it gets that one's bytes.
+    `only_fullest`: a rank that holds no more than the one before it is not computed, and gets that
+    one's bytes.
     """
     how = sharding_of(plan, runtime)
     how = replace(how, in_float8=in_float8(plan, counts, how))
@@ -680,23 +683,23 @@ def memory(
             continue
         before = stages
         sending = sent_copy(plan, counts, how) if pipeline_rank == 0 else 0.0
-        moments = pipeline_moments(flight, stages, how, growth[pipeline_rank], sending)
+        moments = pipeline_memory(flight, stages, how, growth[pipeline_rank], sending)
         found.append(at_peak(plan, stages, moments, how, runtime, state))
     return found
 
 
-def _local(plan: RunPlan, counts: Counts, how: Sharding) -> Iterator[Moment]:
+def _local(plan: RunPlan, counts: Counts, how: Sharding) -> Iterator[MemoryUse]:
     """Moments without a pipeline."""
     if plan.world_size == 1 and plan.precision.float8 in FLOAT8:
-        return single_moments(counts, plan.spec.num_layers, how)
+        return single_rank_memory(counts, plan.spec.num_layers, how)
     units = unit_sizes(
         plan.spec.num_layers, counts.block.parameters, plan.parallel.blocks_per_fsdp_unit
     )
-    return sharded_moments(counts, units, how)
+    return sharded_memory(counts, units, how)
 
 
 def sharding_of(plan: RunPlan, runtime: Runtime) -> Sharding:
-    """How FSDP runs on a rank, see `parallel.fsdp.shard`."""
+    """The sharding of a plan's ranks, see `parallel.fsdp.shard`."""
     sizes, wanted = plan.sizes, plan.parallel.reshard_after_forward
     replicas = sizes.product("copies")
     shards = sizes.product("fsdp")
@@ -735,17 +738,17 @@ def in_float8(plan: RunPlan, counts: Counts, how: Sharding) -> float:
 def at_peak(
     plan: RunPlan,
     stages: Sequence[StageParts],
-    moments: Iterator[Moment],
+    moments: Iterator[MemoryUse],
     how: Sharding,
     runtime: Runtime,
     state: OptimizerState,
 ) -> dict[StorageKind, float]:
-    """The highest moment of a rank, with its state."""
+    """Bytes by kind at the moment of a rank with the largest sum, with its state."""
     counts = stages[0].counts
     held = state_bytes(stages, how, state)
     held[StorageKind.INPUTS] = counts.static + counts.inputs * plan.samples_per_rank
     trained = sum(stage.trained - stage.copied for stage in stages) / how.shards
-    update = Moment(
+    update = MemoryUse(
         gradients=how.sum_width * trained, temporary=optimizer_work(plan, stages, how, state)
     )
     every = [*moments, update]
@@ -775,7 +778,7 @@ def at_peak(
 def state_bytes(
     stages: Sequence[StageParts], how: Sharding, state: OptimizerState
 ) -> dict[StorageKind, float]:
-    """Weights, optimizer and EMA of a rank's shards."""
+    """Bytes of a rank's shards of weights, optimizer and EMA."""
     width = how.sum_width / how.shards
     parameters = optimizer = averaged = buffers = 0.0
     for stage in stages:
@@ -795,7 +798,7 @@ def state_bytes(
 
 
 def given_state(elements: float, runtime: Runtime, how: Sharding) -> dict[StorageKind, float]:
-    """The bytes of another trainer, of which only the sum is known."""
+    """Bytes of another trainer's state by kind, from their given sum."""
     assert runtime.state_bytes is not None
     weights = min(float(how.width), runtime.state_bytes)
     gradients = min(float(runtime.gradient_bytes), runtime.state_bytes - weights)
@@ -823,7 +826,7 @@ def optimizer_work(
 
 
 def sent_copy(plan: RunPlan, counts: Counts, how: Sharding) -> float:
-    """Bytes of tied weights that the first rank casts to send them: kept to the end of a step."""
+    """Bytes of tied weights that the first rank casts to send; held to the end of a step."""
     first, last = plan.stage_ranks[0], plan.stage_ranks[-1]
     if first == last or how.width == how.sum_width:
         return 0.0
@@ -851,12 +854,12 @@ def stages_of(plan: RunPlan, counts: Counts, how: Sharding, pipeline_rank: int) 
 
 
 def in_flight(plan: RunPlan) -> tuple[tuple[tuple[InFlight, ...], ...], tuple[float, ...]]:
-    """What each rank has in flight, and how much more it may hold in a run-time order."""
+    """(moments of each rank, factor of its activations in a run-time order)."""
     count = plan.num_microbatches
     if plan.order_of_file is not None:
-        return profile(plan.order(count)), (1.0,) * plan.sizes.pp
+        return highest_in_flight(plan.order(count)), (1.0,) * plan.sizes.pp
     pipeline = plan.pipeline
-    found = profile_of_schedule(pipeline.schedule, plan.sizes.pp, count, pipeline.virtual_stages)
+    found = highest_of_schedule(pipeline.schedule, plan.sizes.pp, count, pipeline.virtual_stages)
     if not plan.decides_at_run_time:
         return found, (1.0,) * plan.sizes.pp
     planned = peak_activations(plan.order(count))
@@ -865,7 +868,7 @@ def in_flight(plan: RunPlan) -> tuple[tuple[tuple[InFlight, ...], ...], tuple[fl
 
 
 def exceeded_ranks(plan: RunPlan) -> frozenset[int]:
-    """Pipeline ranks that never have more in flight than the one before; none of an own order."""
+    """Pipeline ranks that never hold more than the rank before; empty for an order from a file."""
     if plan.order_of_file is not None or plan.decides_at_run_time:
         return frozenset()
     order = plan.pipeline.schedule, plan.sizes.pp, plan.num_microbatches
@@ -874,7 +877,7 @@ def exceeded_ranks(plan: RunPlan) -> frozenset[int]:
 
 
 def are_alike(stages: Sequence[StageParts], others: Sequence[StageParts]) -> bool:
-    """Whether two ranks of a plan have equal stages."""
+    """True if two ranks of a plan have equal stages."""
 
     def kinds(each: Sequence[StageParts]) -> list[tuple[object, ...]]:
         return [(s.layers, s.has_embed, s.has_head, s.has_copy) for s in each]
@@ -883,28 +886,28 @@ def are_alike(stages: Sequence[StageParts], others: Sequence[StageParts]) -> boo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needed:
-    """Device memory of a rank, GiB."""
+class DeviceMemory:
+    """Device memory of a rank in GiB."""
 
     allocated: float
     """Tensors: torch's `max_memory_allocated`."""
     reserved: float
-    """With what the caching allocator holds beside them: `max_memory_reserved`."""
+    """The caching allocator's memory, fragments included: `max_memory_reserved`."""
     context: float
     """CUDA context, kernels and libraries."""
     communicators: float
-    """Buffers of NCCL."""
+    """NCCL's buffers."""
 
     @property
     def total(self) -> float:
-        """What nvidia-smi shows."""
+        """GiB that nvidia-smi shows."""
         return self.reserved + self.context + self.communicators
 
 
-def needed(held: Mapping[StorageKind, float], plan: RunPlan, device: Device) -> Needed:
-    """What a rank that holds these bytes takes of a device."""
+def device_memory(held: Mapping[StorageKind, float], plan: RunPlan, device: Device) -> DeviceMemory:
+    """Device memory of a rank with these bytes of tensors."""
     overhead, allocated = device.overhead, sum(held.values()) / GIB
-    return Needed(
+    return DeviceMemory(
         allocated=allocated,
         reserved=allocated * overhead.allocator,
         context=overhead.context_mib / MIB_OF_GIB,
@@ -912,8 +915,8 @@ def needed(held: Mapping[StorageKind, float], plan: RunPlan, device: Device) -> 
     )
 
 
-def fits(found: Needed, device: Device) -> bool:
-    """Whether a rank fits a device."""
+def fits(found: DeviceMemory, device: Device) -> bool:
+    """True if a rank fits the device."""
     return found.total <= device.memory_gib
 
 

@@ -21,13 +21,13 @@ from titan_dit.schedules.placement import pipeline_order
 from titan_dit.schedules.proof import execution, num_stages_of
 from titan_dit.schedules.schedule import schedule_of
 
-FULL = 3
-"""Rounds that are played at least; a round has `pp` microbatches, or as many as an interleaved
-schedule takes at a time."""
-STEPS = 8192
-"""Actions up to which a pass is played whole."""
-COMPLETES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-"""What ends the work of a stage on a microbatch."""
+MIN_ROUNDS = 3
+"""Minimum number of rounds to play. A round is `pp` microbatches, or the group of an interleaved
+schedule."""
+MAX_ACTIONS = 8192
+"""Maximum number of actions of a pass that is played whole."""
+LAST_KINDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+"""Actions that end a stage's work on a microbatch."""
 
 
 class CompiledAction(NamedTuple):
@@ -41,37 +41,38 @@ class CompiledAction(NamedTuple):
     sends: tuple[int, int] | None
     """(source, target) rank, if another rank needs its output."""
     is_last: bool
-    """It ends the work of its stage."""
+    """True if the action ends the work of its stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
-    """How long everything takes, in seconds."""
+class Durations:
+    """Durations of actions and messages, in seconds."""
 
     costs: Mapping[tuple[Kind, int], float]
-    """Of an action, by (kind, stage), as for `simulate`."""
+    """Duration of an action by (kind, stage), as for `simulate`."""
     latency: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    """From the end of an action to the arrival of its output, by (source, target) rank; else 0."""
+    """Time from the end of an action to the arrival of its output, by (source, target) rank;
+    default 0."""
     in_turn: bool = False
-    """A rank sends one message after another, each for its latency: its link has one bandwidth for
-    all that leave it. Else they do not delay each other, as in `simulate`."""
+    """True: a rank sends one message after another, each for its latency, as on one link. False:
+    messages do not delay each other, as in `simulate`."""
     ready: Sequence[float] = ()
-    """When each rank can begin; else 0."""
+    """Time at which each rank can begin; empty: 0."""
     after: Mapping[int, float] = field(default_factory=dict)
-    """What a rank does once it has ended the work of a stage and sent its output; else 0."""
+    """Time that a rank needs, by stage, after its last action of that stage; default 0."""
 
 
-class Played(NamedTuple):
-    """A pass; both by rank, in seconds."""
+class PassTimes(NamedTuple):
+    """A simulated pass; both fields by rank, in seconds."""
 
     ends: tuple[float, ...]
-    """When it is free."""
+    """Time at which the rank is free."""
     busy: tuple[float, ...]
-    """Its actions together."""
+    """Sum of its actions' durations."""
 
     @property
     def makespan(self) -> float:
-        """Until every rank is free."""
+        """Time at which every rank is free."""
         return max(self.ends)
 
     @property
@@ -81,10 +82,10 @@ class Played(NamedTuple):
 
 
 def compiled(order: Order) -> tuple[CompiledAction, ...]:
-    """The actions, each after its inputs. Raises ValueError on a deadlock."""
+    """The actions of an order, each after its inputs. Raises ValueError on a deadlock."""
     num_stages = num_stages_of(order)
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
-    left = Counter(a.stage for actions in order for a in actions if a.kind in COMPLETES)
+    left = Counter(a.stage for actions in order for a in actions if a.kind in LAST_KINDS)
     made: dict[Action, int] = {}
     steps: list[CompiledAction] = []
     sends: dict[int, tuple[int, int]] = {}
@@ -96,14 +97,14 @@ def compiled(order: Order) -> tuple[CompiledAction, ...]:
                 source = made[message]
                 sends[source] = rank_of[message.stage], rank
         made[output_of(action)] = len(steps)
-        left[action.stage] -= action.kind in COMPLETES
-        is_last = action.kind in COMPLETES and not left[action.stage]
+        left[action.stage] -= action.kind in LAST_KINDS
+        is_last = action.kind in LAST_KINDS and not left[action.stage]
         steps.append(CompiledAction(rank, (action.kind, action.stage), source, None, is_last))
     return tuple(step._replace(sends=sends.get(number)) for number, step in enumerate(steps))
 
 
-def play(steps: Sequence[CompiledAction], num_ranks: int, times: Times) -> Played:
-    """One pass, every action as soon as its rank and its input are there.
+def play(steps: Sequence[CompiledAction], num_ranks: int, times: Durations) -> PassTimes:
+    """Simulate one pass: every action runs as soon as its rank and its input are ready.
 
     A channel has one latency for all messages, so none overtakes another.
     """
@@ -126,17 +127,17 @@ def play(steps: Sequence[CompiledAction], num_ranks: int, times: Times) -> Playe
             sent[rank] = arrives
         arrivals.append(arrives)
         free[rank] = end + times.after.get(cost[1], 0.0) if is_last else end
-    return Played(tuple(free), tuple(busy))
+    return PassTimes(tuple(free), tuple(busy))
 
 
-def played(plan: RunPlan, times: Times) -> Played:
-    """The pass of a training step, a run-time order as planned."""
+def pass_times(plan: RunPlan, times: Durations) -> PassTimes:
+    """Simulate the pass of a training step; a run-time order counts as planned."""
     count, pp = plan.num_microbatches, plan.sizes.pp
     if plan.order_of_file is not None:
         return play(compiled(plan.order(count)), pp, times)
     size, pipeline = round_of(plan), plan.pipeline
     kinds = 3 if plan.splits_backward else 2
-    whole = max(FULL, STEPS // (kinds * plan.num_stages * size))
+    whole = max(MIN_ROUNDS, MAX_ACTIONS // (kinds * plan.num_stages * size))
     if count <= (whole + 1) * size:
         return play(program(pipeline.schedule, pp, pipeline.virtual_stages, count), pp, times)
     # The growth of half of the rounds: messages may let a round last longer, the next one less.
@@ -152,11 +153,11 @@ def played(plan: RunPlan, times: Times) -> Played:
     def grown(few: Sequence[float], many: Sequence[float]) -> tuple[float, ...]:
         return tuple(b + times_grown * (b - a) for a, b in zip(few, many, strict=True))
 
-    return Played(grown(some.ends, most.ends), grown(some.busy, most.busy))
+    return PassTimes(grown(some.ends, most.ends), grown(some.busy, most.busy))
 
 
 def round_of(plan: RunPlan) -> int:
-    """Microbatches after which an order repeats itself."""
+    """Microbatches of a round, after which an order repeats itself."""
     pp = plan.sizes.pp
     if schedule_of(plan.pipeline.schedule).interleaved:
         return round_size(pp, plan.num_microbatches)

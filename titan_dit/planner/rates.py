@@ -12,33 +12,34 @@ from dataclasses import dataclass
 from typing import Literal
 
 from titan_dit.planner.hardware import Device
-from titan_dit.planner.links import Links
-from titan_dit.planner.work import Attention, Product, Work
+from titan_dit.planner.links import Network
+from titan_dit.planner.work import AttentionCall, Product, Work
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """The defaults are this project's; others describe the trainers of public tables."""
+    """How a trainer runs a step. The defaults are titan_dit's; others are published trainers'."""
 
     is_fused: bool | None = None
-    """Elementwise operators are fused; None: with [compile]."""
+    """True if elementwise operators are fused. None: as [compile] says."""
     sharding: Literal["fsdp", "gradients", "replicas"] = "fsdp"
-    """Of dp_shard: FSDP; FSDP that keeps parameters gathered (SHARD_GRAD_OP); plain replicas,
-    whose gradients are all-reduced."""
+    """What dp_shard does. "fsdp": FSDP. "gradients": FSDP that keeps parameters gathered
+    (SHARD_GRAD_OP). "replicas": plain replicas, whose gradients are all-reduced."""
     overlaps_data: bool = True
     """Gathers and reductions over data-parallel ranks hide behind computing."""
     reduces_each_microbatch: bool = False
     """Gradients are reduced over data-parallel ranks in every microbatch, not in the last one."""
     gather_bytes: int | None = None
-    """Per parameter of an all-gather; None: [precision] dtype."""
+    """Bytes per parameter of an all-gather; None: those of [precision] dtype."""
     gradient_bytes: int = 4
-    """Per gradient of a reduction over data-parallel ranks."""
+    """Bytes per gradient of a reduction over data-parallel ranks."""
     update_bytes: float | None = None
-    """Read and written per parameter by clipping, optimizer and casts; None: as counted."""
+    """Bytes read and written per parameter by clipping, optimizer and casts; None: counted."""
     state_bytes: float | None = None
-    """Held per parameter: weights, gradients, optimizer; None: as counted."""
+    """Bytes of weights, gradients and optimizer per parameter; None: counted."""
     blocking_messages: bool = False
-    """A pipeline rank computes nothing while it sends. What it receives meanwhile costs no more."""
+    """A pipeline rank does not compute while it sends. Receiving at the same time costs nothing
+    more."""
     scattered_messages: bool = False
     """Stage messages are cut over the tp ranks and gathered inside the node."""
     attention_dropout: bool = False
@@ -52,15 +53,15 @@ ITEM_BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "float8": 1}
 OUTPUT_BYTES = ITEM_BYTES | {"float8": 2}
 """Products of float8 are written in bf16."""
 SHORT_SIDE = 96
-"""A product whose shortest side is this long reaches half of the rate of a large one: tiles of 128
-x 128 are cut, and the first and last steps of a short sum wait. Assumed, not fitted."""
+"""A product whose shortest side is this long reaches half the rate of a large one: tiles of 128 x
+128 are cut, and a short sum waits at its first and last steps. Assumed, not fitted."""
 TILE = 128
 """Rows and columns of a tile of fused attention."""
 FULL_HEAD = 128
-"""Head dim of the efficiency of attention."""
+"""Head dim at which `Efficiency.attention` is measured."""
 HEAD_OVERHEAD = 32
-"""Softmax and loads per key cost as much as so many channels: head dim 64 reaches 5/6 of the rate
-of 128, about what the figures of arXiv:2307.08691 show."""
+"""Softmax and loads of a key cost as much as this many channels: head dim 64 reaches 5/6 of the
+rate of 128, about what the figures of arXiv:2307.08691 show."""
 CAUSAL_TILES = 3
 """Tiles that attention with a causal mask loses at the ends and to the mask. Assumed."""
 BACKWARD_TILES = 2
@@ -90,8 +91,8 @@ def shape_factor(m: float, n: float, k: float) -> float:
 
 
 @functools.lru_cache(maxsize=2**16)
-def block_s(attention: Attention, device: Device) -> float:
-    """Seconds of one call of a fused kernel: of one block of a ring."""
+def block_s(attention: AttentionCall, device: Device) -> float:
+    """Seconds of one call of a fused attention kernel; for a ring, of one of its blocks."""
     keys = attention.keys / attention.ring
     flops = attention.flops / attention.ring
     rate = device.peak(attention.dtype) * device.efficiency.attention
@@ -106,19 +107,19 @@ def block_s(attention: Attention, device: Device) -> float:
 
 
 def head_factor(head_dim: float, step: int) -> float:
-    """Share of the rate at head dim 128; channels of padding are computed in vain."""
+    """Share of the rate at head dim 128. Head dims are padded to a multiple of `step`."""
     padded = -(-head_dim // step) * step
     full = FULL_HEAD / (FULL_HEAD + HEAD_OVERHEAD)
     return min(1.0, head_dim / (padded + HEAD_OVERHEAD) / full)
 
 
 def length_factor(keys: float, is_causal: bool, is_backward: bool = False) -> float:
-    """Share of the rate of long sequences: tiles at the ends, and those that a causal mask cuts."""
+    """Share of the rate of long sequences: tiles at the ends and at a causal mask are cut."""
     tiles = CAUSAL_TILES if is_causal else BACKWARD_TILES if is_backward else 1
     return 1 / (1 + tiles * TILE / keys)
 
 
-def attention_s(attention: Attention, device: Device, links: Links) -> float:
+def attention_s(attention: AttentionCall, device: Device, links: Network) -> float:
     """Seconds of fused attention; the hops of a ring hide behind its blocks.
 
     As `parallel.ring_attention` does it: a block of keys is sent on while it is attended to.
@@ -132,7 +133,7 @@ def attention_s(attention: Attention, device: Device, links: Links) -> float:
     return block + (attention.ring - 1) * max(block, hop)
 
 
-def ring_backward_s(attention: Attention, block: float, links: Links) -> float:
+def ring_backward_s(attention: AttentionCall, block: float, links: Network) -> float:
     """Seconds of a ring's backward, one of whose blocks takes `block`.
 
     Gradients of keys and values follow their block, one hop behind: those of a rank's own block
@@ -151,11 +152,11 @@ def ring_backward_s(attention: Attention, block: float, links: Links) -> float:
 
 
 def moved_s(nbytes: float, device: Device) -> float:
-    """Seconds in which elementwise kernels read and write `nbytes` in total."""
+    """Seconds in which elementwise kernels read and write `nbytes` together."""
     return nbytes / (1e9 * device.copy_gb_per_s * device.efficiency.moved)
 
 
-def seconds(work: Work, device: Device, links: Links, *, fused: bool) -> dict[str, float]:
+def seconds(work: Work, device: Device, links: Network, *, fused: bool) -> dict[str, float]:
     """Seconds of work, one operator after another; the terms add up.
 
     "products", "attention", "elementwise", "tp" and "cp" (messages that the work waits for), every

@@ -1,7 +1,7 @@
 """One microbatch of embed, a block and the head of the real model, on fake tensors.
 
-Its operators with what each computes, sends, reads and writes; neighbours are fused as a compiler
-would.
+Operators are recorded with their FLOPs, messages, reads and writes; neighbours are fused as a
+compiler would.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.init import allocate
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.plan import RunPlan
-from titan_dit.planner.work import Attention, Message, Product
+from titan_dit.planner.work import AttentionCall, Message, Product
 from titan_dit.rng import SampleRNG
 
 FORMATS = {
@@ -52,42 +52,42 @@ FORMATS = {
 }
 """Names of number formats, as in `hardware.Device.peak_tflops`."""
 MATRICES = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "scaled_mm": (0, 1)}
-"""Products, and where in their arguments the two matrices stand."""
+"""Operators that are matrix products -> positions of the two matrices in their arguments."""
 LINEAR = ("linear", "linear_pointwise")
-"""Products of an input [..., k] and a weight [n, k]."""
+"""Operators that multiply an input [..., k] by a weight [n, k]."""
 GATHERS = ("gather", "index", "index_select", "embedding")
-"""They read as much of their first argument as they return."""
+"""Operators that read as many bytes of their first argument as they return."""
 SCATTERS = ("scatter_add_", "index_put_", "index_add_", "scatter_")
-"""They change as much of their first argument as their last tensor holds."""
+"""Operators that change as many bytes of their first argument as their last tensor has."""
 OVERWRITES = ("copy_", "fill_", "zero_", "foreach_copy_")
-"""In place, but they do not read what they change."""
+"""In-place operators that do not read what they change."""
 
 
 class Access(NamedTuple):
     """A part of a storage that an operator reads or writes."""
 
     storage: int
-    """Counted from 0, in order of allocation."""
+    """Number of the storage, in order of allocation from 0."""
     offset: float
     """Bytes from its beginning."""
     bytes: float
 
 
 class Operator(NamedTuple):
-    """One call. Views and allocations are none."""
+    """One call of an operator. Views and allocations are not recorded."""
 
     name: str
-    """Without its namespace, overload and leading underscores."""
+    """Name without namespace, overload and leading underscores."""
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
-    work: Product | Attention | Message | None
-    """None: it only moves bytes."""
+    work: Product | AttentionCall | Message | None
+    """None if the operator only moves bytes."""
     last_dim: bool = True
-    """False for a reduction over other dims than the last."""
+    """False for a reduction over any dim but the last."""
 
 
 Key: TypeAlias = tuple[str, str]
-"""(part, pass): of an operator."""
+"""(part, pass) of an operator."""
 
 
 class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
@@ -102,7 +102,7 @@ class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
         self.numbers: dict[StorageWeakRef, int] = {}
 
     def during(self, part: str, which: str) -> None:
-        """Record what follows as the pass `which` of a part."""
+        """Record the operators that follow as pass `which` of a part."""
         self.key = part, which
         self.found.setdefault(self.key, [])
 
@@ -129,7 +129,7 @@ class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
         return self.numbers.setdefault(storage_of(tensor), len(self.numbers))
 
     def access(self, tensor: Tensor, most: float = math.inf) -> Access:
-        """What a tensor covers of its storage; `most`: bytes that are used of it."""
+        """The bytes of its storage that a tensor covers; at most `most`."""
         size = tensor.element_size()
         offset = int(tensor.storage_offset()) * size
         return Access(self.number(tensor), offset, min(most, size * elements(tensor)))
@@ -137,7 +137,7 @@ class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
     def read(
         self, full: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> Operator | None:
-        """An operator, by its full name; None if it moves and computes nothing."""
+        """The record of a call, by the operator's full name; None if it only makes views."""
         if full in SILENT:
             self.same_storage(args, result)
             return None
@@ -166,14 +166,14 @@ class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
         return Operator(name, accesses(read), accesses(written), work, is_by_row(name, args))
 
     def same_storage(self, args: Sequence[Any], result: Any) -> None:
-        """Waiting for a collective returns what it has written."""
+        """Give a collective's result its input's storage number: waiting makes no new storage."""
         for old, new in zip(tensors(args), tensors(result), strict=False):
             self.numbers.setdefault(storage_of(new), self.number(old))
 
     def work_of(
         self, full: str, name: str, args: Sequence[Any]
-    ) -> Product | Attention | Message | None:
-        """What an operator computes or sends; None for all others."""
+    ) -> Product | AttentionCall | Message | None:
+        """The product, attention or message of an operator; None if it is none of them."""
         if full in READERS or "c10d" in full:
             return self.ring(full, args) if "ring_" in name else self.message(full, args)
         if name in MATRICES:
@@ -190,20 +190,20 @@ class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
         return None
 
     def message(self, name: str, args: Sequence[Any]) -> Message | None:
-        """What a collective sends."""
+        """The message of a collective."""
         assert name in READERS, f"{name} is not counted: add it to dry_run.traffic.READERS"
         axis, size = self.axes[group_name(args)]
         operation, sent = READERS[name](args, size)
         return Message(axis, operation, sent if size > 1 else 0)
 
-    def ring(self, name: str, args: Sequence[Any]) -> Attention:
-        """The ring's operators: a block of keys for every rank of the ring."""
+    def ring(self, name: str, args: Sequence[Any]) -> AttentionCall:
+        """The attention of a ring operator: a block of keys from every rank of the ring."""
         is_backward = name.endswith("backward")
         q, k = args[1:3] if is_backward else args[:2]
         size = self.axes[group_name(args)][1]
         sent = READERS[name](args, size)[1]
         batch, heads, queries, head_dim = q.shape
-        return Attention(
+        return AttentionCall(
             batch=batch,
             heads=heads,
             queries=queries,
@@ -217,18 +217,18 @@ class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
         )
 
 
-def attention(args: Sequence[Any], *, is_backward: bool) -> Attention:
+def attention(args: Sequence[Any], *, is_backward: bool) -> AttentionCall:
     """Torch's fused kernel; its arguments begin with q, k, v, those of backward with a gradient."""
     q, k = args[1:3] if is_backward else args[:2]
     batch, heads, queries, head_dim = q.shape
     # Fake tensors are on the CPU, whose kernel has one flag.
     is_causal = any(value is True for value in args)
     dtype = FORMATS[q.dtype]
-    return Attention(batch, heads, queries, k.shape[2], head_dim, dtype, is_causal, is_backward)
+    return AttentionCall(batch, heads, queries, k.shape[2], head_dim, dtype, is_causal, is_backward)
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:
-    """A tensor's storage; without keeping its memory, but no later storage is equal to it."""
+    """A weak reference to a tensor's storage: it frees the memory, but equals no later storage."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
@@ -244,7 +244,7 @@ def tensors(*values: Any) -> Iterator[Tensor]:
 
 
 def elements(tensor: Tensor) -> int:
-    """Elements in memory: expanded dims read the same ones."""
+    """Distinct elements in memory: an expanded dim counts once."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return math.prod(size for size, stride in steps if stride)
 
@@ -259,19 +259,19 @@ def changed_by(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
 
 
 def is_by_row(name: str, args: Sequence[Any]) -> bool:
-    """False for a sum or another reduction over other dims than the last one."""
+    """False for a reduction, such as a sum, over any dim but the last."""
     if name not in ("sum", "mean", "amax", "amin") or len(args) < 2:
         return True
     dims = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
     return all(dim in (-1, args[0].ndim - 1) for dim in dims)
 
 
-APART = ("fused_", "sort", "embedding_dense_backward", "foreach_norm")
-"""Operators that are kernels of their own, by their beginnings."""
+NEVER_FUSED = ("fused_", "sort", "embedding_dense_backward", "foreach_norm")
+"""Prefixes of operators that are never fused with others."""
 
 
 def moved(operator: Operator) -> float:
-    """Bytes of an operator that only moves them; what it changes in place counts twice."""
+    """Bytes that an operator without FLOPs reads and writes; in-place changes count twice."""
     if operator.work is not None:
         return 0.0
     return sum(access.bytes for access in (*operator.reads, *operator.writes))
@@ -279,22 +279,22 @@ def moved(operator: Operator) -> float:
 
 def can_fuse(operator: Operator) -> bool:
     """True for elementwise operators, reductions and copies."""
-    return operator.work is None and not operator.name.startswith(APART)
+    return operator.work is None and not operator.name.startswith(NEVER_FUSED)
 
 
 @dataclass
-class Kernel:
+class FusedKernel:
     """Fused operators of one pass, in their order."""
 
     operators: list[Operator]
     reads: dict[Access, None] = field(default_factory=dict)
     made: set[int] = field(default_factory=set)
-    """Storages that it writes."""
+    """Storages that the kernel writes."""
     dropped: set[int] = field(default_factory=set)
-    """Those of them that backward computes again."""
+    """Storages of `made` that backward recomputes."""
 
     def __post_init__(self) -> None:
-        """Find what it reads from outside."""
+        """Find the kernel's outside reads."""
         for operator in self.operators:
             for access in operator.reads:
                 if access.storage not in self.made:
@@ -302,7 +302,7 @@ class Kernel:
             self.made |= {access.storage for access in operator.writes}
 
     def sources(self, storage: int) -> dict[Access, None]:
-        """What it reads to compute one of the storages that it writes."""
+        """The outside reads from which the kernel computes one of its storages."""
         wanted, found = {storage}, dict[Access, None]()
         for operator in reversed(self.operators):
             if any(access.storage in wanted for access in operator.writes):
@@ -314,7 +314,7 @@ class Kernel:
         return found
 
     def bytes(self, needed: set[int]) -> float:
-        """What it moves if others read the storages `needed`."""
+        """Bytes that the kernel reads and writes if others read the storages `needed`."""
         written = {
             access
             for operator in self.operators
@@ -327,9 +327,10 @@ class Kernel:
 def fused(
     passes: Mapping[str, Sequence[Operator]], later: set[int]
 ) -> dict[str, tuple[float, int]]:
-    """(bytes, kernels) of the passes of a part: "forward" and "backward", or another one.
+    """(bytes, kernels) of each pass of a part: "forward" and "backward", or another one.
 
-    `later`: storages that are read outside these passes. What nothing reads is a result: written.
+    `later`: storages that are read outside these passes. A storage that nothing reads is a result,
+    and is written.
     """
     kernels = {name: [*kernels_of(operators)] for name, operators in passes.items()}
     others = [o for operators in passes.values() for o in operators if not can_fuse(o)]
@@ -356,8 +357,10 @@ def fused(
     }
 
 
-def compute_again(forward: Sequence[Kernel], backward: Sequence[Kernel], barred: set[int]) -> None:
-    """Let backward's kernels read what forward's read, in place of what forward's made."""
+def compute_again(
+    forward: Sequence[FusedKernel], backward: Sequence[FusedKernel], barred: set[int]
+) -> None:
+    """Let backward recompute an output of forward if reading its inputs moves fewer bytes."""
     for kernel in forward:
         read = {a.storage for other in forward if other is not kernel for a in other.reads}
         for access in dict.fromkeys(access for o in kernel.operators for access in o.writes):
@@ -374,21 +377,21 @@ def compute_again(forward: Sequence[Kernel], backward: Sequence[Kernel], barred:
                     user.reads = kept | sources
 
 
-class Graph:
-    """Operators and what must run before what, as bits of integers."""
+class FusionGraph:
+    """A dependency graph of operators; sets of nodes are bits of integers."""
 
     def __init__(self, operators: Sequence[Operator]) -> None:
         # A reduction over other dims than the last ends its kernel: its result has a node.
         count = len(operators)
         self.above = [0] * (2 * count)
-        """By node: those that must run before."""
+        """By node: the nodes that must run before it."""
         self.below = [0] * (2 * count)
         self.members = [1 << number for number in range(2 * count)]
         """By first node of a kernel: the nodes of the kernel."""
         self.joined = [*range(2 * count)]
-        """By node: one of its kernel, at the end the first."""
+        """By node: another node of its kernel; following these leads to the first."""
         self.firsts = (1 << 2 * count) - 1
-        """First nodes of kernels; the others' entries of `above` and `below` are of no use."""
+        """First nodes of kernels. Other nodes' entries of `above` and `below` are stale."""
         writer: dict[int, int] = {}
         readers: dict[int, list[int]] = {}
         for number, operator in enumerate(operators):
@@ -407,7 +410,7 @@ class Graph:
             writer |= {access.storage: result for access in operator.writes}
 
     def order(self, first: int, second: int) -> None:
-        """Run one before the other; `second` has nothing below it yet."""
+        """Let one node run before another. `second` must have no successors yet."""
         self.above[second] |= self.above[first] | 1 << first
 
     def close(self) -> None:
@@ -423,7 +426,7 @@ class Graph:
         return node
 
     def join(self, one: int, two: int) -> bool:
-        """Put two nodes into one kernel, unless a third one has to run between them."""
+        """Fuse two nodes' kernels; False if a third node has to run between them."""
         first, second = sorted((self.first(one), self.first(two)))
         if first == second:
             return True
@@ -443,9 +446,9 @@ class Graph:
         return True
 
 
-def kernels_of(operators: Sequence[Operator]) -> Iterator[Kernel]:
-    """Groups the operators that can be fused, in the order of their last ones."""
-    graph = Graph(operators)
+def kernels_of(operators: Sequence[Operator]) -> Iterator[FusedKernel]:
+    """Kernels of the operators that can be fused, in the order of their last operators."""
+    graph = FusionGraph(operators)
     graph.close()
     makers: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
@@ -463,11 +466,11 @@ def kernels_of(operators: Sequence[Operator]) -> Iterator[Kernel]:
         if can_fuse(operator) and not done >> number & 1:
             kernel = graph.members[graph.first(number)]
             done |= kernel
-            yield Kernel([operators[node] for node in bits(kernel)])
+            yield FusedKernel([operators[node] for node in bits(kernel)])
 
 
 def bits(mask: int) -> Iterator[int]:
-    """The numbers of the bits that are set."""
+    """Numbers of the bits that are set, the lowest first."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -478,15 +481,15 @@ PARTS = ("embed", "block", "head")
 
 
 class Change(NamedTuple):
-    """An allocation (bytes above 0), a resize or a free."""
+    """A change of allocated memory: an allocation (bytes above 0), a resize or a free."""
 
     bytes: float
     is_gradient: bool
-    """Of a parameter's gradient."""
+    """True for the gradient of a parameter."""
 
 
 @dataclass(frozen=True)
-class Pass:
+class RecordedPass:
     """Forward or backward of a part, or the preparation of its inputs."""
 
     operators: Sequence[Operator]
@@ -495,21 +498,22 @@ class Pass:
 
 @dataclass(frozen=True)
 class Trace:
-    """A part, for one microbatch."""
+    """The passes of a part, for one microbatch."""
 
-    forward: Pass
-    backward: Pass
+    forward: RecordedPass
+    backward: RecordedPass
     later: frozenset[int]
     """Storages that other parts read."""
     reduced: Sequence[Operator]
     """Sums of gradients over tp, which a step does once."""
     carried: float
-    """Bytes of activations at the beginning of its backward, without what it and earlier parts
-    keep: the gradients of its outputs, less its outputs if only the next part kept them."""
+    """Bytes of activations at the beginning of the part's backward, without what it and earlier
+    parts keep. These are the gradients of its outputs, less the outputs that only the next part
+    kept."""
 
 
-class Marks:
-    """Where in the logs the passes of a microbatch begin and end."""
+class PassLog:
+    """Positions in the logs at which the passes of a microbatch begin and end."""
 
     def __init__(self, memory: MemoryLog, log: OperatorLog) -> None:
         self.memory, self.log = memory, log
@@ -517,7 +521,7 @@ class Marks:
 
     @contextmanager
     def of(self, part: str, which: str) -> Iterator[None]:
-        """What happens within the block is this pass."""
+        """Record the block as pass `which` of a part."""
         self.log.during(part, which)
         start = len(self.memory.events)
         yield
@@ -525,28 +529,28 @@ class Marks:
         self.spans[part, which] = start, len(self.memory.events)
 
     def between(self, start: int, end: int) -> list[Change]:
-        """Changes of memory; read at the end, when all kinds are known."""
+        """Changes of memory between two events. Call it at the end, when all kinds are known."""
         return [
             Change(change, record.kind == StorageKind.UNREDUCED)
             for record, change in self.memory.events[start:end]
         ]
 
     def changes(self, part: str, which: str) -> list[Change]:
-        """Those of a pass."""
+        """Changes of memory in a pass."""
         return self.between(*self.spans[part, which])
 
-    def passed(self, part: str, which: str) -> Pass:
-        """A pass."""
-        return Pass(tuple(self.log.found[part, which]), tuple(self.changes(part, which)))
+    def passed(self, part: str, which: str) -> RecordedPass:
+        """The record of a pass."""
+        return RecordedPass(tuple(self.log.found[part, which]), tuple(self.changes(part, which)))
 
     def later(self, part: str) -> frozenset[int]:
-        """Storages that others than this part read."""
+        """Storages that other parts read."""
         own = self.log.found.items()
         found = (o for key, operators in own if key[0] != part for o in operators)
         return frozenset(access.storage for o in found for access in o.reads)
 
     def trace(self, part: str) -> Trace:
-        """A part."""
+        """The record of a part."""
         before = PARTS[: PARTS.index(part) + 1]
         start = self.spans[PARTS[0], "forward"][0]
         live = self.between(start, self.spans[part, "backward"][0])
@@ -561,7 +565,7 @@ class Marks:
 
 
 class _Border(torch.autograd.Function):
-    """The stream as a part gets it from another one: backward ends here."""
+    """Identity between two parts, at which backward ends."""
 
     @staticmethod
     def forward(ctx: Any, learns: Tensor, arrived: dict[int, Tensor], *stream: Tensor) -> Any:
@@ -571,25 +575,25 @@ class _Border(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Keep the gradients."""
+        """Store the gradients in `arrived`."""
         ctx.arrived.update(enumerate(gradients))
         return (None, None, *(None for _ in gradients))
 
 
 class Chain:
-    """Embed, block and head, each with a graph of its own."""
+    """Embed, block and head of one microbatch, each with an autograd graph of its own."""
 
-    def __init__(self, model: Model, executor: Any, prepared: Prepared, marks: Marks) -> None:
+    def __init__(self, model: Model, executor: Any, prepared: Prepared, marks: PassLog) -> None:
         self.model, self.executor, self.prepared, self.marks = model, executor, prepared, marks
         self.edges: dict[str, list[GradientEdge | None]] = {}
-        """By part: of its outputs."""
+        """By part: gradient edges of its outputs."""
         self.arrived: dict[str, dict[int, Tensor]] = {part: {} for part in PARTS}
         """By part: gradients of its inputs."""
         self.stream = 0.0
         self.loss: tuple[Tensor, Tensor] | None = None
 
     def forward(self) -> None:
-        """All parts."""
+        """Run the forward of all parts."""
         prepared, side = self.prepared, self.prepared.side_inputs
         with self.marks.of("embed", "forward"):
             stream = self.model.embed(prepared.inputs, side)  # type: ignore[misc]
@@ -608,18 +612,18 @@ class Chain:
             del output
 
     def cut(self, part: str, stream: Sequence[Tensor]) -> None:
-        """Remember where a part's backward starts."""
+        """Store the gradient edges of a part's outputs: its backward starts there."""
         self.edges[part] = [get_gradient_edge(t) if t.requires_grad else None for t in stream]
 
     def entered(self, part: str, stream: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The stream at the beginning of a part."""
+        """The stream at the beginning of a part, detached from the part before."""
         learns = torch.empty(0, requires_grad=True)
         detached = (tensor.detach() for tensor in stream)
         found: tuple[Tensor, ...] = _Border.apply(learns, self.arrived[part], *detached)  # type: ignore[no-untyped-call]
         return found
 
     def backward(self) -> None:
-        """All parts, the last first."""
+        """Run the backward of all parts, the last first."""
         assert self.loss is not None
         with self.marks.of("head", "backward"):
             loss, factor = self.loss
@@ -649,7 +653,7 @@ class Sections:
     """The parts of a config that do not depend on the layout."""
 
     objective: Callable[[], Objective]
-    """Makes one: its modules are placed and cast by a rehearsal."""
+    """Builds a new objective: a rehearsal places and casts its modules."""
     fields: Mapping[str, Field]
     training: TrainingConfig
     optimizer: OptimizerConfig
@@ -657,12 +661,12 @@ class Sections:
 
 
 @dataclass
-class Prepare:
-    """How a batch was prepared."""
+class Preparation:
+    """The preparation of a batch by the objective."""
 
-    made: Pass
+    made: RecordedPass
     read: frozenset[int] = frozenset()
-    """Storages of the preparation that the parts read."""
+    """Storages of the preparation that the model's parts read."""
     cached: float = 0.0
     """Bytes that the objective prepares once for all steps."""
 
@@ -673,14 +677,14 @@ class Inputs:
     def __init__(self, sections: Sections) -> None:
         self.sections, self.objective = sections, sections.objective()
         self.mode = fake_tensors()
-        self.batches: dict[InputsKey, tuple[Prepared, Prepare]] = {}
+        self.batches: dict[InputsKey, tuple[Prepared, Preparation]] = {}
         self.cached: float | None = None
         """Bytes; None before the first batch."""
 
     def of(
-        self, plan: RunPlan, size: int, executor: Any, memory: MemoryLog, marks: Marks
-    ) -> tuple[Prepared, Prepare]:
-        """This rank's slice of a batch of `size` samples; within `mode` and the logs.
+        self, plan: RunPlan, size: int, executor: Any, memory: MemoryLog, marks: PassLog
+    ) -> tuple[Prepared, Preparation]:
+        """This rank's slice of a batch of `size` samples. Call it within `mode` and the logs.
 
         A new batch is recorded as the pass ("inputs", "prepare") of `marks`.
         """
@@ -694,8 +698,8 @@ class Inputs:
         return prepared, how
 
     def made(
-        self, plan: RunPlan, size: int, executor: Any, memory: MemoryLog, marks: Marks
-    ) -> tuple[Prepared, Prepare]:
+        self, plan: RunPlan, size: int, executor: Any, memory: MemoryLog, marks: PassLog
+    ) -> tuple[Prepared, Preparation]:
         """A new batch; the second time, as the objective keeps some tensors of the first."""
         start = len(memory.events)
         first = self.prepare(plan, size, executor)
@@ -703,7 +707,7 @@ class Inputs:
         del first
         with marks.of("inputs", "prepare"):
             prepared = self.prepare(plan, size, executor)
-        how = Prepare(marks.passed("inputs", "prepare"))
+        how = Preparation(marks.passed("inputs", "prepare"))
         if self.cached is None:
             self.cached = whole - sum(change.bytes for change in how.made.changes)
         how.cached = self.cached
@@ -737,17 +741,17 @@ def fake_tensors() -> Any:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a microbatch of one size does."""
+    """The operators and memory of a microbatch of one size."""
 
     parts: Mapping[str, Trace]
-    prepare: Prepare
+    prepare: Preparation
     stream: float
-    """Bytes that a block returns."""
+    """Bytes of a block's output."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What a part holds and updates, at any microbatch size."""
+    """Parameters, buffers and update of a part; equal for any microbatch size."""
 
     parameters: float
     trained: float
@@ -758,13 +762,13 @@ class State:
     """Elements of its parameters that another part has, too."""
     update: Sequence[Operator]
     average: Sequence[Operator]
-    """One update of the EMA."""
+    """Operators of one EMA update."""
 
 
-def alone(plan: RunPlan) -> RunPlan:
+def two_replicas(plan: RunPlan) -> RunPlan:
     """The plan of one pipeline stage and of two replicas, of which one is rehearsed.
 
-    One alone would send the norm of its gradients over the group of tp or cp.
+    With a single replica the norm of the gradients would be sent over the tp or cp group.
     """
     sizes = AxisSizes(tp=plan.sizes.tp, cp=plan.sizes.cp, dp_replicate=2)
     parallel = replace(plan.parallel, dp_replicate=2, dp_shard=1, pp=1)
@@ -801,7 +805,7 @@ class FakeParts:
     """Embed, the first block and the head of a plan's model, on this rank."""
 
     def __init__(self, plan: RunPlan, inputs: Inputs, mesh: Mesh) -> None:
-        """`plan`: see `alone`; within a fake world."""
+        """`plan`: see `two_replicas`; within a fake world."""
         self.plan, self.inputs, self.mesh = plan, inputs, mesh
         self.sections, self.mode = inputs.sections, inputs.mode
         with torch.device("meta"):
@@ -831,17 +835,17 @@ class FakeParts:
             build_optimizer(self.parameters, self.sections.optimizer, plan.spec)
 
     def named(self, part: str) -> dict[str, nn.Parameter]:
-        """The parameters of a part; those of the objective are the head's."""
+        """The parameters of a part. The objective's parameters belong to the head."""
         first = {"embed": ("embed.",), "block": ("blocks.",), "head": ("head.", "objective.")}
         return {n: p for n, p in self.parameters.items() if n.startswith(first[part])}
 
     def states(self) -> dict[str, State]:
-        """Updates all parts; the weights are fp32 still."""
+        """Update every part once. Weights must be fp32 still."""
         with self.mode, self.memory, self.log:
             return {part: self.state(part) for part in PARTS}
 
     def state(self, part: str) -> State:
-        """Updates one part."""
+        """Update one part once."""
         named = self.named(part)
         trained = {name: p for name, p in named.items() if p.requires_grad}
         if trained:
@@ -860,7 +864,7 @@ class FakeParts:
         )
 
     def update(self, part: str, named: Mapping[str, nn.Parameter], optimizer: Any) -> None:
-        """Clips, steps and averages, as `FakeRank.step`."""
+        """Clip, step and average, as `FakeRank.step`."""
         sections = self.sections
         averages = EMA(named, sections.ema)
         for parameter in named.values():
@@ -887,11 +891,11 @@ class FakeParts:
         self.memory.mark(self.model.buffers(), StorageKind.PARAMETERS)
 
     def run(self, size: int) -> Rehearsal:
-        """One microbatch of `size` samples; after `cast`."""
+        """Rehearse one microbatch of `size` samples. Call `cast` before."""
         for parameter in self.parameters.values():
             parameter.grad = None
         self.log.found.clear()
-        marks = Marks(self.memory, self.log)
+        marks = PassLog(self.memory, self.log)
         with self.mode, self.memory, self.log:
             own = self.plan, self.objective, self.mesh, {0: self.model}, CPU
             executor: Any = executor_of(*own)
@@ -912,7 +916,7 @@ class FakeParts:
         return Rehearsal({part: marks.trace(part) for part in PARTS}, prepare, chain.stream)
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
-        """As FSDP does before it reduces the fp32 sums of several microbatches over data ranks."""
+        """Reduce gradients over tp, as FSDP does before it reduces their fp32 sums."""
         wide = torch.promote_types(self.plan.dtype, torch.float32)
         for parameter in parameters:
             gradient: Any = parameter.grad
@@ -929,8 +933,8 @@ def count(parameters: Any) -> float:
 def rehearse(
     plan: RunPlan, inputs: Inputs, sizes: Iterable[int], states: Mapping[str, State] | None = None
 ) -> tuple[Mapping[str, State], dict[int, Rehearsal]]:
-    """State by part, unless it is known; one microbatch of each of `sizes` samples."""
-    own, collects = alone(plan), gc.isenabled()
+    """(state by part, rehearsal by number of samples). Given `states` are not recomputed."""
+    own, collects = two_replicas(plan), gc.isenabled()
     gc.disable()  # It would free tensors at moments that differ from size to size.
     try:
         with fake_world(0, own.world_size), chunks_of_a_device():

@@ -1,4 +1,4 @@
-"""What `plan` prints and writes about its choice."""
+"""The report of `plan`: its text and its JSON."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 from titan_dit.dry_run import report
 from titan_dit.dry_run.report import number, plural, table
 from titan_dit.planner.candidates import KEYS
-from titan_dit.planner.choice import Choice
+from titan_dit.planner.choice import Recommendation
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.memory import GIB
-from titan_dit.planner.search import Layout, equals, tp_crosses_nodes
+from titan_dit.planner.search import PredictedLayout, equally_fast, tp_crosses_nodes
 from titan_dit.planner.step import mfu, samples_per_s
 
 ACROSS = "tp across nodes"
-"""Stands beside every layout whose tp groups leave a node."""
+"""Mark of a layout whose tp groups leave a node."""
 RULE = "fewest axes, then no tp or cp, then least memory"
-"""The sequence of `choice.preferred`."""
+"""Order of preference of `choice.preferred`."""
 LEAST_SHARE = 0.0005
 """Terms below it are left out of the table."""
 
 
-def lines(choice: Choice, top: int, name: str) -> Iterator[str]:
+def lines(choice: Recommendation, top: int, name: str) -> Iterator[str]:
     """The report, line by line; `name` is the config's, for the command."""
     yield from head(choice)
     yield ""
@@ -43,7 +43,7 @@ def lines(choice: Choice, top: int, name: str) -> Iterator[str]:
     yield f"run     {command(choice, name)}"
 
 
-def cautions(choice: Choice, top: int) -> Iterator[str]:
+def cautions(choice: Recommendation, top: int) -> Iterator[str]:
     """Lines if float8 was not the config's, or tp of a layout shown leaves a node."""
     if choice.best.candidate.float8 not in ("off", choice.space.config.precision.float8):
         yield "float8 changes the numerics (docs/float8.md): --fix precision.float8=off keeps bf16"
@@ -59,7 +59,7 @@ def margin(device: Device) -> str:
     return f"+- {device.error:.0%}"
 
 
-def head(choice: Choice) -> Iterator[str]:
+def head(choice: Recommendation) -> Iterator[str]:
     """One line each for the model, the batch, the device and the search."""
     space, device = choice.space, choice.device
     plan, tally = space.base, choice.outcome.tally
@@ -85,41 +85,41 @@ def head(choice: Choice) -> Iterator[str]:
 
 
 def origin(device: Device) -> str:
-    """Where the rates are from."""
+    """A phrase: calibrated, or from a data sheet."""
     if device.rows:
         return f"calibrated, {margin(device)}"
     return f"from a data sheet, not calibrated, {margin(device)}"
 
 
-def steps(choice: Choice) -> str:
-    """The length of the run."""
+def steps(choice: Recommendation) -> str:
+    """The length of the run, in steps or epochs, as text."""
     training = choice.space.config.training
     if training.steps:
         return f"{training.steps:,} steps"
     return f"{training.epochs:g} epochs"
 
 
-def shown(choice: Choice, top: int) -> list[Layout]:
+def shown(choice: Recommendation, top: int) -> list[PredictedLayout]:
     """The fastest layouts, and the recommended one and the runner-up if they are slower."""
     rows = list(choice.rows[:top])
     own = [row for row in (choice.best, choice.runner_up) if row is not None]
     return rows + [row for row in own if not any(row is each for each in rows)]
 
 
-def layouts(choice: Choice, top: int) -> Iterator[str]:
+def layouts(choice: Recommendation, top: int) -> Iterator[str]:
     """The table of the fastest meshes."""
     header = ["", "layout", "microbatches", "schedule", "remat", "float8", "ms", "samples/s"]
     header += ["MFU", "allocated", "needed"]
-    alike = equals(choice.rows, choice.device.error)
+    alike = equally_fast(choice.rows, choice.device.error)
     rows = []
     for row in shown(choice, top):
         mark = "*" if row is choice.best else "=" if row in alike else ""
-        rows.append([mark, *cells(row, choice)])
+        rows.append([mark, *cells_of(row, choice)])
     yield from table(header, rows)
     yield "  *  recommended   =  within the error of the fastest   allocated, needed: GiB a GPU"
 
 
-def cells(row: Layout, choice: Choice) -> list[str]:
+def cells_of(row: PredictedLayout, choice: Recommendation) -> list[str]:
     """A row of the table."""
     one, plan, seconds = row.candidate, row.plan, row.estimate.seconds
     share = mfu(row.estimate, plan, choice.device, choice.flops_per_sample)
@@ -138,13 +138,13 @@ def cells(row: Layout, choice: Choice) -> list[str]:
 
 
 def milliseconds(seconds: float) -> str:
-    """Three digits or more."""
+    """Seconds as milliseconds, with three digits or more."""
     ms = 1e3 * seconds
     return f"{ms:,.{0 if ms >= 100 else 1 if ms >= 10 else 2}f}"
 
 
-def title(row: Layout, device: Device) -> str:
-    """The mesh, what else of [parallel] is not the default, and whether tp leaves a node."""
+def title(row: PredictedLayout, device: Device) -> str:
+    """A layout in words: its mesh, other keys of [parallel], whether tp leaves a node."""
     one, words = row.candidate, [str(row.plan.sizes)]
     if one.cp > 1:
         words.append(one.cp_method)
@@ -157,7 +157,7 @@ def title(row: Layout, device: Device) -> str:
     return ", ".join(words)
 
 
-def schedule(row: Layout) -> str:
+def schedule(row: PredictedLayout) -> str:
     """The pipeline schedule and its stages per rank."""
     one = row.candidate
     if one.pp == 1:
@@ -165,10 +165,10 @@ def schedule(row: Layout) -> str:
     return f"{one.schedule} v{one.virtual_stages}" if one.virtual_stages > 1 else one.schedule
 
 
-def verdict(choice: Choice) -> Iterator[str]:
-    """What is recommended, and why it and not the fastest."""
+def verdict(choice: Recommendation) -> Iterator[str]:
+    """Lines: the recommended layout, and why it is preferred to the fastest."""
     best, fastest, device = choice.best, choice.rows[0], choice.device
-    alike = len(equals(choice.rows, device.error))
+    alike = len(equally_fast(choice.rows, device.error))
     ms = milliseconds(best.estimate.seconds)
     yield f"best    {title(best, device)}: {ms} ms {margin(device)}"
     if best is fastest:
@@ -182,7 +182,7 @@ def verdict(choice: Choice) -> Iterator[str]:
     yield f"        {why}{rule}"
 
 
-def terms(choice: Choice) -> Iterator[str]:
+def terms(choice: Recommendation) -> Iterator[str]:
     """Each term of the best layout, its share, and the runner-up's."""
     best, other = choice.best.estimate, choice.runner_up.estimate if choice.runner_up else None
     names = dict.fromkeys([*best.terms, *(other.terms if other else ())])
@@ -199,8 +199,8 @@ def terms(choice: Choice) -> Iterator[str]:
     yield from table(header, rows)
 
 
-def loses(choice: Choice) -> Iterator[str]:
-    """The term in which the runner-up loses most to the best."""
+def loses(choice: Recommendation) -> Iterator[str]:
+    """A line: the term in which the runner-up loses most."""
     if choice.runner_up is None:
         return
     best, other = choice.best.estimate, choice.runner_up.estimate
@@ -218,8 +218,8 @@ def loses(choice: Choice) -> Iterator[str]:
     )
 
 
-def memory(choice: Choice) -> Iterator[str]:
-    """Bytes by kind of the fullest rank, and what the device must have beside them."""
+def memory(choice: Recommendation) -> Iterator[str]:
+    """Lines: bytes by kind of the fullest rank, and the memory that the device needs."""
     best = choice.best
     how = "a whole fake step" if best.is_rehearsed else "composed from a block's counts"
     yield f"memory of the fullest GPU, GiB ({how}):"
@@ -234,10 +234,10 @@ def memory(choice: Choice) -> Iterator[str]:
     ]
     yield from table(["kind", "GiB"], rows)
     kinds = [kind for kind in best.held if str(kind) in held]
-    yield from report.words_of_devices(kinds)
+    yield from report.memory_terms(kinds)
 
 
-def cost(choice: Choice) -> Iterator[str]:
+def cost(choice: Recommendation) -> Iterator[str]:
     """GPU-hours, and the fewest GPUs."""
     training, gpus = choice.space.config.training, choice.space.gpus
     seconds = choice.best.estimate.seconds
@@ -265,8 +265,8 @@ def cost(choice: Choice) -> Iterator[str]:
         )
 
 
-def command(choice: Choice, name: str) -> str:
-    """How to run it."""
+def command(choice: Recommendation, name: str) -> str:
+    """The shell command that trains with the recommended layout."""
     gpus, node = choice.space.gpus, choice.device.gpus_per_node
     own = min(gpus, node)
     where = f"NGPU={own} "
@@ -276,8 +276,8 @@ def command(choice: Choice, name: str) -> str:
     return f"{where}./run_train.sh --config {name}{' ' + flags if flags else ''}"
 
 
-def as_json(choice: Choice, top: int, name: str) -> dict[str, Any]:
-    """All of the report, as JSON."""
+def as_json(choice: Recommendation, top: int, name: str) -> dict[str, Any]:
+    """The whole report as JSON values."""
     return {
         "config": name,
         "gpus": choice.space.gpus,
@@ -297,15 +297,15 @@ def as_json(choice: Choice, top: int, name: str) -> dict[str, Any]:
     }
 
 
-def gpu_hours(choice: Choice) -> float | None:
-    """Of the config's steps; None if they depend on the data."""
+def gpu_hours(choice: Recommendation) -> float | None:
+    """GPU-hours of the config's steps; None if [training] gives epochs."""
     num_steps = choice.space.config.training.steps
     if not num_steps:
         return None
     return num_steps * choice.best.estimate.seconds * choice.space.gpus / 3600
 
 
-def of_layout(row: Layout, choice: Choice) -> dict[str, Any]:
+def of_layout(row: PredictedLayout, choice: Recommendation) -> dict[str, Any]:
     """A layout, with its time in seconds and its memory in bytes."""
     needed = row.needed
     return {

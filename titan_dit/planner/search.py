@@ -17,8 +17,8 @@ from titan_dit.planner import memory as memory_of
 from titan_dit.planner import rates, step
 from titan_dit.planner.candidates import MODES, Candidate, Space
 from titan_dit.planner.hardware import Device
-from titan_dit.planner.links import Links
-from titan_dit.planner.memory import Needed
+from titan_dit.planner.links import Network
+from titan_dit.planner.memory import DeviceMemory
 from titan_dit.planner.step import Estimate
 from titan_dit.planner.work import Counts, Part, Work
 from titan_dit.schedules.placement import stages_per_rank
@@ -26,8 +26,8 @@ from titan_dit.schedules.schedule import schedule_of
 from titan_dit.system.progress import ProgressLine
 
 
-class Bucket(NamedTuple):
-    """What the work of a block on a microbatch depends on."""
+class WorkKey(NamedTuple):
+    """Values on which a block's work on a microbatch depends."""
 
     tp: int
     cp: int
@@ -39,38 +39,38 @@ class Bucket(NamedTuple):
 
 
 class Busy(NamedTuple):
-    """Seconds of a microbatch on a rank of a tp x cp group, at least."""
+    """Lower bounds in seconds, for one microbatch on a rank of a tp x cp group."""
 
     forward: float
-    """Of a block."""
+    """Forward of one block."""
     backward: float
     ends: float
-    """Embed and head, both passes."""
+    """Forward and backward of embed and head."""
 
     def plus(self, other: Busy, times: float = 1.0) -> Busy:
         """The sum."""
         return Busy(*(a + times * b for a, b in zip(self, other, strict=True)))
 
     def above(self, other: Busy) -> Busy:
-        """What this takes more, nowhere below 0."""
+        """The difference to `other`, at least 0 each."""
         return Busy(*(max(0.0, a - b) for a, b in zip(self, other, strict=True)))
 
 
 FP32 = 4
-NONE = Busy(0.0, 0.0, 0.0)
-SLICED = ("cp", "attention")
-"""Terms that cp adds to, whatever tp is."""
+NO_TIME = Busy(0.0, 0.0, 0.0)
+CP_TERMS = ("cp", "attention")
+"""Terms that cp increases at any tp."""
 
 
-def bucket_of(candidate: Candidate) -> Bucket:
+def work_key(candidate: Candidate) -> WorkKey:
     """The bucket of a candidate."""
-    return Bucket(*(getattr(candidate, name) for name in Bucket._fields))
+    return WorkKey(*(getattr(candidate, name) for name in WorkKey._fields))
 
 
 def coarser_than(candidate: Candidate) -> Iterator[Candidate]:
-    """Splits whose work a candidate's can only add to, the cheapest to rehearse first.
+    """Splits with no more work than the candidate's, the cheapest to rehearse first.
 
-    The last one is the candidate's own. Formats are the same: float8 halves the time of products.
+    The last one is the candidate's own. float8 stays as it is: it halves the time of products.
     """
     ranks = candidate.dp_shard * candidate.tp * candidate.cp
     plain = candidate._replace(tp=1, cp=1, mode="none", dp_shard=ranks)
@@ -85,16 +85,17 @@ def coarser_than(candidate: Candidate) -> Iterator[Candidate]:
         yield candidate
 
 
-Known = Sequence[tuple[Candidate, Counts]]
-"""Coarser splits with their counts, as far as `coarser_than` was followed."""
+KnownSplits = Sequence[tuple[Candidate, Counts]]
+"""Coarser splits of a candidate with their counts: the first ones of `coarser_than`."""
 
 
-def busy_of(known: Known, sample: Candidate, plan: RunPlan, device: Device) -> Busy:
-    """What `sample` takes at least, by the coarser splits that are known; `plan`: of the sample.
+def busy_of(known: KnownSplits, sample: Candidate, plan: RunPlan, device: Device) -> Busy:
+    """Lower bounds of `sample`, from coarser splits with known counts; `plan` is the sample's.
 
-    With tp it is the work of that tp. What [remat] and cp add without tp is added to it.
+    With tp the base is that tp's work. The increase by [remat] and by cp, both measured without tp,
+    is added to it.
     """
-    links = Links(plan.sizes, device)
+    links = Network(plan.sizes, device)
     fused = plan.compile.enabled
 
     def took(one: tuple[Candidate, Counts], terms: Sequence[str] = ()) -> Busy:
@@ -118,10 +119,10 @@ def busy_of(known: Known, sample: Candidate, plan: RunPlan, device: Device) -> B
             seconds(*(work for end in ends for work in (end.forward, end.backward))),
         )
 
-    if bucket_of(known[-1][0]) == bucket_of(sample):
+    if work_key(known[-1][0]) == work_key(sample):
         return took(known[-1])
     plain = took(known[0])
-    base, more = plain, NONE
+    base, more = plain, NO_TIME
     for one in known[1:]:
         split = one[0].tp, one[0].cp
         if split == (1, 1):
@@ -129,12 +130,12 @@ def busy_of(known: Known, sample: Candidate, plan: RunPlan, device: Device) -> B
         elif split == (sample.tp, 1):
             base = took(one)
         else:
-            more = more.plus(took(one, SLICED).above(took(known[0], SLICED)))
+            more = more.plus(took(one, CP_TERMS).above(took(known[0], CP_TERMS)))
     return base.plus(more)
 
 
 def floor_of(busy: Busy, candidate: Candidate, layers: int, batch: int) -> float:
-    """Seconds of a step at least: the mean over ranks, and the chain through the last rank."""
+    """Lower bound of a step in seconds: the mean over ranks, or the chain through the last rank."""
     count = batch / (candidate.dp_replicate * candidate.dp_shard * candidate.microbatch_size)
     block, pp = busy.forward + busy.backward, candidate.pp
     mean = count * (layers * block + busy.ends) / pp
@@ -150,10 +151,11 @@ def floor_of(busy: Busy, candidate: Candidate, layers: int, batch: int) -> float
 
 
 def least_bytes(counts: Counts, coarse: Candidate, fine: Candidate, model: RunPlan) -> float:
-    """Bytes that the first pipeline rank holds at least: its weights, and what forward keeps.
+    """Lower bound of the first pipeline rank's bytes: its weights, and what forward keeps.
 
-    From the counts of a coarser split with the same [remat]. In a pipeline FSDP keeps the gathered
-    weights, and all schedules but V-shaped ones begin with a forward for each rank.
+    The counts are those of a coarser split with the same [remat]. In a pipeline FSDP keeps the
+    gathered weights. Except in V-shaped schedules, the first rank begins with a forward for each
+    rank.
     """
     layers = model.spec.num_layers // fine.pp
     elements = layers * counts.block.parameters * coarse.tp / fine.tp
@@ -205,26 +207,26 @@ def scaled(counts: Counts, coarse: Candidate, fine: Candidate) -> Counts:
 
 
 CountsOf = Callable[[RunPlan], Counts]
-Held = Mapping[StorageKind, float]
+BytesByKind = Mapping[StorageKind, float]
 ROUNDS = 3
-"""Rounds of `pp` microbatches after which no schedule but gpipe has more in flight."""
+"""After ROUNDS * pp microbatches no schedule but gpipe has more in flight."""
 
 
 @dataclass(frozen=True)
-class Model:
-    """What a search asks about a layout; tests replace it."""
+class CostModel:
+    """The functions that a search calls for a layout; tests replace them."""
 
     counts: CountsOf
     estimate: Callable[[RunPlan, Counts, Device], Estimate] = step.estimate
     bound: Callable[[RunPlan, Counts, Device], float] = step.bound
-    memory: Callable[[RunPlan, Counts], Sequence[Held]] = memory_of.memory
-    needed: Callable[[Held, RunPlan, Device], Needed] = memory_of.needed
+    memory: Callable[[RunPlan, Counts], Sequence[BytesByKind]] = memory_of.memory
+    needed: Callable[[BytesByKind, RunPlan, Device], DeviceMemory] = memory_of.device_memory
 
 
 def fullest(
-    model: Model, plan: RunPlan, counts: Counts, device: Device
-) -> tuple[Held, Needed, int]:
-    """Memory of the pipeline rank that needs most, and the rank."""
+    model: CostModel, plan: RunPlan, counts: Counts, device: Device
+) -> tuple[BytesByKind, DeviceMemory, int]:
+    """(bytes by kind, device memory, rank) of the pipeline rank that needs most."""
     shorter = shortened(plan)
     rest = counts.inputs * (plan.samples_per_rank - shorter.samples_per_rank)
     found = []
@@ -236,11 +238,11 @@ def fullest(
 
 def tp_crosses_nodes(sizes: AxisSizes, device: Device) -> bool:
     """True if a tp group has ranks on several nodes: predictions of such steps are too fast."""
-    return Links(sizes, device).group("tp").nodes > 1
+    return Network(sizes, device).group("tp").nodes > 1
 
 
 def shortened(plan: RunPlan) -> RunPlan:
-    """The plan with fewer microbatches, as many in flight: an order of many takes long to read."""
+    """The plan with fewer microbatches and as many in flight: long orders take long to read."""
     most = ROUNDS * plan.sizes.pp
     fixed = plan.pipeline.schedule == "gpipe" or plan.order_of_file is not None
     if plan.sizes.pp == 1 or fixed or plan.num_microbatches <= most:
@@ -250,90 +252,91 @@ def shortened(plan: RunPlan) -> RunPlan:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PredictedLayout:
     """A candidate that fits, with its predicted step and memory."""
 
     candidate: Candidate
     plan: RunPlan
     estimate: Estimate
-    held: Held
-    """Bytes by kind of the pipeline rank that needs most, at its peak."""
-    needed: Needed
+    held: BytesByKind
+    """Peak bytes by kind, of the pipeline rank that needs most."""
+    needed: DeviceMemory
     rank: int
-    """That pipeline rank."""
+    """The pipeline rank that needs most."""
     is_rehearsed: bool = False
-    """Its memory is that of a whole fake step."""
+    """True if the memory was measured in a whole fake step."""
 
 
 @dataclass
 class Tally:
-    """What a search did."""
+    """Counts of a search, and its CPU seconds."""
 
     candidates: int = 0
     bounded: int = 0
     """Candidates with a bound from counts of their own."""
     weighed: int = 0
-    """Candidates whose memory was composed."""
+    """Candidates whose memory was computed."""
     too_large: int = 0
-    """Those that do not fit."""
+    """Candidates that do not fit."""
     estimated: int = 0
     seconds: float = 0.0
 
     def after(self, other: Tally) -> Tally:
-        """The sums of two searches over the same candidates."""
+        """The sums of two searches over the same candidates, whose number is `self.candidates`."""
         found = Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
         return replace(found, candidates=self.candidates)
 
 
 @dataclass
-class Outcome:
-    """The layouts that were found."""
+class SearchResult:
+    """The layouts that a search found."""
 
-    rows: list[Layout]
-    """The fastest of every mesh, the fastest first."""
+    rows: list[PredictedLayout]
+    """The fastest layout of every mesh, the fastest first."""
     tally: Tally
     notes: list[str] = field(default_factory=list)
 
 
-def mesh_of(candidate: Candidate) -> tuple[object, ...]:
-    """What one row of the table is about: the sizes of the axes, and the cp method."""
+def mesh_key(candidate: Candidate) -> tuple[object, ...]:
+    """Key of a row of the table: the sizes of the axes, and the cp method."""
     return (*candidate[:5], candidate.cp_method if candidate.cp > 1 else "")
 
 
-def kind_of(candidate: Candidate) -> object:
-    """Layouts of one mesh, mode and format: their composed memory errs alike."""
-    return mesh_of(candidate), candidate.mode, candidate.float8
+def memory_key(candidate: Candidate) -> object:
+    """Key of layouts whose composed memory errs alike: mesh, [remat] mode, float8."""
+    return mesh_key(candidate), candidate.mode, candidate.float8
 
 
-def equals(rows: Sequence[Layout], error: float) -> list[Layout]:
-    """Rows within the error of the fastest."""
+def equally_fast(rows: Sequence[PredictedLayout], error: float) -> list[PredictedLayout]:
+    """Rows whose time is within the error of the fastest."""
     best = min(row.estimate.seconds for row in rows)
     return [row for row in rows if row.estimate.seconds <= best * (1 + error)]
 
 
 GIB = 2**30
 SLACK = 1e-9
-"""Relative: bounds and estimates are sums in another sequence."""
-LESS: Mapping[str, Sequence[str]] = {
+"""Relative tolerance: bounds and estimates are sums in different orders."""
+RECOMPUTE_LESS: Mapping[str, Sequence[str]] = {
     "none": (),
     "attention": ("none",),
     "selective": ("none",),
     "full": ("none", "attention", "selective"),
 }
-"""[remat] mode -> those that compute less again: where one of them fits, it is faster."""
+"""[remat] mode -> modes that recompute less. If one of those fits, it is faster."""
 
 
 class Item(NamedTuple):
-    """A candidate in the queue; the fields are compared in their sequence."""
+    """A candidate in the queue, which is ordered by the fields in turn."""
 
     is_split: bool
-    """With tp or cp. Without, few rehearsals find a first good layout."""
+    """True with tp or cp. Candidates without come first: few rehearsals find a good layout."""
     bound: float
     extra: int
-    """[remat] modes that compute more come later."""
+    """Number of the [remat] mode in MODES: modes that recompute more come later."""
     number: int
     level: int
-    """How far `coarser_than` was followed; beyond it, the bound is that of its own counts."""
+    """Coarser splits that `bound` has used; beyond the last, `bound` is `step.bound` of its own
+    counts."""
     candidate: Candidate
 
 
@@ -344,42 +347,43 @@ class Search:
         self,
         space: Space,
         device: Device,
-        model: Model,
+        model: CostModel,
         *,
         shows: bool = False,
         too_large: Mapping[object, float] | None = None,
     ) -> None:
-        """`shows`: progress on stderr.
+        """`shows`: print progress on stderr.
 
-        `too_large`: by `kind_of`, GiB of composed memory from which on layouts did not fit.
+        `too_large`: `memory_key` -> GiB of composed memory from which on layouts do not fit.
         """
         self.space, self.device, self.model = space, device, model
         self.known_too_large = too_large or {}
         self.batch, self.layers = space.base.global_batch_size, space.base.spec.num_layers
         self.tally = Tally()
-        self.rows: dict[object, Layout] = {}
+        self.rows: dict[object, PredictedLayout] = {}
         self.times: list[float] = []
         self.notes: list[str] = []
         self.fitting: set[Candidate] = set()
-        self.known: dict[Bucket, Counts | None] = {}
-        self.busy: dict[tuple[Bucket, int], Busy | None] = {}
+        self.known: dict[WorkKey, Counts | None] = {}
+        self.busy: dict[tuple[WorkKey, int], Busy | None] = {}
         self.fits: dict[Candidate, bool] = {}
-        """Candidates with microbatches of one sample."""
+        """Candidates with microbatches of one sample -> True if they fit."""
         self.queue: list[Item] = []
         self.top = 0
         self.plain: float | None = None
         """Seconds of the fastest layout without tp and cp."""
         self.left_out = False
-        """`_could_win` has ruled out candidates."""
+        """True once `_could_win` has ruled out a candidate."""
         self.fewest = len(Candidate._fields)
-        """The fewest axes of a row within the error of the fastest."""
+        """Smallest number of mesh axes among the rows within the error of the fastest."""
         self.shown, self.next_look = 0, 0.0
         self.progress = ProgressLine(1, "layouts", what="plan") if shows else None
 
-    def run(self, top: int = 10) -> Outcome:
-        """The fastest `top` meshes, and all that may be preferred to them within the error.
+    def run(self, top: int = 10) -> SearchResult:
+        """The fastest layouts of `top` meshes, and those that may be preferred within the error.
 
-        Each is the fastest layout of its mesh that fits. Of tp and cp only what `_could_win`.
+        Each is the fastest layout of its mesh that fits. With tp or cp only candidates of
+        `_could_win` count.
         """
         began, self.top = time.process_time(), top
         for number, candidate in enumerate(self.space):
@@ -404,17 +408,19 @@ class Search:
                 "layouts with tp or cp that cannot be faster by more than the error of "
                 f"{self.device.error:.0%} are left out: --fix parallel.tp=2 shows some"
             )
-        return Outcome(rows, self.tally, notes=self.notes)
+        return SearchResult(rows, self.tally, notes=self.notes)
 
     def _matters(self, bound: float, candidate: Candidate) -> bool:
         """False if the candidate cannot become a row that is shown or preferred."""
         times, top = self.times, self.top
-        row = self.rows.get(mesh_of(candidate))
+        row = self.rows.get(mesh_key(candidate))
         if not times:
             return True
         if row is not None and bound >= row.estimate.seconds:
             return False
-        if any(candidate._replace(mode=mode) in self.fitting for mode in LESS[candidate.mode]):
+        if any(
+            candidate._replace(mode=mode) in self.fitting for mode in RECOMPUTE_LESS[candidate.mode]
+        ):
             return False
         if len(times) < top or bound <= times[top - 1] * (1 + SLACK):
             return True
@@ -422,9 +428,10 @@ class Search:
         return is_equal and candidate.num_axes <= self.fewest
 
     def _could_win(self, bound: float, candidate: Candidate) -> bool:
-        """False for tp or cp that could be faster than a layout without by the error at most.
+        """False if tp or cp cannot beat the fastest layout without them by more than the error.
 
-        Both would count as equal, and it has no fewer axes: it needs no rehearsal.
+        Both would count as equal, and the candidate has no fewer axes: a rehearsal would not change
+        the choice.
         """
         if candidate.tp * candidate.cp == 1 or self.plain is None:
             return True
@@ -432,7 +439,7 @@ class Search:
         return is_simpler or bound * (1 + self.device.error) < self.plain
 
     def _take(self, item: Item) -> None:
-        """Sharpen the bound of a candidate, or weigh and estimate it."""
+        """Raise the lower bound of a candidate, or compute its memory and time."""
         candidate, level = item.candidate, item.level + 1
         coarser = list(coarser_than(candidate))
         if level < len(coarser):
@@ -452,10 +459,10 @@ class Search:
             heapq.heappush(self.queue, item._replace(bound=max(item.bound, bound), level=level))
 
     def _floor(self, candidate: Candidate, coarser: list[Candidate], level: int) -> float | None:
-        """The floor by a split and those before it; None if the candidate cannot fit or run."""
-        key = bucket_of(candidate), level
+        """Lower bound from the first `level` + 1 coarser splits; None if it cannot fit or run."""
+        key = work_key(candidate), level
         if key not in self.busy:
-            if level and bucket_of(coarser[level]) not in self.known:
+            if level and work_key(coarser[level]) not in self.known:
                 sharper = self._before_rehearsal(candidate, coarser[:level])
                 if sharper is None or not self._matters(sharper, candidate):
                     return sharper
@@ -471,15 +478,15 @@ class Search:
         return None if busy is None else floor_of(busy, candidate, self.layers, self.batch)
 
     def _is_too_large(self, candidate: Candidate, coarse: Candidate) -> bool:
-        """True if not even weights and activations fit, by a coarser split; in microseconds."""
-        counts = self.known.get(bucket_of(coarse))
+        """True if weights and activations alone do not fit, by a coarser split. Costs little."""
+        counts = self.known.get(work_key(coarse))
         if counts is None or coarse.mode != candidate.mode:
             return False
         least = least_bytes(counts, coarse, candidate, self.space.base)
         return least > GIB * self.device.memory_gib
 
     def _fits_with_one_sample(self, candidate: Candidate) -> bool:
-        """False if not even microbatches of one sample fit: asked once for all sizes."""
+        """False if microbatches of one sample do not fit: then no larger one does."""
         least = candidate._replace(microbatch_size=1)
         share = self.batch // (candidate.dp_replicate * candidate.dp_shard)
         # A single microbatch accumulates no gradients: it may fit where smaller ones do not.
@@ -495,14 +502,14 @@ class Search:
         return self.fits[least]
 
     def _bound(self, candidate: Candidate, counts: Counts | None) -> float | None:
-        """`step.bound` by these counts."""
+        """`step.bound` with these counts; None without counts."""
         if counts is None:
             return None
         self.tally.bounded += 1
         return self.model.bound(self.space.plan(candidate), counts, self.device)
 
     def _before_rehearsal(self, candidate: Candidate, known: list[Candidate]) -> float | None:
-        """The highest bound by the shares of coarser splits; None if not even these fit."""
+        """The highest bound from scaled counts of coarser splits; None if those do not fit."""
         bounds = [0.0]
         for coarse in known:
             counts = self._counts(coarse)
@@ -519,7 +526,7 @@ class Search:
 
     def _counts(self, candidate: Candidate) -> Counts | None:
         """Counts of a candidate; None if the model cannot run so, or a library is missing."""
-        bucket, size = bucket_of(candidate), candidate.microbatch_size
+        bucket, size = work_key(candidate), candidate.microbatch_size
         if bucket not in self.known:
             plan = self.space.plan(candidate)
             # Of a coarser split a data-parallel rank may have fewer samples in a step.
@@ -534,26 +541,26 @@ class Search:
         return self.known[bucket]
 
     def _decide(self, candidate: Candidate) -> None:
-        """Weigh and estimate a candidate; keep the fastest of a mesh."""
+        """Compute memory and time of a candidate; keep it if it is the fastest of its mesh."""
         counts, plan = self._counts(candidate), self.space.plan(candidate)
         assert counts is not None
         self.tally.weighed += 1
         held, needed, rank = fullest(self.model, plan, counts, self.device)
-        most = self.known_too_large.get(kind_of(candidate), math.inf)
+        most = self.known_too_large.get(memory_key(candidate), math.inf)
         if not memory_of.fits(needed, self.device) or needed.total >= most:
             self.tally.too_large += 1
             return
         self.fitting.add(candidate)
         estimate = self.model.estimate(plan, counts, self.device)
         self.tally.estimated += 1
-        mesh = mesh_of(candidate)
+        mesh = mesh_key(candidate)
         row = self.rows.get(mesh)
         if row is None or estimate.seconds < row.estimate.seconds:
-            self.rows[mesh] = Layout(candidate, plan, estimate, held, needed, rank)
+            self.rows[mesh] = PredictedLayout(candidate, plan, estimate, held, needed, rank)
             self.times = sorted(one.estimate.seconds for one in self.rows.values())
             if candidate.tp * candidate.cp == 1:
                 self.plain = min(self.plain or estimate.seconds, estimate.seconds)
-            alike = equals(list(self.rows.values()), self.device.error)
+            alike = equally_fast(list(self.rows.values()), self.device.error)
             self.fewest = min(one.candidate.num_axes for one in alike)
 
     def _show(self) -> None:

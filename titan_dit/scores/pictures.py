@@ -1,4 +1,4 @@
-"""Pictures to be scored: a folder, a .npz as ADM writes it, or batches in memory."""
+"""Pictures to score: a folder, a .npz in ADM's format, or batches in memory."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError, read_whole
 from titan_dit.data.listing import IMAGE_SUFFIXES, Names
 from titan_dit.data.packing.images import DecodingBudget, decode_image
-from titan_dit.pictures.picture_set import Asked, PictureSet
+from titan_dit.pictures.picture_set import ListingOptions, PictureSet
 from titan_dit.pictures.readers import open_listed
 from titan_dit.scores.moments import Moments
 
 PICTURES = "arr_0"
-"""Of a .npz: uint8 [n, h, w, 3] (arXiv:2105.05233's evaluator)."""
+"""Array of a .npz: pictures, uint8 [n, h, w, 3] (arXiv:2105.05233's evaluator)."""
 LABELS = "arr_1"
-"""Of the same, if it is there: the classes' numbers."""
+"""Optional array of a .npz: integer class of each picture."""
 UNPACKED, MAX_RATIO = 64 << 20, 50
-"""Bytes that a compressed array may have, and for each byte of it; pictures have two or three."""
+"""Maximum bytes of an unpacked array: UNPACKED, or MAX_RATIO times its compressed bytes if more.
+Pictures unpack to two or three times."""
 HEADER_BYTES = 16 << 10
 """Maximum bytes of a .npy header. numpy refuses 10,000, but only after it has read up to 4 GiB."""
 OTHERS = (".gif", ".tif", ".tiff", ".heic", ".avif", ".jp2")
-"""Suffixes of pictures that are not read."""
+"""Suffixes of picture formats that are not read."""
 
 
 @dataclass(frozen=True)
@@ -49,31 +50,33 @@ class Pictures:
     count: int
     read: Callable[[range], UInt8[Tensor, "b h w 3"]]
     digest: Callable[[], str]
-    """SHA-256 of what is read, for which a folder is read whole. Raises UserError."""
+    """SHA-256 of the pictures. A folder is read whole for it. Raises UserError."""
     about: str
     classes: Mapping[str, int] = field(default_factory=dict)
     """Pictures of each class, by its name or number; empty if they have no classes."""
     moments: Moments | None = None
-    """Of a reference's file, for FID: ADM's are of a whole dataset, its pictures a part of it."""
+    """Moments in a reference's file, for FID. ADM's are those of a whole dataset, its pictures only
+    a part of it."""
     formats: tuple[str, ...] = ()
-    """Of the files, such as JPEG; () if it is not known how the pictures were stored."""
+    """Formats of the files, such as JPEG; () if not known."""
 
 
 @dataclass(frozen=True)
-class Listed:
+class FolderPictures:
     """The pictures of a folder."""
 
     names: Sequence[str]
     read: Callable[[int], bytes]
     """The file of a picture. Raises BadFileError or OSError."""
     classes: Mapping[str, int]
-    """As those of `Pictures`."""
+    """Pictures of each class, see `Pictures.classes`."""
 
 
-def of_folder(folder: Path, size: int | None, where: str) -> Pictures:
-    """The pictures of a folder, cropped to `size` as for training; with their classes if it has.
+def open_folder(folder: Path, size: int | None, where: str) -> Pictures:
+    """The pictures of a folder, cropped to `size` as for training, with their classes.
 
-    Without a `size` all must have that of the first. `where` names the flag or key in errors.
+    Without a `size` all pictures must have the size of the first. `where` names the flag or key in
+    errors.
     """
     found = listed(folder, where)
     budget = DecodingBudget()
@@ -115,14 +118,14 @@ def formats_of(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted({"JPEG" if suffix == "jpg" else suffix.upper() for suffix in suffixes}))
 
 
-def listed(folder: Path, where: str) -> Listed:
-    """The pictures that metadata, parquet or tar files list, else all below the folder.
+def listed(folder: Path, where: str) -> FolderPictures:
+    """The pictures that metadata, parquet or tar files list; without any, all below the folder.
 
-    Classes may be missing, as among drawn pictures. Without a list they are the first folders.
+    Classes may be missing, as among drawn pictures. Without a list they are the top folders.
     """
-    by_list = open_listed(folder, Asked.to_score(f"{where} "))
+    by_list = open_listed(folder, ListingOptions.to_score(f"{where} "))
     if by_list is not None:
-        return Listed(by_list.names, by_list.read, counts_of(by_list))
+        return FolderPictures(by_list.names, by_list.read, counts_of(by_list))
     names = Names(below(folder, where))
     if not len(names):
         raise UserError(f"{where} {folder} holds no pictures ({', '.join(IMAGE_SUFFIXES)}).")
@@ -130,7 +133,7 @@ def listed(folder: Path, where: str) -> Listed:
     def read(row: int) -> bytes:
         return bytes(read_whole(folder / names[row]))
 
-    return Listed(names, read, counts_of_folders(names))
+    return FolderPictures(names, read, folder_counts(names))
 
 
 def counts_of(listed: PictureSet) -> dict[str, int]:
@@ -140,8 +143,8 @@ def counts_of(listed: PictureSet) -> dict[str, int]:
     return {names[label] if names else str(label): counts[label] for label in sorted(counts)}
 
 
-def counts_of_folders(names: Sequence[str]) -> dict[str, int]:
-    """Pictures in each folder, {} if one is in none; folder 007 is class 7."""
+def folder_counts(names: Sequence[str]) -> dict[str, int]:
+    """Pictures in each top folder; {} if a picture is in none. Folder 007 is class 7."""
     counts: Counter[str] = Counter()
     for name in names:
         folder, inside, _ = name.partition(os.sep)
@@ -152,9 +155,9 @@ def counts_of_folders(names: Sequence[str]) -> dict[str, int]:
 
 
 def below(folder: Path, where: str) -> list[str]:
-    """All pictures below a folder, in the order of their names, without hidden ones.
+    """Paths of all pictures below a folder, sorted, without hidden ones.
 
-    Raises UserError for a picture of another format, which would be missing from the scores.
+    Raises UserError for a picture of an unreadable format: the scores would miss it.
     """
     found = []
     for root, folders, names in os.walk(folder, followlinks=True):
@@ -174,15 +177,15 @@ def below(folder: Path, where: str) -> list[str]:
 
 
 def is_loop(folder: str, name: str) -> bool:
-    """True for a link to the folder that it is in, or to one above."""
+    """True for a link to the folder that contains it, or to one above."""
     link = Path(folder) / name
     return link.is_symlink() and link.parent.resolve().is_relative_to(link.resolve())
 
 
-def of_npz(path: Path, where: str, *, labelled: bool = True) -> Pictures:
-    """The pictures of a .npz. One that is not compressed is not read into memory.
+def open_npz(path: Path, where: str, *, labelled: bool = True) -> Pictures:
+    """The pictures of a .npz. An uncompressed array is not read into memory.
 
-    `labelled`: read and check its classes, if it has some.
+    `labelled`: read and check the classes, if there are any.
     """
     array = array_of(path, where)
     if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] != 3 or not len(array):
@@ -220,7 +223,7 @@ def counts_in(path: Path, where: str, count: int) -> dict[str, int]:
     return {str(label): counts[label] for label in sorted(counts) if label >= 0}
 
 
-def of_batches(batches: Sequence[UInt8[Tensor, "b h w 3"]], about: str) -> Pictures:
+def from_batches(batches: Sequence[UInt8[Tensor, "b h w 3"]], about: str) -> Pictures:
     """Pictures in memory."""
     whole = torch.cat(tuple(batches))
     digest = hashlib.sha256(whole.numpy().data).hexdigest
@@ -252,7 +255,7 @@ def array_of(path: Path, where: str, name: str = PICTURES) -> np.ndarray:
 
 
 def read_array(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
-    """See `array_of`; ValueError if it would take far more memory than its part of the file."""
+    """See `array_of`. ValueError if it would take far more memory than its compressed bytes."""
     if entry.compress_type == zipfile.ZIP_STORED:
         return mapped(path, archive, entry)
     if entry.compress_type != zipfile.ZIP_DEFLATED:
@@ -273,7 +276,7 @@ def read_array(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> 
 
 
 def check_text(array: np.ndarray) -> None:
-    """Raise ValueError for text of invalid code points, of which numpy makes invalid strings."""
+    """Raise ValueError for text with invalid code points, of which numpy makes bad strings."""
     if array.dtype.kind != "U" or not array.dtype.itemsize:
         return
     codes = np.frombuffer(array.tobytes(), np.dtype(np.uint32).newbyteorder(array.dtype.byteorder))
@@ -282,7 +285,7 @@ def check_text(array: np.ndarray) -> None:
 
 
 def header_of(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
-    """Shape, Fortran order and dtype of a .npy, and the header's bytes."""
+    """(shape, Fortran order, dtype, bytes of the header) of a .npy."""
     head = io.BytesIO(file.read(HEADER_BYTES))
     version = np.lib.format.read_magic(head)
     if version == (1, 0):
@@ -293,7 +296,7 @@ def header_of(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], in
 
 
 def mapped(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
-    """An array that a .npz holds as it is, as a memory map."""
+    """An uncompressed array of a .npz, as a memory map."""
     with archive.open(entry) as file:
         shape, fortran, dtype, length = header_of(file)
     if dtype.hasobject:  # Mapped, they would be read as addresses.

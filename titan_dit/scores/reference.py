@@ -1,4 +1,4 @@
-"""What drawn pictures are compared with: real pictures, their moments in a file, or both."""
+"""References for scores: real pictures, their moments in a file, or both."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from titan_dit.scores import pictures, score
 from titan_dit.scores.features import Features
 from titan_dit.scores.moments import Moments
 from titan_dit.scores.pictures import Pictures
-from titan_dit.scores.score import Described
+from titan_dit.scores.score import Statistics
 
 UNKNOWN = 2**31
-"""Count of moments that were stored without one: their covariance has full rank."""
+"""Count of moments that were stored without one. It is large: the covariance then has full rank."""
 MEAN, COVARIANCE, COUNT, MADE_BY, SIZE = "mu", "sigma", "count", "features", "size"
-"""Arrays of a .npz with moments: the first two are ADM's and pytorch-fid's. `size`: of pictures."""
+"""Arrays of a .npz with moments. MEAN and COVARIANCE are those of ADM and pytorch-fid; SIZE is the
+pictures' side."""
 
-Reference: TypeAlias = Pictures | Described
+Reference: TypeAlias = Pictures | Statistics
 
 
 def open_reference(
     path: str, size: int, network: Features, names: Sequence[str], where: str
 ) -> Reference:
-    """A reference: pictures of a folder or a .npz, or the moments of a .npz.
+    """Open a reference: pictures of a folder or a .npz, or the moments of a .npz.
 
     `size`: width and height of the drawn pictures; `names`: the metrics. Raises UserError if there
     is no such reference, or if it cannot serve the metrics.
     """
     place = Path(path).expanduser()
     if place.is_dir():
-        return pictures.of_folder(place, size, where)
+        return pictures.open_folder(place, size, where)
     if not place.is_file() or place.suffix != ".npz":
         raise UserError(
             f"{where} {path}: no such folder of pictures, and no .npz file with "
@@ -49,8 +50,8 @@ def open_reference(
             raise UserError(
                 f"{where} {path} holds moments only, but {', '.join(lacking)} needs pictures."
             )
-        return Described(moments_of(place, size, network, where))
-    found = pictures.of_npz(place, where)
+        return Statistics(moments_of(place, size, network, where))
+    found = pictures.open_npz(place, where)
     check_size(found.read(range(1)).shape[1:3], size, f"{where} {path}")
     serves = "fid" in names and {MEAN, COVARIANCE} <= held
     if serves and not misfit_of_moments(place, network, where):
@@ -59,7 +60,7 @@ def open_reference(
 
 
 def misfit_of_moments(path: Path, network: Features, where: str) -> str:
-    """Why the moments of a .npz are not those of a network's features; "" if they are."""
+    """The error if another network made the moments of a .npz; "" if this one did."""
     made_by = ""
     if MADE_BY in pictures.names_in(path, where):
         stored = pictures.array_of(path, where, MADE_BY)
@@ -80,9 +81,9 @@ def misfit_of_moments(path: Path, network: Features, where: str) -> str:
 
 
 def moments_of(path: Path, size: int, network: Features, where: str) -> Moments:
-    """Moments of a .npz: `mu` and `sigma`, and perhaps their `count`.
+    """Moments of a .npz: `mu`, `sigma` and, if it is there, `count`.
 
-    Raises UserError unless they fit the features of pictures of `size`.
+    Raises UserError unless they fit the network's features of pictures of `size`.
     """
     mu, sigma = (pictures.array_of(path, where, name) for name in (MEAN, COVARIANCE))
     width = network.probe(size)[0].shape[1]
@@ -113,7 +114,7 @@ def moments_of(path: Path, size: int, network: Features, where: str) -> Moments:
 
 
 def check_size(found: Sequence[int], size: int, where: str) -> None:
-    """Raise UserError unless height and width are those of the drawn pictures: features differ."""
+    """Raise UserError unless pictures have the drawn ones' size: features depend on it."""
     height, width = found
     if (height, width) != (size, size):
         raise UserError(
@@ -123,14 +124,14 @@ def check_size(found: Sequence[int], size: int, where: str) -> None:
 
 
 def count_of(path: Path, where: str) -> int:
-    """How many pictures the moments of a .npz are of; UNKNOWN if it does not say."""
+    """Number of pictures behind the moments of a .npz; UNKNOWN if it is not stored."""
     if COUNT not in pictures.names_in(path, where):
         return UNKNOWN
     return integer_of(path, where, COUNT, 2)
 
 
 def integer_of(path: Path, where: str, name: str, least: int) -> int:
-    """An array of a .npz that is one integer of at least `least`; UserError otherwise."""
+    """An array of a .npz that holds one integer, at least `least`. Raises UserError."""
     array = pictures.array_of(path, where, name)
     if array.dtype.kind not in "iu" or array.shape or array < least:
         is_number = array.dtype.kind in "biuf" and not array.shape
@@ -140,31 +141,31 @@ def integer_of(path: Path, where: str, name: str, least: int) -> int:
 
 
 def counts(real: Reference) -> dict[str, int]:
-    """How many pictures of a reference each metric compares with."""
-    if isinstance(real, Described):
+    """Metric -> number of a reference's pictures that it compares with."""
+    if isinstance(real, Statistics):
         return {"fid": real.moments.count}
     of_fid = real.count if real.moments is None else real.moments.count
     return {"fid": of_fid, "kid": real.count, "prdc": real.count}
 
 
-def describe_reference(
+def reference_statistics(
     network: Features, real: Reference, names: Sequence[str]
-) -> Described | None:
-    """What the metrics need of a reference, on the first rank; None on the others. Collective.
+) -> Statistics | None:
+    """Statistics of a reference on the first rank; None on the others. Collective.
 
-    Moments of its file replace those of its pictures, which may be fewer.
+    Moments in its file replace those of its pictures, which may be fewer.
     """
-    if isinstance(real, Described):
+    if isinstance(real, Statistics):
         return real
     if real.moments is None:
-        return score.describe(network, real, names)
+        return score.compute_statistics(network, real, names)
     if not {"kid", "prdc"} & {*names}:
-        return Described(real.moments)
-    found = score.describe(network, real, names)
+        return Statistics(real.moments)
+    found = score.compute_statistics(network, real, names)
     return found and replace(found, moments=real.moments)
 
 
-def save_moments(file: IO[bytes], described: Described, network: Features, size: int) -> None:
+def save_moments(file: IO[bytes], described: Statistics, network: Features, size: int) -> None:
     """Write moments as ADM's `mu` and `sigma`, with their count, features and pictures' size."""
     moments = described.moments
     np.savez(

@@ -1,6 +1,6 @@
-"""Score pictures against a reference, their features computed by all ranks.
+"""Score pictures against a reference; all ranks compute features.
 
-Metrics are in fp64, with numpy's random numbers.
+Metrics are computed in fp64, with numpy's random numbers.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ SEED = 2020
 KID_SUBSETS, KID_SUBSET = 100, 1000
 IS_SPLITS = 10
 NEIGHBOURS = 5
-"""Of prdc, as in arXiv:2002.09797."""
+"""k of the nearest neighbours of prdc, as in arXiv:2002.09797."""
 ROWS = 2048
-"""Rows of a block of distances."""
+"""Rows per block of a distance matrix."""
 
 
 def frechet(a: Moments, b: Moments) -> float:
     """Frechet distance of two Gaussians (arXiv:1706.08500, eq. 6).
 
-    |mean_a - mean_b|^2 + tr(A + B - 2 (A B)^(1/2)). Of n rows the covariance has n - 1 eigenvalues
-    above 0, so only as many of A B are: the others are rounding errors, which would count as their
-    square root.
+    |mean_a - mean_b|^2 + tr(A + B - 2 (A B)^(1/2)). The covariance of n rows has at most n - 1
+    eigenvalues above 0, and so has A B. The others are rounding errors, and are left out: they
+    would count as their square root.
     """
     first, second = a.covariance, b.covariance
     values, vectors = torch.linalg.eigh(first)
@@ -52,10 +52,11 @@ def frechet(a: Moments, b: Moments) -> float:
 def kernel_distance(
     drawn: Float[Tensor, "n d"], real: Float[Tensor, "m d"]
 ) -> tuple[float, float | None, int]:
-    """Mean and std over subsets of the unbiased squared MMD, and the subsets' size.
+    """Unbiased squared MMD: (mean over subsets, std over subsets, size of a subset).
 
-    The kernel is (x y / d + 1)^3 (arXiv:1801.01401, section 4). Fewer than 1,000 rows are one
-    smaller subset size. The std is None if a subset is all rows of both: every subset is the same.
+    The kernel is (x y / d + 1)^3 (arXiv:1801.01401, section 4). With fewer than 1,000 rows the
+    subsets are smaller. The std is None if a subset is all rows of both: every subset is then the
+    same.
     """
     size = min(KID_SUBSET, len(drawn), len(real))
     is_one = size == len(drawn) == len(real)
@@ -88,7 +89,7 @@ def prdc(
 ) -> dict[str, float]:
     """Precision and recall (arXiv:1904.06991), density and coverage (arXiv:2002.09797).
 
-    A ball around each picture reaches its k-th neighbour of its own kind.
+    The ball around each picture reaches to its k-th nearest neighbour in its own set.
     """
     around_real, around_drawn = radii(real, neighbours), radii(drawn, neighbours)
     precise, dense, recalled, covered = 0, 0, 0, 0
@@ -121,29 +122,34 @@ def distances(a: Float[Tensor, "n d"], b: Float[Tensor, "m d"]) -> Float[Tensor,
 
 METRICS = ("fid", "kid", "is", "prdc")
 BATCH = 64
-"""Pictures in a pass of the feature network, whatever the number of ranks: the same bits."""
+"""Pictures per pass of the feature network. Fixed, so that bits do not depend on the number of
+ranks."""
 PIXELS = 1 << 24
-"""Their pixels: of larger pictures than 512 x 512 fewer are in a pass."""
+"""Maximum pixels per pass: above 512 x 512 a pass has fewer pictures."""
 
 
 @dataclass(frozen=True)
-class Described:
-    """What the metrics need of a set of pictures."""
+class Statistics:
+    """Statistics of a set of pictures that the metrics need."""
 
     moments: Moments
     features: Float[Tensor, "n d"] | None = None
     logits: Float[Tensor, "n k"] | None = None
 
 
-def described(features: Float[Tensor, "n d"], logits: Float[Tensor, "n k"] | None) -> Described:
-    """Features as the metrics need them."""
-    return Described(merge(map(Moments.of, torch.split(features, BATCH))), features, logits)
+def statistics_of(
+    features: Float[Tensor, "n d"], logits: Float[Tensor, "n k"] | None
+) -> Statistics:
+    """Statistics of features."""
+    return Statistics(merge(map(Moments.of, torch.split(features, BATCH))), features, logits)
 
 
-def describe(network: Features, chosen: Pictures, names: Sequence[str]) -> Described | None:
-    """Features of all pictures, on the first rank; None on the others. Collective.
+def compute_statistics(
+    network: Features, chosen: Pictures, names: Sequence[str]
+) -> Statistics | None:
+    """Statistics of pictures on the first rank; None on the others. Collective.
 
-    Rank r takes the batches r, r + ranks, ... Only what the metrics `names` need is kept.
+    Rank r computes the batches r, r + ranks, ... Only what the metrics `names` need is kept.
     """
     ranks = Ranks()
     size = rows_at_once(chosen)
@@ -167,15 +173,15 @@ def describe(network: Features, chosen: Pictures, names: Sequence[str]) -> Descr
 
 
 def rows_at_once(chosen: Pictures) -> int:
-    """Pictures of a pass."""
+    """Pictures per pass of the network."""
     pixels = math.prod(chosen.read(range(1)).shape[1:3]) if chosen.count else 1
     return max(1, min(BATCH, PIXELS // pixels))
 
 
 def joined(
     ranks: Ranks, moments: Sequence[Moments], parts: Mapping[str, Tensor]
-) -> Described | None:
-    """Join the shares of all ranks on the first."""
+) -> Statistics | None:
+    """Join the statistics of all ranks on the first; None on the others."""
     mine = {name: tensor.contiguous() for name, tensor in parts.items()}
     if moments:
         own = merge(moments)
@@ -194,11 +200,13 @@ def joined(
         found = [every[name] for name in sorted(every) if name.startswith(kind)]
         return torch.cat(found) if found else None
 
-    return Described(whole, rows("features."), rows("logits."))
+    return Statistics(whole, rows("features."), rows("logits."))
 
 
-def score(drawn: Described, real: Described, names: Sequence[str], network: str) -> dict[str, Any]:
-    """The metrics `names`. Those of Inception's features have their known names."""
+def score(
+    drawn: Statistics, real: Statistics, names: Sequence[str], network: str
+) -> dict[str, Any]:
+    """Metric -> value for the metrics `names`. With Inception's features they have FID's names."""
     known = network == "inception"
     found: dict[str, Any] = {}
     if "fid" in names:
@@ -228,10 +236,10 @@ def check_network(network: Features, names: Sequence[str], size: int, where: str
         raise UserError(f"{where}: is needs class scores, which {network.name} does not give.")
 
 
-def check(names: Sequence[str], count: int, real: Mapping[str, int], where: str) -> None:
+def check_metrics(names: Sequence[str], count: int, real: Mapping[str, int], where: str) -> None:
     """Raise UserError unless the metrics are known and there are enough pictures.
 
-    `count`: of drawn ones; `real`: of those that a metric compares them with, if it does.
+    `count`: number of drawn pictures; `real`: by metric, number of reference pictures.
     """
     if unknown := [name for name in names if name not in METRICS] or ([] if names else ["nothing"]):
         raise UserError(f"{where} has {', '.join(unknown)}. Valid: {', '.join(METRICS)}.")

@@ -131,7 +131,7 @@ def locked(folder: Path) -> int:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a file could not be read or written, as one line."""
+    """The reason of an error as one line, without the path."""
     text = error.strerror if isinstance(error, OSError) else None
     return text or (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 

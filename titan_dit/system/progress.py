@@ -1,4 +1,4 @@
-"""Progress on a console: a terminal gets one line that renews itself, a log a line each."""
+"""Progress on a console: on a terminal one line that renews itself, in a log a line per update."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ CLEARED = "\r\033[K"
 
 
 OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Unicode categories of characters that a terminal obeys or cannot encode: controls, text
+"""Unicode categories of characters that a terminal acts on or cannot encode: controls, text
 direction, surrogates of paths that are not UTF-8, line separators."""
 JOINERS = "\u200c\u200d"
 """Zero-width joiners: in these categories, but part of Persian and Indian words and of emoji."""

@@ -1,1 +1,1 @@
-"""Validation: the loss on held-out samples."""
+"""Validation: the loss on held-out samples, and scores of drawn pictures."""

@@ -20,11 +20,11 @@ from titan_dit.observe.console import SCORE
 from titan_dit.scores import features, reference, score
 from titan_dit.scores.features import Features
 from titan_dit.scores.pictures import Pictures
-from titan_dit.scores.score import Described
+from titan_dit.scores.score import Statistics
 
 WHERE = "[evaluation]"
 BATCH = 64
-"""Pictures that a data rank draws at once."""
+"""Pictures that a data rank draws per batch."""
 
 
 @runtime_checkable
@@ -61,7 +61,7 @@ class Evaluation:
     objective: DrawsPictures
     config: EvaluationConfig
     network: Features
-    real: Described | None
+    real: Statistics | None
     """The reference's features; None on all ranks but the first."""
     classes: Mapping[str, int]
     """Class -> number of pictures in the reference; drawn pictures have the same proportions."""
@@ -74,9 +74,9 @@ class Evaluation:
         share: DataShare,
         alive: Callable[[], None],
     ) -> dict[str, float]:
-        """Draw the pictures, split over the data ranks, and score them. Collective.
+        """Draw pictures, split over the data ranks, and score them. Collective.
 
-        There are no scores if samples are NaN or infinite, which is said with their number.
+        Returns no scores, and prints the number, if samples are NaN or infinite.
         """
         num, ranks = self.config.num, Ranks()
         labels = self.objective.picture_labels(num, self.classes).to(share.device)
@@ -103,7 +103,7 @@ class Evaluation:
                 console.say(f"{WHERE} {lost} of {num} samples are NaN or infinite: no scores")
                 return {}
             whole = {name: torch.cat(parts) for name, parts in found.items() if parts}
-            described = score.described(whole["features"], whole.get("logits"))
+            described = score.statistics_of(whole["features"], whole.get("logits"))
             names = self.config.metrics
             every = score.score(described, self.real, names, self.network.name)
             return {f"{SCORE}{name}": value for name, value in every.items()}
@@ -134,8 +134,8 @@ def open_evaluation(
     where = f"{WHERE} reference"
     score.check_network(network, names, size, f"{WHERE} metrics")
     found = reference.open_reference(config.reference, size, network, names, where)
-    score.check(names, config.num, reference.counts(found), f"{WHERE} metrics")
-    real = reference.describe_reference(network, found, names)
+    score.check_metrics(names, config.num, reference.counts(found), f"{WHERE} metrics")
+    real = reference.reference_statistics(network, found, names)
     classes = found.classes if isinstance(found, Pictures) else {}
     if classes and not draws.knows_classes(classes) and Ranks().is_first:
         console.say(

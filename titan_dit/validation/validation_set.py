@@ -86,7 +86,7 @@ class ValidationSet:
     source: Source
     rows: Sequence[int]
     compared: Mapping[str, Any] = field(default_factory=dict)
-    """Digests and sample count of the overlap check that the rows passed; empty if not needed."""
+    """Digests and sample count of the overlap check that the rows passed; empty without a check."""
 
     def remember(self, folder: Path) -> None:
         """Write the passed overlap check to the run directory, so that a restart skips it."""
@@ -192,7 +192,7 @@ def losses(
     """Mean loss over all rows, the objective's summary, and the losses of evaluations and terms.
 
     Each data rank evaluates its share in batches of `batch_size`. Sample i has sample number i, so
-    its random draws are the same every time and on every layout. `alive` is called after each
+    its random draws are the same every time and in every layout. `alive` is called after each
     batch.
     """
     count = -(-len(chosen.rows) // share.num_ranks)
@@ -226,7 +226,7 @@ def losses(
     return {LOSS: sum(means.values()) / len(means), **others, **named}
 
 
-def losses_of_all(
+def losses_with_averages(
     chosen: ValidationSet,
     objective: Objective,
     executor: Executor,
@@ -236,7 +236,7 @@ def losses_of_all(
     seed: int,
     batch_size: int,
 ) -> dict[str, float]:
-    """`losses` of the weights, and of every EMA as NAME_ema_DECAY."""
+    """`losses` of the weights; for each EMA, too, with names that end in _ema_DECAY."""
 
     def measured() -> dict[str, float]:
         return losses(chosen, objective, executor, share, alive, seed=seed, batch_size=batch_size)

@@ -22,17 +22,17 @@ from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError, read_whole
 
 SPACES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
-"""Colour space of a profile -> mode of Pillow."""
+"""Colour space of a profile -> Pillow's mode."""
 SRGB: Final = "sRGB"
-"""In the description of a profile: its pictures are left as they are."""
+"""Text in the description of an sRGB profile, whose pictures are not converted."""
 MAX_PROFILE_BYTES = 4 << 20
-"""Bytes of a profile; those of inks have one or two million."""
+"""Maximum bytes of a profile; a printer's have one or two million."""
 EQUAL = 2
-"""Levels by which a profile that is sRGB under another name may differ from it."""
+"""Maximum difference in levels between sRGB and a profile that is sRGB by another name."""
 
 
 def colour_space(mode: str) -> str:
-    """The mode that a profile of an image of this mode is about."""
+    """The mode that a profile describes, for an image of this mode."""
     if mode in ("1", "L", "LA"):
         return "L"
     return "CMYK" if mode == "CMYK" else "RGB"
@@ -40,9 +40,9 @@ def colour_space(mode: str) -> str:
 
 @lru_cache(8)
 def colour_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """The way from a profile's colours in this mode to sRGB.
+    """The transform from a profile's colours, in this mode, to sRGB.
 
-    None if they are sRGB, or the profile is damaged or of other colours than the image.
+    None if they are sRGB, if the profile is damaged, or if it describes another mode.
     """
     if len(profile) > MAX_PROFILE_BYTES:
         return None
@@ -59,7 +59,7 @@ def colour_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | 
 
 
 def is_equal(transform: ImageCms.ImageCmsTransform, mode: str) -> bool:
-    """True if a cube of colours stays what it is."""
+    """True if the transform leaves a cube of colours unchanged."""
     levels = np.linspace(0, 255, 9).round().astype(np.uint8)
     cube = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(27, 27, 3)
     before = Image.fromarray(cube).convert(mode)
@@ -69,45 +69,46 @@ def is_equal(transform: ImageCms.ImageCmsTransform, mode: str) -> bool:
 
 
 def apply_colours(transform: ImageCms.ImageCmsTransform, image: Image.Image) -> Image.Image:
-    """The picture in sRGB, RGB."""
+    """The picture in sRGB, as RGB."""
     found = ImageCms.applyTransform(image, transform)
     assert found is not None
     return found
 
 
 MAX_PIXELS = 178_956_970
-"""Pixels of a picture that is read. Pillow's own."""
+"""Maximum pixels of a picture; Pillow's own limit."""
 MAX_BYTES = 512 << 20
-"""Memory of decoding one picture: its pixels are limited by what its format and mode take."""
+"""Maximum memory for decoding one picture. It limits the pixels by format and mode."""
 AT_ONCE = 896 << 20
-"""Memory of all pictures that are decoded at once."""
+"""Maximum memory for all pictures that are decoded at once."""
 UNIT = 1 << 20
-"""Bytes of a step of a DecodingBudget."""
+"""Bytes per unit of a DecodingBudget's semaphore."""
 LARGE = 64 << 20
-"""Memory of a picture that is given back at once."""
+"""Above this memory, a picture's memory is returned to the system at once."""
 REDUCED = 1 << 26
-"""Pixels above which a JPEG is reduced while it is decoded, which changes last bits."""
+"""Above these pixels a JPEG is decoded at a reduced size, which changes last bits."""
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM", "JPEG2000", "AVIF")
 JPEGS = ("JPEG", "MPO")
 GREYS = ("1", "L", "LA")
 FULL_SIZE = "full_size"
 BAND = 1 << 18
-"""Pixels of a transparent picture that are composited at once."""
+"""Pixels per step of compositing a transparent picture."""
 BYTE_MODES = ("1", "L", "P")
-"""Modes of one byte for each pixel; Pillow keeps all others in four."""
+"""Modes of one byte per pixel; Pillow keeps all others in four."""
 DECODERS = {
     **{"WEBP": 13, "AVIF": 16, "TIFF": 8, "PPM": 8},
     **{"GIF": 4, "BMP": 4, "DIB": 4},
 }
-"""Bytes for each pixel that a decoder holds beside the image, as measured with Pillow 12."""
+"""Bytes per pixel that a decoder holds besides the image, as measured with Pillow 12."""
 JPEG2000 = 6
-"""The same for each channel."""
+"""Bytes per pixel and channel that the JPEG 2000 decoder holds besides the image."""
 HALVED, WHOLE = 1.75, 18
-"""Memory of a cropped picture for that before; bytes for each pixel of one that is scored whole."""
+"""Memory of cropping, relative to the picture's; bytes per pixel of a picture that is scored
+uncropped."""
 THINNEST = 100
-"""Ratio of sides up to which a picture is cropped: before the crop its shorter side is resized."""
+"""Maximum ratio of sides for a crop: the shorter side is resized first."""
 ORIENTATION = 0x0112
-"""Tag of EXIF: how a camera was held."""
+"""EXIF tag that says how the camera was held."""
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -117,14 +118,15 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What makes a picture upright, by its orientation; 1 is upright."""
+"""EXIF orientation -> transposition that makes the picture upright; 1 is upright."""
 
 
 class DecodingBudget:
-    """Memory of pictures that are decoded at once, by threads or by processes: a large one waits.
+    """Limit on the memory of pictures that are decoded at once: a large picture waits.
 
-    `context` makes the locks: threading or multiprocessing. A picture of more than `max_pixels` is
-    refused, by default one whose decoding takes more than MAX_BYTES. `flag` sets `max_pixels`.
+    `context` makes the locks: threading or multiprocessing. Pictures above `max_pixels` are
+    refused; by default those whose decoding takes more than MAX_BYTES. `flag` is the flag that sets
+    `max_pixels`.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class DecodingBudget:
         self.turn, self.free = context.Lock(), context.Semaphore(self.num_units)
 
     def check(self, image: Image.Image, cost: int) -> None:
-        """Raise BadFileError for a picture that is too large; `cost`: of `memory_of`."""
+        """Raise BadFileError for a picture that is too large. `cost` is its `memory_of`."""
         width, height = image.info.get(FULL_SIZE, image.size)
         pixels = width * height
         most = self.max_pixels or min(
@@ -150,7 +152,7 @@ class DecodingBudget:
 
     @contextmanager
     def taken(self, cost: int) -> Iterator[None]:
-        """Wait until so many bytes may be used."""
+        """Wait until `cost` bytes are free, and hold them."""
         units = min(self.num_units, -(-cost // UNIT))
         with self.turn:  # One at a time, or two that wait for the rest would block each other.
             for _ in range(units):
@@ -163,11 +165,11 @@ class DecodingBudget:
 
 
 class Decoded(NamedTuple):
-    """A picture of a file."""
+    """A decoded picture."""
 
     pixels: UInt8[Tensor, "c h w"]
     is_converted: bool
-    """True if its colours were of another space than sRGB."""
+    """True if its colours were converted to sRGB."""
 
 
 def read_image(
@@ -179,7 +181,8 @@ def read_image(
     """Read an image file: one channel if grey, else RGB; transparency on white, upright, sRGB.
 
     `size` crops to a square, see `center_crop`. If `shape` has three channels, grey becomes RGB.
-    Raises BadFileError for any other difference from `shape`, and if it is too thin to be cropped.
+    Raises BadFileError for any other difference from `shape`, and for a picture that is too thin to
+    crop.
     """
     return decode_image(read_whole(path), size, shape, budget).pixels
 
@@ -227,7 +230,7 @@ def decode_image(
 def flat(
     image: Image.Image, size: int | None, shape: tuple[int, ...] | None
 ) -> tuple[UInt8[np.ndarray, "..."], bool]:
-    """Upright pixels, cropped, in sRGB; True if they were in another space."""
+    """(upright, cropped pixels in sRGB, True if they were converted)."""
     profile = image.info.get("icc_profile") or b""
     to_srgb = colour_transform(profile, colour_space(image.mode)) if profile else None
     turn = turn_of(image)
@@ -254,20 +257,20 @@ def flat(
 
 
 def give_back_memory() -> None:
-    """Have glibc return what a thread has freed; it would keep gigabytes for each thread."""
+    """Make glibc return freed memory; it would keep gigabytes for each thread."""
     with suppress(AttributeError, OSError):  # Another C library.
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @cache
 def known_formats() -> tuple[str, ...]:
-    """Formats that are opened. Others of Pillow start programs: a .png may be PostScript."""
+    """Formats that may be opened. Some others start programs: a .png may be PostScript."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
 def reduce_jpeg(image: Image.Image, size: int | None) -> None:
-    """Have a large JPEG decoded at an eighth to a half, if a crop of `size` needs no more."""
+    """Let a large JPEG be decoded at 1/8 to 1/2 of its size if a crop of `size` needs no more."""
     if size is None or image.format not in JPEGS or image.width * image.height <= REDUCED:
         return
     factor = next((f for f in (8, 4, 2) if min(image.size) // f >= 4 * size), 1)
@@ -277,7 +280,7 @@ def reduce_jpeg(image: Image.Image, size: int | None) -> None:
 
 
 def memory_of(image: Image.Image, size: int | None, has_coefficients: bool) -> int:
-    """Bytes that a picture takes while it is decoded, converted, turned and cropped to `size`."""
+    """Peak bytes of decoding, converting, turning and cropping a picture to `size`."""
     pixels = image.width * image.height
     stored = 1 if image.mode in BYTE_MODES else 4
     target = 1 if image.mode in GREYS else 4
@@ -296,14 +299,14 @@ def memory_of(image: Image.Image, size: int | None, has_coefficients: bool) -> i
 
 
 def may_turn(image: Image.Image) -> bool:
-    """True unless a picture is upright: a PNG may say so behind its pixels."""
+    """True unless the picture is known to be upright: a PNG may say so after its pixels."""
     return image.format == "PNG" or turn_of(image) is not None
 
 
 def is_one_scan(image: Image.Image, data: bytes | bytearray) -> bool:
-    """True for a JPEG whose first scan has all channels; of others all coefficients are held.
+    """True for a JPEG with all channels in its first scan; else the decoder holds all coefficients.
 
-    That scan's header is what Pillow has read last.
+    Pillow has read that scan's header last.
     """
     count, end = len(image.getbands()), image.fp.tell()  # type: ignore[attr-defined]
     header = b"\xff\xda" + (6 + 2 * count).to_bytes(2, "big") + bytes([count])
@@ -312,7 +315,7 @@ def is_one_scan(image: Image.Image, data: bytes | bytearray) -> bool:
 
 
 def samples_of(image: Image.Image) -> int:
-    """Coefficients of a JPEG of its full size, whatever size is decoded."""
+    """Coefficients of a JPEG at full size, whatever size is decoded."""
     width, height = image.info.get(FULL_SIZE, image.size)
     layers = [across * down for _, across, down, _ in getattr(image, "layer", ())]
     each = sum(layers) / max(layers) if layers and min(layers) else len(image.getbands())
@@ -320,7 +323,7 @@ def samples_of(image: Image.Image) -> int:
 
 
 def on_white(image: Image.Image, mode: str) -> Image.Image:
-    """The image in a mode; a transparent one is composited onto white."""
+    """The image in a mode; transparency is composited onto white."""
     image.load()
     if not image.has_transparency_data:
         return image if image.mode == mode else image.convert(mode)
@@ -335,7 +338,7 @@ def on_white(image: Image.Image, mode: str) -> Image.Image:
 
 
 def turn_of(image: Image.Image) -> Image.Transpose | None:
-    """What makes the picture of a file upright, as its EXIF says, which every viewer follows."""
+    """The transposition that makes a picture upright by its EXIF, as viewers do; None if it is."""
     with suppress(Exception):  # Pillow raises any exception on damaged EXIF.
         return TURNS.get(image.getexif().get(ORIENTATION, 1))
     return None

@@ -1,7 +1,7 @@
 """Pack folders of latents or images into shards: parallel and resumable.
 
-Workers write chunks of a listing, each shard atomically. `pack.json` in the output holds the
-plan's digest and a file lock, `sources.json` what the shards were made of.
+Workers write chunks of a listing, each shard atomically. In the output `pack.json` holds the job's
+digest and is locked; `sources.json` records which files the shards were made of.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from titan_dit.system.worker import end_with_parent
 
 @contextmanager
 def claimed(output: Path, digest: str, command: str = "data pack") -> Iterator[None]:
-    """Hold the lock of an output folder; refuses a folder started with another plan."""
+    """Hold the lock of an output folder. Refuses a folder that another job has begun."""
     descriptor = lock(output, command)
     try:
         held = os.read(descriptor, 4096)
@@ -85,12 +85,12 @@ def lock(output: Path, command: str = "data pack") -> int:
 
 MAX_PIXELS_FLAG = "--max-pixels"
 CONVERTED = "to_srgb"
-"""Of a record: pictures whose colours were converted."""
+"""Key of a chunk's record: number of pictures whose colours were converted."""
 
 
 @runtime_checkable
-class ShardPlan(Protocol):
-    """A plan of shards: of `data pack` or of `data encode`."""
+class ShardJob(Protocol):
+    """A job that writes shards, of `data pack` or `data encode`."""
 
     @property
     def command(self) -> str:
@@ -102,7 +102,7 @@ class ShardPlan(Protocol):
 
     @property
     def copies(self) -> int:
-        """Rows of each listed file."""
+        """Rows per listed file."""
 
     @property
     def root(self) -> Path:
@@ -114,7 +114,7 @@ class ShardPlan(Protocol):
 
     @property
     def labels(self) -> Int64[Tensor, " n"]:
-        """Their classes; -1 for a file without one."""
+        """Class of each file; -1 for none."""
 
     @property
     def name(self) -> str:
@@ -140,13 +140,13 @@ class ShardPlan(Protocol):
         """Listing indices of a chunk's files."""
 
     def digest(self) -> str:
-        """SHA-256 of everything that determines the shards' bytes, but the files' contents."""
+        """SHA-256 of all that determines the shards' bytes, except the files' contents."""
 
     def stamp(self, row: int) -> tuple[int, int]:
-        """Length and time of modification of a listed file."""
+        """(length, modification time) of a listed file."""
 
     def has_made(self, record: ChunkRecord, chunk: int) -> bool:
-        """True if the files' contents are those of which a chunk was made."""
+        """True if the files still have the contents that the chunk was made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +173,8 @@ class Chunks(ABC):
 
 
 @dataclass(frozen=True)
-class PackPlan(Chunks):
-    """Everything that determines the shards' bytes; not the workers or the output path."""
+class PackJob(Chunks):
+    """Everything that determines the shards' bytes, without workers and output path."""
 
     command: ClassVar[str] = "data pack"
     format: ClassVar[str] = FORMAT
@@ -189,7 +189,7 @@ class PackPlan(Chunks):
     about: dict[str, Any]
     """Further manifest keys: source, num_classes, classes, scale, shift, value_range."""
     max_pixels: int | None = None
-    """Of a picture that is read; None: by the memory that its format takes."""
+    """Maximum pixels of a picture; None: as many as its format's memory allows."""
 
     @property
     def root(self) -> Path:
@@ -203,11 +203,11 @@ class PackPlan(Chunks):
 
     @property
     def labels(self) -> Int64[Tensor, " n"]:
-        """Their classes."""
+        """Class of each file."""
         return self.listing.labels
 
     def digest(self) -> str:
-        """Return a SHA-256 of the plan, independent of the parent folders of input and output."""
+        """Return a SHA-256 of the job, independent of the parent folders of input and output."""
         listing = self.listing
         parts = (self.name, self.shape, self.dtype, self.shard_size, self.image_size, listing.kind)
         sha = hashlib.sha256(json.dumps([*parts, self.about], sort_keys=True).encode())
@@ -218,11 +218,11 @@ class PackPlan(Chunks):
         return sha.hexdigest()
 
     def budget(self, context: Any = threading) -> DecodingBudget:
-        """What limits its pictures; `context` makes the locks."""
+        """The limit on memory for decoding its pictures; `context` makes the locks."""
         return DecodingBudget(self.max_pixels, context, MAX_PIXELS_FLAG)
 
     def stamp(self, row: int) -> tuple[int, int]:
-        """Length and time of modification of a listed file."""
+        """(length, modification time) of a listed file."""
         return stamp_of(self.listing.root / self.listing.names[row])
 
     def has_made(self, record: ChunkRecord, chunk: int) -> bool:
@@ -236,10 +236,10 @@ class PackPlan(Chunks):
     def read_chunk(
         self, chunk: int, budget: DecodingBudget, report: Callable[[int, int], None]
     ) -> tuple[list[int], Shaped[Tensor, "n c h w"], list[tuple[int, str]], int]:
-        """The rows of a chunk that can be read, their samples, the other rows with the reason.
+        """(kept rows, their samples, (row, reason) of dropped ones, number of converted pictures).
 
-        The last is the number of pictures whose colours were converted. `report` gets increments
-        of (done, dropped).
+        A picture is converted if its colours were not sRGB. `report` gets increments of (done,
+        dropped).
         """
         rows = self.rows(chunk)
         dropped: list[tuple[int, str]] = []
@@ -274,7 +274,7 @@ class PackPlan(Chunks):
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """Result of a chunk; `file` is empty if all its files were dropped."""
+    """The result of a chunk. `file` is empty if all its files were dropped."""
 
     plan: str
     file: str
@@ -284,11 +284,11 @@ class ChunkRecord:
     dropped: list[tuple[int, str]]
     """(index in the listing, reason)."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """What `data encode` sums up over a chunk."""
+    """Further values: sums over the chunk of `data encode`, number of converted pictures."""
 
 
 def pack_chunk(
-    plan: PackPlan,
+    job: PackJob,
     digest: str,
     output: Path,
     chunk: int,
@@ -296,13 +296,13 @@ def pack_chunk(
     report: Callable[[int, int], None],
 ) -> None:
     """Read a chunk; write its shard and record; `report` gets increments of (done, dropped)."""
-    kept, latents, dropped, num_converted = plan.read_chunk(chunk, budget, report)
+    kept, latents, dropped, num_converted = job.read_chunk(chunk, budget, report)
     extra = {CONVERTED: num_converted} if num_converted else {}
-    write_chunk(plan, digest, output, chunk, kept, latents, dropped, extra)
+    write_chunk(job, digest, output, chunk, kept, latents, dropped, extra)
 
 
 def write_chunk(
-    plan: ShardPlan,
+    job: ShardJob,
     digest: str,
     output: Path,
     chunk: int,
@@ -313,31 +313,31 @@ def write_chunk(
 ) -> None:
     """Write a chunk's shard and its record, each whole or not at all; no shard if none is `kept`.
 
-    `latents` are the rows of the files `kept`, `plan.copies` of each.
+    `latents` are the rows of the `kept` files, `job.copies` for each.
     """
-    stem = f"{plan.name}-{chunk:05d}"
+    stem = f"{job.name}-{chunk:05d}"
     record = ChunkRecord(digest, "", 0, 0, "", dropped)
     if kept:
         file = f"{stem}.safetensors"
-        data = shard_of(plan, kept, latents)
-        with writing(output / file, plan.command):
+        data = shard_of(job, kept, latents)
+        with writing(output / file, job.command):
             write_whole(output / file, data)
         sha = hashlib.sha256(data).hexdigest()
-        count = len(kept) * plan.copies
+        count = len(kept) * job.copies
         record = ChunkRecord(digest, file, count, len(data), sha, dropped, extra or {})
-    with writing(output / f"{stem}.json", plan.command):
+    with writing(output / f"{stem}.json", job.command):
         write_json(output / f"{stem}.json", asdict(record))
 
 
-def shard_of(plan: ShardPlan, kept: Sequence[int], latents: Shaped[Tensor, "n c h w"]) -> bytes:
+def shard_of(job: ShardJob, kept: Sequence[int], latents: Shaped[Tensor, "n c h w"]) -> bytes:
     """The bytes of a shard."""
-    labels = plan.labels[torch.tensor(kept)].repeat_interleave(plan.copies)
+    labels = job.labels[torch.tensor(kept)].repeat_interleave(job.copies)
     # Not save_file: its files have mode 0600, and if killed it leaves a temporary file.
     data: bytes = safetensors.save({"latent": latents.contiguous(), "label": labels})
     return data
 
 
-def writing(file: Path, command: str = PackPlan.command) -> AbstractContextManager[None]:
+def writing(file: Path, command: str = PackJob.command) -> AbstractContextManager[None]:
     """Raise an OSError of the block as a UserError that names the file and the fix."""
     return disk_errors.writing(f"[{command}] {file}", "Run the same command again: it resumes.")
 
@@ -356,7 +356,7 @@ def read_record(output: Path, stem: str) -> ChunkRecord | None:
 
 
 def pack_chunks(
-    plan: PackPlan,
+    job: PackJob,
     output: Path,
     chunks: list[int],
     budget: DecodingBudget,
@@ -377,9 +377,9 @@ def pack_chunks(
         counts[2 * place + 1] += dropped
 
     try:
-        digest = plan.digest()
+        digest = job.digest()
         for chunk in chunks:
-            pack_chunk(plan, digest, output, chunk, budget, report)
+            pack_chunk(job, digest, output, chunk, budget, report)
     except (UserError, OSError) as error:
         named = line_of(error, "[data pack]") if isinstance(error, OSError) else str(error)
         errors.send(named)
@@ -389,80 +389,80 @@ def pack_chunks(
 SOURCES = "sources.json"
 
 
-def stamps_of(plan: ShardPlan) -> list[str]:
-    """A digest of the lengths and times of modification of each chunk's files."""
+def stamps_of(job: ShardJob) -> list[str]:
+    """By chunk: a digest of its files' lengths and modification times."""
     return [
         hashlib.sha256(
-            " ".join(f"{plan.stamp(row)}" for row in plan.rows(chunk)).encode()
+            " ".join(f"{job.stamp(row)}" for row in job.rows(chunk)).encode()
         ).hexdigest()[:32]
-        for chunk in range(plan.num_chunks)
+        for chunk in range(job.num_chunks)
     ]
 
 
 def check_sources(
-    plan: ShardPlan, output: Path, digest: str, made: Mapping[int, ChunkRecord], verify: bool
+    job: ShardJob, output: Path, digest: str, made: Mapping[int, ChunkRecord], verify: bool
 ) -> None:
-    """Raise UserError if the files of finished chunks have changed; else record how they are.
+    """Raise UserError if files of finished chunks have changed; else record their state.
 
-    `verify` reads and compares the contents.
+    `verify` reads and compares contents; otherwise lengths and modification times are compared.
     """
-    now, before = stamps_of(plan), recorded(plan, output, digest)
+    now, before = stamps_of(job), recorded(job, output, digest)
     unknown = [chunk for chunk in made if before[chunk] is None]
     if verify:
-        changed = [chunk for chunk, record in made.items() if not plan.has_made(record, chunk)]
+        changed = [chunk for chunk, record in made.items() if not job.has_made(record, chunk)]
         how, compare = "contents", ""
     else:
         changed = [chunk for chunk in made if before[chunk] not in (None, now[chunk])]
         how = "length or time of modification"
         compare = " If they are the same, --verify true compares their contents."
     if changed:
-        names = few([f"{plan.name}-{chunk:05d}" for chunk in changed])
+        names = few([f"{job.name}-{chunk:05d}" for chunk in changed])
         raise UserError(
-            f"[{plan.command}] input={plan.root}: files have changed ({how}) since these shards of "
+            f"[{job.command}] input={job.root}: files have changed ({how}) since these shards of "
             f"{output} were made of them: {names}. Delete {output}, or choose another --out."
             f"{compare}"
         )
     if unknown and not verify:
         stdio.write(
             sys.stderr,
-            f"whether the files of {plan.root} have changed is not known: an earlier version wrote "
+            f"whether the files of {job.root} have changed is not known: an earlier version wrote "
             f"{output}. --verify true compares their contents\n",
         )
     kept = {} if verify else dict.fromkeys(unknown)
     chunks = [kept.get(chunk, stamp) for chunk, stamp in enumerate(now)]
     if chunks != before:
-        with writing(output / SOURCES, plan.command):
+        with writing(output / SOURCES, job.command):
             write_json(output / SOURCES, {"plan": digest, "chunks": chunks})
 
 
-def check_sources_unchanged(plan: ShardPlan, output: Path, digest: str) -> None:
-    """Raise UserError if files have changed while they were read."""
-    pairs = zip(recorded(plan, output, digest), stamps_of(plan), strict=True)
+def check_sources_unchanged(job: ShardJob, output: Path, digest: str) -> None:
+    """Raise UserError if files changed while they were read."""
+    pairs = zip(recorded(job, output, digest), stamps_of(job), strict=True)
     if any(before not in (None, now) for before, now in pairs):
         raise UserError(
-            f"[{plan.command}] input={plan.root}: files have changed while they were read. Delete "
+            f"[{job.command}] input={job.root}: files have changed while they were read. Delete "
             f"{output}, and repeat the command."
         )
 
 
-def recorded(plan: ShardPlan, output: Path, digest: str) -> list[str | None]:
-    """The digest of each chunk that was recorded for a plan; None where it is not known."""
+def recorded(job: ShardJob, output: Path, digest: str) -> list[str | None]:
+    """By chunk: the recorded digest of its files for this job; None if not known."""
     file = output / SOURCES
     found = user_text.read_json(file, str(file)) if file.is_file() else None
     if isinstance(found, dict) and found.get("plan") == digest:
         chunks = found.get("chunks")
-        if isinstance(chunks, list) and len(chunks) == plan.num_chunks:
+        if isinstance(chunks, list) and len(chunks) == job.num_chunks:
             return chunks
-    return [None] * plan.num_chunks
+    return [None] * job.num_chunks
 
 
 Progress = Callable[[int, int], None]
 """Called often with (files done, of which dropped)."""
 
 
-def pack_here(plan: PackPlan, output: Path, todo: list[int], progress: Progress) -> None:
+def pack_here(job: PackJob, output: Path, todo: list[int], progress: Progress) -> None:
     """Pack the chunks of `todo` in this process."""
-    digest, counts = plan.digest(), [0, 0]
+    digest, counts = job.digest(), [0, 0]
 
     def report(done: int, dropped: int) -> None:
         counts[0] += done
@@ -471,23 +471,23 @@ def pack_here(plan: PackPlan, output: Path, todo: list[int], progress: Progress)
 
     try:
         for chunk in todo:
-            pack_chunk(plan, digest, output, chunk, plan.budget(), report)
+            pack_chunk(job, digest, output, chunk, job.budget(), report)
     except OSError as error:
         raise UserError(line_of(error, "[data pack]")) from None
 
 
 def run_workers(
-    plan: PackPlan, output: Path, todo: list[int], workers: int, progress: Progress
+    job: PackJob, output: Path, todo: list[int], workers: int, progress: Progress
 ) -> None:
     """Pack the chunks of `todo` in worker processes; worker i takes todo[i::workers]."""
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork.
     shared = context.RawArray("q", 2 * workers)
     pipes = [context.Pipe(duplex=False) for _ in range(workers)]
-    budget = plan.budget(context)
+    budget = job.budget(context)
     processes = [
         context.Process(
             target=pack_chunks,
-            args=(plan, output, todo[i::workers], budget, shared, i, pipes[i][1]),
+            args=(job, output, todo[i::workers], budget, shared, i, pipes[i][1]),
             daemon=True,
         )
         for i in range(workers)
@@ -544,10 +544,10 @@ DROPPED, CAPTIONS = "dropped.json", "captions.jsonl"
 SHARD_BYTES = 128 << 20
 SHARD_FILES = r"-\d{5,}\.(safetensors|json)"
 TEMPORARY = r"\.tmp\w{6}"
-"""Temporary files of a killed earlier version."""
+"""Temporary files that an earlier version left when it was killed."""
 
 
-def make_plan(
+def make_job(
     source: Path,
     output: Path,
     *,
@@ -560,8 +560,8 @@ def make_plan(
     shard_size: int | None = None,
     text: str | None = None,
     max_pixels: int | None = None,
-) -> PackPlan:
-    """List a folder and plan its shards."""
+) -> PackJob:
+    """List a folder and choose the shards."""
     listing, stated = list_folder(source, num_classes, classes), read_folder_manifest(source)
     pictures = listing.kind == "images"
     if pictures and dtype:
@@ -571,7 +571,7 @@ def make_plan(
             f"[data pack] image_size={image_size}: {source} holds latents, not images. Omit it."
         )
     dtype = "uint8" if pictures else dtype or "float16"
-    shape = shape_of_most(listing, image_size, max_pixels)
+    shape = most_common_shape(listing, image_size, max_pixels)
     about = {
         "source": text or stated["source"] or f"packed from {source.resolve().name}",
         "num_classes": listing.num_classes,
@@ -582,7 +582,7 @@ def make_plan(
     }
     bytes_each = math.prod(shape) * STORED_DTYPES[dtype].itemsize
     size = shard_size or max(1, SHARD_BYTES // bytes_each)
-    return PackPlan(
+    return PackJob(
         listing,
         output.resolve().name,
         shape,
@@ -594,7 +594,7 @@ def make_plan(
     )
 
 
-def shape_of_most(
+def most_common_shape(
     listing: Listing, image_size: int | None, max_pixels: int | None, num: int = 64
 ) -> tuple[int, int, int]:
     """Return the most frequent shape of up to `num` evenly spaced files."""
@@ -638,116 +638,116 @@ def read_sample(
 
 
 def pack(
-    plan: PackPlan, output: Path, workers: int, progress: Progress, verify: bool = False
+    job: PackJob, output: Path, workers: int, progress: Progress, verify: bool = False
 ) -> list[tuple[int, str]] | None:
     """Write the shards and the manifest; return the dropped files, or None if already packed.
 
     `verify` compares the contents of files that were packed before.
     """
-    check_output(plan, output)
-    digest = plan.digest()
+    check_output(job, output)
+    digest = job.digest()
     output.mkdir(parents=True, exist_ok=True)
     with claimed(output, digest):
-        finished = resumed(plan, output, digest, verify)
+        finished = resumed(job, output, digest, verify)
         if finished is None:
             return None
-        todo = [chunk for chunk in range(plan.num_chunks) if chunk not in finished]
-        done = sum(len(plan.rows(chunk)) for chunk in finished)
+        todo = [chunk for chunk in range(job.num_chunks) if chunk not in finished]
+        done = sum(len(job.rows(chunk)) for chunk in finished)
         dropped = sum(len(record.dropped) for record in finished.values())
 
         def report(newly_done: int, newly_dropped: int) -> None:
             progress(done + newly_done, dropped + newly_dropped)
 
         if min(workers, len(todo)) > 1:
-            run_workers(plan, output, todo, min(workers, len(todo)), report)
+            run_workers(job, output, todo, min(workers, len(todo)), report)
         else:
-            pack_here(plan, output, todo, report)
-        records = all_finished(plan, output, digest)
+            pack_here(job, output, todo, report)
+        records = all_finished(job, output, digest)
         with writing(output / MANIFEST):
-            write_all(plan, output, digest, records)
+            write_all(job, output, digest, records)
     return [drop for record in records for drop in record.dropped]
 
 
 def resumed(
-    plan: ShardPlan, output: Path, digest: str, verify: bool
+    job: ShardJob, output: Path, digest: str, verify: bool
 ) -> dict[int, ChunkRecord] | None:
-    """The chunks that need no work; None if the output is whole.
+    """Records of finished chunks; None if the output is whole.
 
-    Raises UserError if the files that they were made of have changed; `verify` compares contents.
+    Raises UserError if the files they were made of have changed; `verify` compares contents.
     """
     manifest = read_json(output)
     if manifest.get("plan") == digest:
-        records = records_of(plan, output, digest, manifest)
+        records = records_of(job, output, digest, manifest)
         if all(has_size(output, shard["file"], shard["bytes"]) for shard in manifest["shards"]):
             try:
-                check_sources(plan, output, digest, records, verify)
+                check_sources(job, output, digest, records, verify)
             finally:
-                clean(plan, output)  # Also of an error: the output is whole, and not claimed.
+                clean(job, output)  # Also of an error: the output is whole, and not claimed.
             return None
         for chunk, record in records.items():
-            write_json(output / f"{plan.name}-{chunk:05d}.json", asdict(record))
+            write_json(output / f"{job.name}-{chunk:05d}.json", asdict(record))
         (output / MANIFEST).unlink()
-    found = find_finished(plan, output, digest)
-    check_sources(plan, output, digest, found, verify)
+    found = find_finished(job, output, digest)
+    check_sources(job, output, digest, found, verify)
     return found
 
 
-def all_finished(plan: ShardPlan, output: Path, digest: str) -> list[ChunkRecord]:
-    """The records of all chunks; UserError if one is missing, or all files were dropped."""
-    check_sources_unchanged(plan, output, digest)
-    records = list(find_finished(plan, output, digest).values())
-    if len(records) != plan.num_chunks:
+def all_finished(job: ShardJob, output: Path, digest: str) -> list[ChunkRecord]:
+    """Records of all chunks. UserError if one is missing, or if all files were dropped."""
+    check_sources_unchanged(job, output, digest)
+    records = list(find_finished(job, output, digest).values())
+    if len(records) != job.num_chunks:
         raise UserError(
-            f"[{plan.command}] another process changed {output} during packing. Run the command "
+            f"[{job.command}] another process changed {output} during packing. Run the command "
             "again."
         )
     if not any(record.count for record in records):
-        clean(plan, output, all_of_it=True)
+        clean(job, output, all_of_it=True)
         row, reason = records[0].dropped[0]
         raise UserError(
-            f"[{plan.command}] none of the {len(plan.names):,} files can be packed; the first is "
-            f"{plan.root / plan.names[row]}: {reason}. Nothing was written."
+            f"[{job.command}] none of the {len(job.names):,} files can be packed; the first is "
+            f"{job.root / job.names[row]}: {reason}. Nothing was written."
         )
     return records
 
 
 def num_converted(output: Path) -> int:
-    """Pictures of a whole output whose colours were converted to sRGB."""
+    """Number of pictures of a finished output whose colours were converted to sRGB."""
     shards = read_json(output)["shards"]
     return sum(int(shard.get("extra", {}).get(CONVERTED, 0)) for shard in shards)
 
 
-def check_output(plan: ShardPlan, output: Path) -> None:
-    """Refuse an output that is inside the input, or holds anything but this plan's files."""
-    root = plan.root.resolve()
+def check_output(job: ShardJob, output: Path) -> None:
+    """Refuse an output that is inside the input, or holds anything but this job's files."""
+    root = job.root.resolve()
     if output.resolve() == root or root in output.resolve().parents:
         raise UserError(
-            f"[{plan.command}] out={output} is inside the input {plan.root}, so the shards "
+            f"[{job.command}] out={output} is inside the input {job.root}, so the shards "
             "would become part of it. Choose another --out."
         )
     if not output.exists():
         return
     if not output.is_dir():
-        raise UserError(f"[{plan.command}] out={output} is a file. Choose another --out.")
+        raise UserError(f"[{job.command}] out={output} is a file. Choose another --out.")
     stated = read_json(output)
-    if stated and stated.get("plan") != plan.digest():
+    if stated and stated.get("plan") != job.digest():
         raise UserError(
-            f"[{plan.command}] out={output} holds another dataset. Delete it or choose another "
+            f"[{job.command}] out={output} holds another dataset. Delete it or choose another "
             "--out."
         )
     written = f"{CLAIM}|{DROPPED}|{MANIFEST}|{SOURCES}|{re.escape(CAPTIONS)}"
-    known = rf"({re.escape(plan.name)}{SHARD_FILES}|{written})(\.partial)?"
+    known = rf"({re.escape(job.name)}{SHARD_FILES}|{written})(\.partial)?"
     if stated or (output / CLAIM).is_file():
         known += f"|{TEMPORARY}"
     strange = [path.name for path in output.iterdir() if not re.fullmatch(known, path.name)]
     if strange:
         raise UserError(
-            f"[{plan.command}] out={output} is not empty: it holds {sorted(strange)[0]}. Choose "
+            f"[{job.command}] out={output} is not empty: it holds {sorted(strange)[0]}. Choose "
             "another --out."
         )
-    if any(output.glob(f"{plan.name}-*")) and not stated and not (output / CLAIM).is_file():
+    if any(output.glob(f"{job.name}-*")) and not stated and not (output / CLAIM).is_file():
         raise UserError(
-            f"[{plan.command}] out={output} holds shards of unknown origin, without a "
+            f"[{job.command}] out={output} holds shards of unknown origin, without a "
             f"{MANIFEST}. Delete it or choose another --out."
         )
 
@@ -758,28 +758,28 @@ def has_size(output: Path, file: str, size: int) -> bool:
 
 
 def records_of(
-    plan: ShardPlan, output: Path, digest: str, manifest: dict[str, Any]
+    job: ShardJob, output: Path, digest: str, manifest: dict[str, Any]
 ) -> dict[int, ChunkRecord]:
-    """The records of the chunks of a whole dataset, by its manifest.
+    """Records of the chunks of a finished dataset, from its manifest.
 
-    A chunk has none, and is packed again, if the list of its dropped files is lost.
+    A chunk is missing, and is packed again, if the list of its dropped files is lost.
     """
-    reasons = reasons_of(output / DROPPED, len(plan.names))
-    rows = enumerate(plan.names) if reasons else ()
+    reasons = reasons_of(output / DROPPED, len(job.names))
+    rows = enumerate(job.names) if reasons else ()
     dropped = {row: reasons[name] for row, name in rows if name in reasons}
     shards = {shard["file"]: shard for shard in manifest["shards"]}
     records = {}
-    for chunk in range(plan.num_chunks):
-        stem = f"{plan.name}-{chunk:05d}"
-        lost = [(row, dropped[row]) for row in plan.rows(chunk) if row in dropped]
+    for chunk in range(job.num_chunks):
+        stem = f"{job.name}-{chunk:05d}"
+        lost = [(row, dropped[row]) for row in job.rows(chunk) if row in dropped]
         shard = shards.get(f"{stem}.safetensors", {"file": "", "count": 0, "bytes": 0})
-        if shard["count"] // plan.copies + len(lost) == len(plan.rows(chunk)):
+        if shard["count"] // job.copies + len(lost) == len(job.rows(chunk)):
             records[chunk] = ChunkRecord(digest, **({"sha256": ""} | shard), dropped=lost)
     return records
 
 
 def reasons_of(report: Path, rows: int) -> dict[str, str]:
-    """Why files were dropped, by name; {} if the list is lost. UserError if it is damaged."""
+    """File -> reason why it was dropped; {} if the list is lost. UserError if it is damaged."""
     if not report.is_file():
         return {}
     # Of a hundred million pictures it may be gigabytes.
@@ -792,28 +792,28 @@ def reasons_of(report: Path, rows: int) -> dict[str, str]:
         ) from None
 
 
-def find_finished(plan: ShardPlan, output: Path, digest: str) -> dict[int, ChunkRecord]:
+def find_finished(job: ShardJob, output: Path, digest: str) -> dict[int, ChunkRecord]:
     """Return the records of finished chunks, from this run or an earlier one."""
     found = {}
-    for chunk in range(plan.num_chunks):
-        record = read_record(output, f"{plan.name}-{chunk:05d}")
+    for chunk in range(job.num_chunks):
+        record = read_record(output, f"{job.name}-{chunk:05d}")
         if record and record.plan == digest:
             found[chunk] = record
     return found
 
 
 def write_all(
-    plan: ShardPlan,
+    job: ShardJob,
     output: Path,
     digest: str,
     records: list[ChunkRecord],
     more: dict[str, Any] | None = None,
 ) -> None:
-    """Write the list of dropped files, then the manifest; then delete the chunk records.
+    """Write the list of dropped files and then the manifest; delete the chunk records.
 
-    `more`: keys of the manifest that are known at the end only.
+    `more`: further keys of the manifest.
     """
-    names = plan.names
+    names = job.names
     dropped = [
         {"file": names[row], "reason": reason}
         for record in records
@@ -829,11 +829,11 @@ def write_all(
         if record.file
     ]
     manifest: dict[str, Any] = {
-        "format": plan.format,
-        **plan.about,
+        "format": job.format,
+        **job.about,
         **(more or {}),
-        "shape": list(plan.shape),
-        "dtype": plan.dtype,
+        "shape": list(job.shape),
+        "dtype": job.dtype,
         "count": sum(record.count for record in records),
         "dropped": len(dropped),
         "plan": digest,
@@ -841,14 +841,14 @@ def write_all(
     }
     check_manifest(manifest, output / MANIFEST)  # The check of opening a dataset.
     write_json(output / MANIFEST, manifest)
-    clean(plan, output)
+    clean(job, output)
 
 
-def clean(plan: ShardPlan, output: Path, all_of_it: bool = False) -> None:
+def clean(job: ShardJob, output: Path, all_of_it: bool = False) -> None:
     """Delete the files kept for resuming; with `all_of_it`, also the shards and the folder."""
     endings = "json|safetensors" if all_of_it else "json"
     leftover = (
-        rf"{re.escape(plan.name)}-\d{{5,}}\.({endings})|.*\.partial|{re.escape(CLAIM)}|{TEMPORARY}"
+        rf"{re.escape(job.name)}-\d{{5,}}\.({endings})|.*\.partial|{re.escape(CLAIM)}|{TEMPORARY}"
     )
     if all_of_it:
         leftover += f"|{SOURCES}"
@@ -861,9 +861,9 @@ def clean(plan: ShardPlan, output: Path, all_of_it: bool = False) -> None:
             output.rmdir()
 
 
-def classes_without_samples(plan: ShardPlan, dropped: list[tuple[int, str]]) -> list[int]:
+def classes_without_samples(job: ShardJob, dropped: list[tuple[int, str]]) -> list[int]:
     """Return the classes whose files were all dropped."""
-    labels = plan.labels
+    labels = job.labels
     kept = torch.ones(len(labels), dtype=torch.bool)
     kept[[row for row, _ in dropped]] = False
     had, left = (set(np.unique(some).tolist()) for some in (labels[labels >= 0], labels[kept]))

@@ -1,1 +1,1 @@
-"""Text files to Megatron's indexed datasets. Worker processes import it: nothing imports torch."""
+"""Text files to Megatron's indexed datasets. Worker processes import it: it imports no torch."""

@@ -1,6 +1,6 @@
-"""Text files as chunks of bytes: .jsonl and .txt, plain, compressed or in a tar.
+"""Read text files as chunks of bytes: .jsonl and .txt, plain, compressed or in a tar.
 
-Streams are unpacked within bounds: a few kilobytes may stand for gigabytes.
+Unpacking is bounded: a few kilobytes may stand for gigabytes.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from typing import Any, Literal, TypeAlias
 
 from titan_dit.config.section import UserError
 from titan_dit.config.user_text import BadTextError, decode, is_utf8, parse_json
-from titan_dit.data.tar_members import Member, refuse_sparse
+from titan_dit.data.tar_members import BoundedMember, refuse_sparse
 
 GZIP, XZ, BZ2 = b"\x1f\x8b", b"\xfd7zXZ\x00", b"BZh"
 """First bytes of each format."""
 MEMORY = 256 << 20
-"""Bytes of an .xz decoder; what `xz -9` wrote needs a quarter."""
+"""Maximum memory of an .xz decoder; files of `xz -9` need a quarter."""
 PACKED, UNPACKED = 64 << 10, 1 << 20
-"""Bytes of a piece, before and after."""
+"""Bytes of a piece, packed and unpacked."""
 ALLOWED = 64 << 20
-"""Bytes that any stream may unpack to."""
+"""Bytes that any stream may unpack to, whatever its ratio."""
 
 
 class Unpacking(io.RawIOBase):
-    """The bytes of a compressed stream, which may be of several parts.
+    """The unpacked bytes of a compressed stream, which may have several parts.
 
-    Raises UserError if they are more than `max_ratio` times what was read, EOFError if the stream
-    is cut off, zlib.error, LZMAError or OSError if it is damaged.
+    Raises UserError above `max_ratio` times the bytes read, EOFError if the stream is cut off, and
+    zlib.error, LZMAError or OSError if it is damaged.
     """
 
     def __init__(self, packed: Any, magic: bytes, name: str, max_ratio: int) -> None:
@@ -47,7 +47,7 @@ class Unpacking(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a part of the buffer; return its bytes, 0 at the end."""
+        """Fill a part of the buffer; returns the number of bytes, 0 at the end."""
         if not self.piece:
             self.piece = memoryview(next(self.pieces, b""))
         size = min(len(buffer), len(self.piece))
@@ -55,7 +55,7 @@ class Unpacking(io.RawIOBase):
         return size
 
     def unpacked(self) -> Iterator[bytes]:
-        """The bytes, in pieces."""
+        """Yield the unpacked bytes in pieces."""
         waiting = self.more()
         while waiting:
             decoder = new_decoder(self.magic)
@@ -76,7 +76,7 @@ class Unpacking(io.RawIOBase):
                 waiting = more
 
     def more(self) -> bytes:
-        """Further bytes of the stream; none at its end."""
+        """The next packed bytes; empty at the end."""
         data: bytes = self.packed.read(PACKED)
         self.num_read += len(data)
         return data
@@ -101,7 +101,7 @@ def new_decoder(magic: bytes) -> Any:
 
 
 CHUNK_BYTES = 1 << 20
-"""Bytes of JSON lines in a chunk, about."""
+"""Approximate bytes of JSON lines per chunk."""
 KINDS = (
     "Give .jsonl or .txt files, also as .gz or .xz, or tars of them (.tar, .tar.gz, .tgz, .tar.xz)."
 )
@@ -112,30 +112,30 @@ Kind: TypeAlias = Literal["jsonl", "txt"]
 
 MAGIC = {".gz": GZIP, ".xz": XZ}
 DAMAGED = (lzma.LZMAError, tarfile.TarError, zlib.error)
-"""Errors of a damaged file, beside Python's own."""
+"""Errors for a damaged file, besides Python's own."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What is refused of a file."""
+    """Limits on a text file."""
 
     max_document_bytes: int = 16 << 20
     max_ratio: int = 200
-    """Unpacked bytes for each of a compressed file."""
+    """Maximum unpacked bytes per packed byte."""
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TextChunk:
     """Undecoded text of one file."""
 
     file: str
-    """For messages; of a tar also the member."""
+    """File name for messages; for a tar, with the member's."""
     kind: Kind
     first_line: int
     """Number of its first line in the file, from 1."""
     data: bytes
     most: int
-    """Bytes of a document: longer ones are left out."""
+    """Maximum bytes of a document; longer ones are left out."""
 
 
 def kind_of(name: str) -> Kind | None:
@@ -147,7 +147,7 @@ def kind_of(name: str) -> Kind | None:
 
 
 def check_inputs(paths: list[Path], command: str) -> int:
-    """Refuse inputs that are missing or of another kind; return their bytes."""
+    """Total bytes of the inputs. UserError if one is missing or of an unknown kind."""
     size = 0
     for path in paths:
         if not path.is_file():
@@ -161,10 +161,10 @@ def check_inputs(paths: list[Path], command: str) -> int:
 
 def read_chunks(
     paths: list[Path], command: str, limits: Limits = Limits()
-) -> Iterator[tuple[Chunk, int]]:
-    """Yield the chunks of all files, each with the bytes of the files read until then.
+) -> Iterator[tuple[TextChunk, int]]:
+    """Yield (chunk, bytes of files read so far) for all files.
 
-    Raises UserError for a file that is damaged, or changes while it is read.
+    Raises UserError for a file that is damaged, or that changes while it is read.
     """
     before = 0
     for path in paths:
@@ -190,14 +190,14 @@ def read_chunks(
         before += size
 
 
-def chunks_of(path: Path, file: Any, where: str, limits: Limits) -> Iterator[Chunk]:
-    """Yield the chunks of an open file, or of all members of a tar that have a known kind."""
+def chunks_of(path: Path, file: Any, where: str, limits: Limits) -> Iterator[TextChunk]:
+    """Yield the chunks of an open file; for a tar, of all its members of a known kind."""
     if not path.name.lower().endswith(TARS):
         yield from chunks_in(str(path), path.name, file, where, limits)
         return
     magic = next((form for form in (GZIP, XZ, BZ2) if file.peek(6).startswith(form)), b"")
     packed = unpacking(file, magic, where, limits) if magic else file
-    with tarfile.open(fileobj=packed, mode="r|", tarinfo=Member) as tar:
+    with tarfile.open(fileobj=packed, mode="r|", tarinfo=BoundedMember) as tar:
         while (member := tar.next()) is not None:
             tar.members.clear()  # type: ignore[attr-defined] # A stream may have millions.
             if member.isfile() and kind_of(member.name):
@@ -208,7 +208,7 @@ def chunks_of(path: Path, file: Any, where: str, limits: Limits) -> Iterator[Chu
                 yield from chunks_in(name, member.name, inner, where, limits)
 
 
-def chunks_in(shown: str, name: str, file: Any, where: str, limits: Limits) -> Iterator[Chunk]:
+def chunks_in(shown: str, name: str, file: Any, where: str, limits: Limits) -> Iterator[TextChunk]:
     """Yield the chunks of an open file, decompressed by the suffix of its name."""
     kind, suffix = kind_of(name), Path(name.lower()).suffix
     assert kind
@@ -217,13 +217,13 @@ def chunks_in(shown: str, name: str, file: Any, where: str, limits: Limits) -> I
         file = unpacking(file, MAGIC[suffix], where, limits)
     if kind == "txt":
         # One byte more than is allowed: texts_of refuses it.
-        yield Chunk(shown, kind, 1, file.read(most + 1), most)
+        yield TextChunk(shown, kind, 1, file.read(most + 1), most)
         return
     line = 1
     while data := file.read(CHUNK_BYTES):
         if not data.endswith(b"\n"):
             data += rest_of_line(file, most)
-        yield Chunk(shown, kind, line, data, most)
+        yield TextChunk(shown, kind, line, data, most)
         line += data.count(b"\n")
 
 
@@ -238,7 +238,7 @@ def rest_of_line(file: Any, most: int) -> bytes:
 
 
 def unpacking(file: Any, magic: bytes, where: str, limits: Limits) -> Any:
-    """The unpacked bytes of a stream."""
+    """The unpacked bytes of a stream, buffered."""
     return io.BufferedReader(Unpacking(file, magic, where, limits.max_ratio), CHUNK_BYTES)
 
 
@@ -256,13 +256,13 @@ class BadLine:
 
 
 def advice_for(bad: Sequence[BadLine]) -> str:
-    """What to do if there are no texts: only JSON lines have keys."""
+    """The advice if no texts were found, as a sentence."""
     of_keys = any("no key" in line.reason or "is no text" in line.reason for line in bad)
     return "--json-keys names the keys of the text." if of_keys else "Correct the files."
 
 
-def texts_of(chunk: Chunk, keys: Sequence[str]) -> Iterator[tuple[str, ...] | BadLine]:
-    """Yield each document's texts, one per key; a .txt file has one text."""
+def texts_of(chunk: TextChunk, keys: Sequence[str]) -> Iterator[tuple[str, ...] | BadLine]:
+    """Yield each document's texts, one per key; a .txt file is one text for every key."""
     is_text = chunk.kind == "txt"
     parts = [chunk.data] if is_text else chunk.data.split(b"\n")
     for number, part in enumerate(parts, chunk.first_line):

@@ -1,4 +1,4 @@
-"""Worker processes that encode chunks, in order and with a bounded number under way."""
+"""Encode chunks in worker processes: in order, with a bounded number in flight."""
 
 from __future__ import annotations
 
@@ -17,28 +17,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan_dit.config.section import UserError
-from titan_dit.data.tokenizing.chunks import BadLine, Chunk, texts_of
+from titan_dit.data.tokenizing.chunks import BadLine, TextChunk, texts_of
 from titan_dit.launcher.disk_errors import FULL, shared_memory_is_full
 from titan_dit.system.worker import end_with_parent
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How texts become ids; pickled to the workers."""
+    """Settings of an `Encoder`, pickled to the workers."""
 
     tokenizer: str
     """The contents of a tokenizer.json."""
     dtype: str
     keys: tuple[str, ...]
     end_of_document: int | None
-    """Appended to every document."""
+    """Id that is appended to every document; None: none."""
     language: str | None
-    """Of the rules that split a document into sentences; None: it is one sequence."""
+    """Language of the rules that split a document into sentences. None: a document is one
+    sequence."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents of one key: all ids, tokens of each sequence, sequences of each document."""
+    """Documents of one key.
+
+    `ids`: all ids. `lengths`: tokens of each sequence. `sequences`: sequences of each document.
+    """
 
     ids: NDArray[np.integer]
     lengths: NDArray[np.int32]
@@ -47,18 +51,18 @@ class Documents:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A chunk's documents by key, and what is left out."""
+    """A chunk's documents by key, and counts of what was left out."""
 
     by_key: dict[str, Documents]
     num_bytes: int
     """UTF-8 bytes of the texts."""
     num_empty: int
-    """Documents of a key without ids."""
+    """Documents without ids, over all keys."""
     bad: list[BadLine]
 
 
 class Encoder:
-    """Encodes chunks in one thread."""
+    """Encoder of chunks, in one thread."""
 
     def __init__(self, recipe: Recipe) -> None:
         from tokenizers import Tokenizer
@@ -67,7 +71,7 @@ class Encoder:
         self.tokenizer = Tokenizer.from_str(recipe.tokenizer)
         self.split = splitter(recipe.language) if recipe.language else None
 
-    def __call__(self, chunk: Chunk) -> Encoded:
+    def __call__(self, chunk: TextChunk) -> Encoded:
         """Encode the documents of a chunk."""
         keys, bad, columns = self.recipe.keys, [], []
         for found in texts_of(chunk, self.recipe.keys):
@@ -83,7 +87,7 @@ class Encoder:
         return Encoded(by_key, num_bytes, num_empty, bad)
 
     def encode(self, texts: Sequence[str]) -> Documents:
-        """Encode documents; those without ids are left out, sentences without ids, too."""
+        """Encode documents. Documents and sentences without ids are left out."""
         whole = [self.split(text) if self.split else [text] for text in texts]
         sentences = list(chain.from_iterable(whole))
         found = self.tokenizer.encode_batch(sentences, add_special_tokens=False)
@@ -103,7 +107,7 @@ class Encoder:
 
 
 def splitter(language: str) -> Callable[[str], list[str]]:
-    """Split a text into sentences, by the rules of a language; spaces around them are dropped."""
+    """A function that splits a text into sentences by a language's rules, and strips them."""
     from sentencex import segment
 
     def split(text: str) -> list[str]:
@@ -113,16 +117,16 @@ def splitter(language: str) -> Callable[[str], list[str]]:
 
 
 AHEAD = 4
-"""Chunks of a worker that are under way."""
+"""Chunks in flight per worker."""
 
 encoder: Encoder | None = None
-"""Of a worker process."""
+"""The encoder of a worker process; None in the parent."""
 
 
 def begin(recipe: Recipe) -> None:
-    """Prepare a worker; it ends with its parent, however that ends.
+    """Start a worker. It ends with its parent, however that ends.
 
-    SIGINT and SIGTERM stay blocked, as when it was started: the parent ends the workers.
+    SIGINT and SIGTERM stay blocked, as inherited: the parent ends the workers.
     """
     global encoder
     end_with_parent()
@@ -131,18 +135,18 @@ def begin(recipe: Recipe) -> None:
 
 
 def one_thread() -> None:
-    """Keep the library in one thread: there are as many workers as wanted."""
+    """Keep the library in one thread: parallelism comes from the workers."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def work(chunk: Chunk) -> Encoded:
+def work(chunk: TextChunk) -> Encoded:
     """Encode a chunk in a worker."""
     assert encoder
     return encoder(chunk)
 
 
 def encode_here(
-    recipe: Recipe, chunks: Iterator[tuple[Chunk, int]]
+    recipe: Recipe, chunks: Iterator[tuple[TextChunk, int]]
 ) -> Iterator[tuple[Encoded, int]]:
     """Encode the chunks in this process."""
     one_thread()
@@ -152,9 +156,9 @@ def encode_here(
 
 
 def encode_all(
-    recipe: Recipe, chunks: Iterator[tuple[Chunk, int]], workers: int
+    recipe: Recipe, chunks: Iterator[tuple[TextChunk, int]], workers: int
 ) -> Iterator[tuple[Encoded, int]]:
-    """Yield the encoded chunks in order, each with the bytes read when it was."""
+    """Yield (encoded chunk, bytes read up to it), in order."""
     if workers == 1:
         yield from encode_here(recipe, chunks)
         return
@@ -181,7 +185,7 @@ def encode_all(
 
 
 def opened(recipe: Recipe, workers: int) -> ProcessPoolExecutor:
-    """A pool whose workers start with the first chunk. Raises UserError without shared memory."""
+    """A pool whose workers start with the first chunk. UserError without shared memory."""
     context = multiprocessing.get_context("spawn")
     try:
         return ProcessPoolExecutor(workers, context, begin, (recipe,))
@@ -195,7 +199,7 @@ def opened(recipe: Recipe, workers: int) -> ProcessPoolExecutor:
 
 @contextmanager
 def blocked_signals() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back from this thread and what it starts; they come afterwards."""
+    """Block SIGINT and SIGTERM for this thread and its children; they are delivered afterwards."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         yield
@@ -204,6 +208,6 @@ def blocked_signals() -> Iterator[None]:
 
 
 def result(waiting: deque[tuple[Future[Encoded], int]]) -> tuple[Encoded, int]:
-    """Wait for the oldest chunk."""
+    """Wait for the oldest chunk in flight."""
     future, done = waiting.popleft()
     return future.result(), done

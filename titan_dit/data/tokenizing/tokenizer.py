@@ -1,4 +1,4 @@
-"""Tokenizers of the library tokenizers: read, made of vocabulary files, and trained."""
+"""Tokenizers of the library tokenizers: read, converted from vocabulary files, or trained."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def read(path: Path, where: str) -> Any:
 
 
 def check_ids(vocabulary: Mapping[str, int], where: str) -> None:
-    """Refuse ids above LARGEST_ID: the library holds a list of all that are not used."""
+    """Refuse ids above LARGEST_ID: the library allocates a list up to the largest id."""
     if (largest := max(vocabulary.values(), default=0)) > LARGEST_ID:
         raise UserError(
             f"{where} has the id {largest:,}, above {LARGEST_ID:,}. Number its tokens from 0."
         )
 
 
-def of_vocabulary(vocab: Path, merges: Path | None, lower: bool, where: str) -> Any:
-    """Make GPT-2's tokenizer of vocab.json and merges.txt, or BERT's of vocab.txt."""
+def from_vocabulary(vocab: Path, merges: Path | None, lower: bool, where: str) -> Any:
+    """GPT-2's tokenizer from vocab.json and merges.txt, or BERT's from vocab.txt."""
     library = needed("tokenizers", where)
     models = library.models
     for file in filter(None, (vocab, merges)):
@@ -85,7 +85,7 @@ def of_vocabulary(vocab: Path, merges: Path | None, lower: bool, where: str) -> 
 
 
 def byte_level(model: Any, where: str) -> Any:
-    """A tokenizer that splits as GPT-2's, on the bytes of UTF-8."""
+    """A tokenizer that splits text like GPT-2's, on UTF-8 bytes."""
     library = needed("tokenizers", where)
     made = library.Tokenizer(model)
     made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -94,7 +94,7 @@ def byte_level(model: Any, where: str) -> Any:
 
 
 def word_piece(model: Any, lower: bool, where: str) -> Any:
-    """A tokenizer that splits as BERT's; `lower` also removes accents."""
+    """A tokenizer that splits text like BERT's; `lower` also removes accents."""
     library = needed("tokenizers", where)
     made = library.Tokenizer(model)
     made.normalizer = library.normalizers.BertNormalizer(lowercase=lower)
