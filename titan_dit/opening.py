@@ -50,8 +50,11 @@ from titan_dit.parallel.mesh import refitted
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.recovery import kept_keys, restore, resume, run_identity
 from titan_dit.system.launched_as import LaunchedAs
-from titan_dit.validation.validation_set import ValidationSet, losses_of_all, open_checked
-from titan_dit.validation.validation_set import ValidationSet, losses_with_averages, open_checked
+from titan_dit.validation.validation_set import (
+    ValidationSet,
+    losses_with_averages,
+    open_checked,
+)
 
 if TYPE_CHECKING:
     from titan_dit.validation.evaluation import Evaluation

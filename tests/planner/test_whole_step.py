@@ -11,7 +11,6 @@ from titan_dit.models import initializers
 from titan_dit.opening import example_of
 from titan_dit.plan import resolve
 from titan_dit.planner.choice import peak_of
-from titan_dit.planner.choice import fake_step_inputs, peak_of
 
 
 def table():

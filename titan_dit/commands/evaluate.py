@@ -41,9 +41,7 @@ from titan_dit.observe import console
 from titan_dit.opening import open_objective, open_source, plan_run, rows_held_out
 from titan_dit.parallel.mesh import Mesh, solve
 from titan_dit.pictures import output
-from titan_dit.pictures.parts import Parts
 from titan_dit.pictures.parts import FinishedParts
-from titan_dit.plan import resolve
 from titan_dit.scores import features, pictures, reference, score
 from titan_dit.scores.features import Features
 from titan_dit.scores.pictures import Pictures

@@ -21,10 +21,8 @@ from titan_dit.observe import console
 from titan_dit.opening import example_of, open_objective, plan_run
 from titan_dit.plan import resolve
 from titan_dit.planner import hardware, links, report
-from titan_dit.planner.candidates import KEYS, Space, alone
-from titan_dit.planner.choice import Choice, peak_of, search
 from titan_dit.planner.candidates import KEYS, Space, all_on_dp_shard
-from titan_dit.planner.choice import Recommendation, fake_step_inputs, peak_of, search
+from titan_dit.planner.choice import Recommendation, peak_of, search
 from titan_dit.planner.counts import Derived, Rehearsals
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.measured import beside, outdated

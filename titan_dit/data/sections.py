@@ -32,10 +32,9 @@ if TYPE_CHECKING:
     from titan_dit.data.folders import LatentFolder
     from titan_dit.data.latents import LatentShards
     from titan_dit.data.listing import Listing
-    from titan_dit.data.sentence_pairs import SentenceSpans
-    from titan_dit.data.sentence_pairs import Surveyed as SurveyedPairs
+    from titan_dit.data.sentence_pairs import PairSurvey, SentenceSpans
     from titan_dit.data.synthetic import SyntheticLatents
-    from titan_dit.data.token_windows import Surveyed, TokenWindows
+    from titan_dit.data.token_windows import TokenSurvey, TokenWindows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,13 +218,13 @@ class Tokens(IndexedData):
 
     name = "tokens"
 
-    def survey(self) -> Surveyed:
+    def survey(self) -> TokenSurvey:
         """Check the files and their ids."""
         from titan_dit.data import token_windows
 
         return token_windows.survey(self)
 
-    def open_surveyed(self, survey: Surveyed) -> TokenWindows:
+    def open_surveyed(self, survey: TokenSurvey) -> TokenWindows:
         """Open the surveyed files."""
         from titan_dit.data.token_windows import TokenWindows
 
@@ -303,13 +302,13 @@ class SentencePairs(IndexedData):
                 "tokenizer (a tokenizer.json)."
             )
 
-    def survey(self) -> SurveyedPairs:
+    def survey(self) -> PairSurvey:
         """Check the files and their ids, and find the samples."""
         from titan_dit.data import sentence_pairs
 
         return sentence_pairs.survey(self)
 
-    def open_surveyed(self, survey: SurveyedPairs) -> SentenceSpans:
+    def open_surveyed(self, survey: PairSurvey) -> SentenceSpans:
         """Open the surveyed files."""
         from titan_dit.data.sentence_pairs import SentenceSpans
 

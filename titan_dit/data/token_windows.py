@@ -229,7 +229,7 @@ class TokenSurvey:
     facts: TokenFacts
 
 
-def survey(section: Tokens) -> Surveyed:
+def survey(section: Tokens) -> TokenSurvey:
     """Check the files and their ids."""
     length, files = section.sequence_length, open_files(section)
     check_windows(section, files.parts)
@@ -249,7 +249,7 @@ def survey(section: Tokens) -> Surveyed:
         num_tokens=files.num_tokens,
         num_left_over=sum(part.left_over(length) for part in files.parts),
     )
-    return Surveyed(files.parts, facts)
+    return TokenSurvey(files.parts, facts)
 
 
 def check_windows(section: Tokens, parts: Sequence[TokenPart]) -> None:

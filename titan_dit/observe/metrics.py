@@ -16,9 +16,8 @@ import numpy as np
 
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError, show
-from titan_dit.observe.flops import Work
-from titan_dit.system import run_files
 from titan_dit.observe.flops import Throughput
+from titan_dit.system import run_files
 from titan_dit.system.files import write_whole
 
 Row = dict[str, Any]

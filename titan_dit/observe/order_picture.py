@@ -7,6 +7,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from titan_dit.observe.curve import save_png
 from titan_dit.observe.timeline import (
     WIDTH,
     Done,
