@@ -47,7 +47,7 @@ class Uneven(Jitter):
 def a_step(world, decider, seed):
     """The loss of this rank, its gradients, and what ran."""
     pipeline = schedule("interleaved_zero_bubble", 2, order="run_time", memory=1.5)
-    config = case_config({"pp": 2}, pipeline | {"transport": "shared_memory"}, {})
+    config = case_config("dit", {"pp": 2}, pipeline | {"transport": "shared_memory"}, {})
     with mock.patch.object(Links, "open"), mock.patch.object(deciding, "Decider", decider):
         trainer = Trainer(config, world)
         weights = {name: torch.empty(p.shape) for name, p in trainer.parameters.items()}

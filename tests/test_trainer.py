@@ -1,118 +1,119 @@
-"""A step, a save and a preview of the trainer, with stand-ins for all its parts."""
+"""A step, a save, a preview and the first lines of a trainer of one process."""
 
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
+from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
-from tiny import tiny_config
+from harness import on_ranks
+from tiny import randomize, tiny_config
 
-from titan_dit.config.layout import CompileConfig
-from titan_dit.config.training import LRScheduleConfig
-from titan_dit.data.order import BatchPlan, EpochOrder
-from titan_dit.opening import OpenedRun
-from titan_dit.optim.adamw import AdamWConfig
-from titan_dit.optim.lr_schedule import learning_rate
-from titan_dit.optim.optimizer import build_optimizer
-from titan_dit.optim.sections import AdamWConfig
-from titan_dit.recovery.ledger import Ledger
+from titan_dit.checkpoint.record import read_record
 from titan_dit.trainer import Trainer
 
-
-@pytest.mark.parametrize("rank", [0, 3])
-def test_a_step_draws_by_seed_and_number_and_takes_the_rate_of_its_own_number(rank):
-    schedule, drawn, judged = LRScheduleConfig(warmup_steps=10), [], []
-    weight = torch.nn.Parameter(torch.ones(2))
-
-    def step(prepared, loss_scale):
-        weight.grad = 3.0 * loss_scale.expand(2)
-        return torch.tensor(0.5)
-
-    def check(*arguments):
-        judged.append(arguments)
-        return torch.tensor(False)
-
-    trainer = SimpleNamespace(
-        config=SimpleNamespace(
-            job=SimpleNamespace(seed=7),
-            compile=CompileConfig(),
-            lr_schedule=schedule,
-            optimizer=SimpleNamespace(lr=1.0),
-            training=SimpleNamespace(steps=100, max_grad_norm=0.0),
-        ),
-        built=SimpleNamespace(prepare=lambda batch, rng: drawn.append(rng)),
-        world=SimpleNamespace(rank=rank),
-        executor=SimpleNamespace(step=step),
-        profile=SimpleNamespace(mark=lambda name: nullcontext()),
-        stop=SimpleNamespace(flag=lambda: None),
-        parameters={"w": weight},
-        optimizer=build_optimizer({"w": weight}, AdamWConfig(lr=1.0), None),
-        guard=SimpleNamespace(check=check, loss_scale=torch.tensor(64.0)),
-        ema=SimpleNamespace(update=lambda step, skip: None),
-        batch_plan=BatchPlan(4),
-        step=5,
-        cursor=16,
-        meter=SimpleNamespace(steps=0),
-    )
-    batch = SimpleNamespace(sample_numbers=torch.arange(16, 20))
-    _, norm, lr = Trainer.train_step(trainer, batch)
-    assert drawn[0].seed == 7
-    assert drawn[0].sample_numbers.tolist() == [16, 17, 18, 19]
-    assert lr == learning_rate(schedule, 1.0, 5, 100) == 0.5
-    assert trainer.optimizer.param_groups[0]["lr"] == 0.5
-    # The norm without the loss scale and before clipping, and the cursor before the step.
-    assert norm.item() == pytest.approx(18**0.5)
-    assert judged[0][:2] == (5, 16)
-    assert (trainer.cursor, trainer.meter.steps) == (20, 1)
+RANKS = (0, 3)
+"""What a trainer of one process takes itself for."""
 
 
-def test_a_save_reads_the_verdicts_of_its_own_steps_first():
-    trainer, said = mock.MagicMock(), []
-    trainer.config, trainer.ledger = tiny_config(), Ledger()
-    trainer.step, trainer.cursor, trainer.epochs = 2, 32, EpochOrder(0, 64)
-    trainer.identity.as_record = dict
-    trainer.mesh.sizes.product.return_value = 1  # No replicas to compare.
-    trainer.guard.unread = ["a step that is still on the device"]
-    trainer.read_guard = lambda: said.append("read")
-    trainer.guard.state = lambda: said.append("state") or {"nan_steps": 1}
-    trainer.checkpoints.save = lambda step, tensors, record, whole: said.append(record)
-    Trainer.save(trainer)
-    assert said[:2] == ["read", "state"]
-    assert (said[2]["step"], said[2]["cursor"], said[2]["nan_steps"]) == (2, 32, 1)
+def trainer_in(world, folder, name, rank=0, **sections):
+    """A trainer with random weights; its average keeps the initial ones."""
+    trainer = Trainer(tiny_config(job={"dir": f"{folder}/{name}"}, **sections), world)
+    trainer.world = replace(world, rank=rank)
+    randomize(trainer.parameters)
+    return trainer
 
 
-def test_previews_are_drawn_with_the_averaged_weights():
-    trainer, weights = mock.MagicMock(), ["the raw ones"]
-
-    @contextmanager
-    def swapped_in():
-        weights.append("the averaged ones")
-        yield
-        weights.pop()
-
-    trainer.ema.swapped_in = swapped_in
-    drawn = []
-
-    def preview(*_):
-        drawn.append(weights[-1])
-        return "a picture"
-
-    trainer.step, trainer.objective.preview = 7, preview
-    Trainer.preview(trainer)
-    assert drawn == ["the averaged ones"]
-    assert trainer.log.show.mock_calls == [mock.call(7, "a picture")]
-    assert weights == ["the raw ones"]
+def one_step(world, folder, rank):
+    """Step 5: the loss, the rate returned and used, what the guard notes, the next cursor."""
+    training, rate = {"steps": 100, "global_batch_size": 16}, {"warmup_steps": 10}
+    sections = {"training": training, "lr_schedule": rate, "optimizer": {"lr": 1.0}}
+    trainer = trainer_in(world, folder, f"steps-{rank}", rank, **sections)
+    trainer.step, trainer.cursor = 5, 16
+    loss, _, lr = trainer.train_step(next(trainer.batches()))
+    [noted] = trainer.guard.unread
+    used = {group["lr"] for group in trainer.optimizer.param_groups}
+    return loss.item(), lr, used, (noted.step, noted.cursor), trainer.cursor, trainer.meter.steps
 
 
-@pytest.mark.parametrize("is_main", [True, False])
-def test_the_first_rank_says_what_a_user_had_better_know(is_main, monkeypatch):
-    monkeypatch.setattr("titan_dit.opening.attention_hint", lambda *_: "a line")
-    monkeypatch.setattr("titan_dit.opening.format_hint", lambda *_: None)
-    trainer = mock.MagicMock(config=tiny_config())
-    trainer.world.is_main, trainer.built.notes = is_main, ["a note"]
-    trainer.objective.hints = lambda source: ["a hint"]
-    parts = mock.Mock(objective=trainer.objective)
-    trainer.opened.hints = lambda *given: OpenedRun.hints(parts, *given)
-    Trainer.open_run_directory(trainer)
-    assert (mock.call("a note", "a hint", "a line") in trainer.say.mock_calls) == is_main
+def saved_after_a_bad_step(world, folder):
+    """Steps that are not judged before the save, those after it, and what was saved."""
+    trainer = trainer_in(world, folder, "saved", checkpoint={"every": 2})
+    trainer.open_run_directory()
+    trainer.step, batch = 1, next(trainer.batches())
+    next(iter(trainer.parameters.values())).detach().fill_(float("nan"))
+    trainer.train_step(batch)
+    before = len(trainer.guard.unread)
+    trainer.save()
+    trainer.checkpoints.finish()
+    [checkpoint] = (Path(folder) / "saved" / "checkpoints").glob("step-*")
+    return before, len(trainer.guard.unread), read_record(checkpoint)
+
+
+def drawn(world, folder):
+    """A preview of the run, and the same one of the averaged and of the raw weights."""
+    trainer = trainer_in(world, folder, "drawn", sampling={"every": 1, "num": 4, "steps": 2})
+    trainer.open_run_directory()
+    trainer.step = 7
+    trainer.preview()
+    sampling, share = trainer.config.sampling, trainer.data_share
+
+    def of_its_weights():
+        preview = trainer.objective.preview(trainer.executor.predict, sampling, 0, share)
+        preview.write(Path(folder) / "preview.png")
+        return (Path(folder) / "preview.png").read_bytes()
+
+    with trainer.ema.swapped_in():
+        averaged = of_its_weights()
+    file = Path(folder) / "drawn" / "samples" / "step-00000007.png"
+    return file.read_bytes(), averaged, of_its_weights()
+
+
+def first_lines(world, folder, rank):
+    trainer = trainer_in(world, folder, f"lines-{rank}", rank)
+    with (
+        mock.patch("titan_dit.opening.attention_hint", return_value="a hint"),
+        mock.patch.object(trainer, "say") as say,
+    ):
+        trainer.open_run_directory()
+    return [line for call in say.mock_calls for line in call.args]
+
+
+def on_one(world, folder):
+    return {
+        "steps": [one_step(world, folder, rank) for rank in RANKS],
+        "saved": saved_after_a_bad_step(world, folder),
+        "drawn": drawn(world, folder),
+        "lines": [first_lines(world, folder, rank) for rank in RANKS],
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return on_ranks(1, on_one, str(tmp_path_factory.mktemp("runs")))[0]
+
+
+def test_a_step_draws_by_seed_and_number_and_takes_the_rate_of_its_own_number(found):
+    on_the_first, on_another = found["steps"]
+    assert on_another == on_the_first
+    _, lr, used, noted, cursor, num_steps = on_the_first
+    assert used == {lr} == {0.5}
+    assert noted == (5, 16)
+    assert (cursor, num_steps) == (32, 1)
+
+
+def test_a_save_reads_the_verdicts_of_its_own_steps_first(found):
+    before, after, record = found["saved"]
+    assert (before, after) == (1, 0)
+    assert (record["step"], record["cursor"], record["guard"]["nan_steps"]) == (1, 16, 1)
+
+
+def test_previews_are_drawn_with_the_averaged_weights(found):
+    preview, averaged, raw = found["drawn"]
+    assert preview == averaged != raw
+
+
+def test_the_first_rank_says_what_a_user_had_better_know(found):
+    first, another = found["lines"]
+    assert "a hint" in first
+    assert another
+    assert "a hint" not in another

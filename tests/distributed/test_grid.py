@@ -1,21 +1,24 @@
-"""Every axis, and mixes of two or three, give loss, gradients and predictions of one process."""
+"""A DiT, a GPT and a BERT give loss, gradients and predictions of one process on every mesh."""
 
 import itertools
 import json
-from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import on_ranks
 from tiny import randomize, tiny_config, torch_rng, whole
+from tiny_bert import bert_config
+from tiny_gpt import gpt_config
 
+from titan_dit.data import loader
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.trainer import Trainer
 
 # Eight ranks on two cores take their time.
 pytestmark = pytest.mark.timeout(900)
 
-FLOW, DDPM = {}, {"name": "ddpm", "min_snr_gamma": 5.0}
 PP, TP, CP, DP = {"pp": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2}
 HSDP = {"dp_replicate": 2, "dp_shard": 2}
 COPIES = {"dp_replicate": 2, "dp_shard": 1}
@@ -28,80 +31,184 @@ def schedule(name, virtual_stages=1, **more):
 
 
 FOLDED = schedule("interleaved_1f1b", 2)
-# [parallel], [pipeline], [objective], the mode of [remat] if any; all with microbatches of 2.
+# Kinds of a DiT: tables of [objective].
+FLOW, DDPM = {}, {"name": "ddpm", "min_snr_gamma": 5.0}
+# Of a GPT: keys of [model].
+TIED = {"dropout": 0.1}
+UNTIED = {
+    "tied": False,
+    "norm": "rmsnorm",
+    "mlp": "swiglu",
+    "bias": False,
+    "positions": "rotary",
+    "query_groups": 2,
+}
+# Of a BERT: norms after or before, and whether the order of spans is a second task, on padded
+# samples, then with dropout if norms are after.
+POST, PRE = ["post", False], ["pre", False]
+POST_PAIRS, PRE_PAIRS = ["post", True], ["pre", True]
+# By model and number of ranks: [parallel], [pipeline], the kind, the mode of [remat] if any.
 CASES = {
-    2: [
-        (DP, {}, DDPM),
-        (COPIES, {}, FLOW),
-        (TP, {}, FLOW),
-        (PLAIN, {}, DDPM),
-        (CP, {}, FLOW),
-        (ULYSSES, {}, DDPM),
-        (PP, schedule("1f1b", split=[2, 3]), DDPM),
-        (PP, schedule("interleaved_zero_bubble", 2), FLOW),
-        (PP, schedule("zbv_zero_bubble"), DDPM),
-        (PP, schedule("dualpipev"), FLOW),
-    ],
-    4: [
-        ({"pp": 4}, FOLDED, FLOW),
-        ({"tp": 4}, {}, FLOW),
-        (DP | CP, {}, DDPM),
-        (TP | PP, schedule("dualpipev"), FLOW),
-        (ULYSSES | PP, FOLDED, DDPM),
-    ],
-    8: [(PP | TP | CP, FOLDED, FLOW, "selective")],
+    "dit": {
+        2: [
+            (DP, {}, DDPM),
+            (COPIES, {}, FLOW),
+            (TP, {}, FLOW),
+            (PLAIN, {}, DDPM),
+            (CP, {}, FLOW),
+            (ULYSSES, {}, DDPM),
+            (PP, schedule("1f1b", split=[2, 3]), DDPM),
+            (PP, schedule("interleaved_zero_bubble", 2), FLOW),
+            (PP, schedule("zbv_zero_bubble"), DDPM),
+            (PP, schedule("dualpipev"), FLOW),
+        ],
+        4: [
+            ({"pp": 4}, FOLDED, FLOW),
+            ({"tp": 4}, {}, FLOW),
+            (DP | CP, {}, DDPM),
+            (TP | PP, schedule("dualpipev"), FLOW),
+            (ULYSSES | PP, FOLDED, DDPM),
+        ],
+        8: [(PP | TP | CP, FOLDED, FLOW, "selective")],
+    },
+    "gpt": {
+        2: [
+            (DP, {}, TIED),
+            (TP, {}, TIED),
+            (TP, {}, UNTIED),
+            (CP, {}, TIED),
+            (ULYSSES, {}, UNTIED),
+            (PP, schedule("1f1b"), TIED),
+            (PP, FOLDED, UNTIED),
+            (PP, schedule("zbv_zero_bubble"), TIED),
+            (PP, schedule("dualpipev"), TIED),
+        ],
+        4: [
+            (HSDP, {}, TIED),
+            (DP | TP, {}, TIED),
+            (DP | PP, schedule("zbv_zero_bubble"), TIED),
+            (PLAIN | PP, FOLDED, TIED),
+            (TP | CP, {}, UNTIED),
+        ],
+        8: [(PP | CP | TP, FOLDED, TIED)],
+    },
+    "bert": {
+        2: [
+            (TP, {}, POST_PAIRS),
+            (PLAIN, {}, PRE_PAIRS),
+            (CP, {}, POST),
+            (ULYSSES, {}, POST_PAIRS),
+            (PP, schedule("zbv_zero_bubble"), PRE_PAIRS),
+            (DP, {}, PRE),
+        ],
+    },
 }
 # The whole grid, for ./run_tests.sh --long.
 LONG = {
-    2: [(PP, schedule("gpipe"), FLOW), (PP, FOLDED, FLOW)],
-    4: [
-        (HSDP, {}, DDPM),
-        (DP | TP, {}, FLOW),
-        (DP | PP, schedule("zbv_zero_bubble"), FLOW),
-        (TP | CP, {}, DDPM),
-        (COPIES | ULYSSES, {}, FLOW),
-        ({"cp": 4}, {}, DDPM),
-        ({"cp": 4, "cp_method": "ulysses"}, {}, FLOW),
-        (COPIES | TP, {}, FLOW),
-        (COPIES | CP, {}, FLOW),
-        (COPIES | PP, schedule("interleaved_1f1b", 4), FLOW),
-        (TP | ULYSSES, {}, FLOW),
-        (PLAIN | PP, schedule("1f1b"), DDPM),
-        (CP | PP, schedule("interleaved_zero_bubble", 2), FLOW),
-    ],
-    8: [
-        (PP | TP | ULYSSES, schedule("zbv_zero_bubble"), DDPM, "attention"),
-        (PP | DP | TP, schedule("dualpipev"), FLOW),
-        (PP | DP | CP, schedule("1f1b"), DDPM, "full"),
-        (DP | CP | TP, {}, DDPM, "attention"),
-        (COPIES | ULYSSES | TP, {}, FLOW, "full"),
-        (HSDP | TP, {}, FLOW, "selective"),
-        (HSDP | CP, {}, FLOW),
-        (HSDP | PP, schedule("interleaved_zero_bubble", 2), FLOW),
-    ],
+    "dit": {
+        2: [(PP, schedule("gpipe"), FLOW), (PP, FOLDED, FLOW)],
+        4: [
+            (HSDP, {}, DDPM),
+            (DP | TP, {}, FLOW),
+            (DP | PP, schedule("zbv_zero_bubble"), FLOW),
+            (TP | CP, {}, DDPM),
+            (COPIES | ULYSSES, {}, FLOW),
+            ({"cp": 4}, {}, DDPM),
+            ({"cp": 4, "cp_method": "ulysses"}, {}, FLOW),
+            (COPIES | TP, {}, FLOW),
+            (COPIES | CP, {}, FLOW),
+            (COPIES | PP, schedule("interleaved_1f1b", 4), FLOW),
+            (TP | ULYSSES, {}, FLOW),
+            (PLAIN | PP, schedule("1f1b"), DDPM),
+            (CP | PP, schedule("interleaved_zero_bubble", 2), FLOW),
+        ],
+        8: [
+            (PP | TP | ULYSSES, schedule("zbv_zero_bubble"), DDPM, "attention"),
+            (PP | DP | TP, schedule("dualpipev"), FLOW),
+            (PP | DP | CP, schedule("1f1b"), DDPM, "full"),
+            (DP | CP | TP, {}, DDPM, "attention"),
+            (COPIES | ULYSSES | TP, {}, FLOW, "full"),
+            (HSDP | TP, {}, FLOW, "selective"),
+            (HSDP | CP, {}, FLOW),
+            (HSDP | PP, schedule("interleaved_zero_bubble", 2), FLOW),
+        ],
+    },
+    "gpt": {
+        2: [
+            (COPIES, {}, UNTIED),
+            (PLAIN, {}, TIED),
+            (CP, {}, UNTIED),
+            (PP, schedule("interleaved_zero_bubble", 2), TIED),
+            (PP, schedule("dualpipev"), UNTIED),
+        ],
+        4: [
+            ({"pp": 4}, FOLDED, TIED),
+            (COPIES | PP, schedule("1f1b"), TIED),
+            (TP | PP, schedule("dualpipev"), TIED),
+            (CP | PP, schedule("1f1b"), TIED),
+        ],
+        8: [(PP | DP | TP, schedule("interleaved_zero_bubble", 2), TIED, "attention")],
+    },
+    "bert": {
+        2: [
+            (DP, {}, POST_PAIRS),
+            (COPIES, {}, PRE_PAIRS),
+            (TP, {}, PRE),
+            (ULYSSES, {}, PRE_PAIRS),
+            (PP, schedule("1f1b"), POST),
+            (PP, FOLDED, PRE_PAIRS),
+            (PP, schedule("interleaved_zero_bubble", 2), POST_PAIRS),
+            (PP, schedule("dualpipev"), POST_PAIRS),
+        ],
+        4: [
+            ({"pp": 4}, FOLDED, POST_PAIRS),
+            ({"tp": 4}, {}, POST_PAIRS),
+            (HSDP, {}, POST_PAIRS),
+            (DP | TP, {}, PRE),
+            (PP | ULYSSES, FOLDED, POST_PAIRS),
+            (DP | PP, schedule("zbv_zero_bubble"), POST_PAIRS),
+            (DP | ULYSSES, {}, PRE_PAIRS),
+            (TP | PP, schedule("dualpipev"), POST_PAIRS),
+            (TP | CP, {}, POST),
+            (TP | ULYSSES, {}, POST_PAIRS),
+        ],
+        8: [
+            (PP | DP | TP, schedule("interleaved_zero_bubble", 2), POST_PAIRS),
+            (PP | TP | ULYSSES, FOLDED, PRE_PAIRS, "selective"),
+            (HSDP | TP, {}, POST_PAIRS, "attention"),
+        ],
+    },
 }
-# Pairs that land with a GPT alone.
-WITH_A_GPT = [{"dp_shard", "tp"}, {"dp_shard", "pp"}, {"tp", "cp"}]
 # Where fp64 shows more; in the whole grid also in fp32.
-IN_FP64 = [TP, CP, PP, TP | CP, CP | PP, HSDP, PP | TP | CP, DP | CP | TP]
+IN_FP64 = {
+    "dit": [TP, CP, PP, TP | CP, CP | PP, HSDP, PP | TP | CP, DP | CP | TP],
+    "gpt": [TP, PP, CP, HSDP, TP | PP, TP | CP],
+    "bert": [TP, {"tp": 4}, ULYSSES, PP, HSDP, TP | PP, DP | TP, TP | CP, PP | ULYSSES],
+}
 
 
-def case_config(parallel, pipeline, objective, dtype="fp32", mode="none", layers=None):
+def case_config(model, parallel, pipeline, kind, dtype="fp32", mode="none", layers=None):
     """As small as the layout allows: there are more ranks than cores."""
     data_ranks = parallel.get("dp_replicate", 1) * parallel.get("dp_shard", 1)
-    return tiny_config(
-        model={"layers": layers or layers_for(parallel, pipeline), "qk_norm": True},
-        parallel=parallel,
-        pipeline=pipeline,
-        objective=objective,
-        precision={"dtype": dtype},
-        remat={"mode": mode},
+    layers = {"layers": layers or layers_for(parallel, pipeline)}
+    sections = {
+        "parallel": parallel,
+        "pipeline": pipeline,
+        "precision": {"dtype": dtype},
+        "remat": {"mode": mode},
         # Several microbatches on every rank, and as many as its schedule needs.
-        training={
-            "global_batch_size": 8,
-            "microbatch_size": 1 if data_ranks > 1 else 2,
-        },
-    )
+        "training": {"global_batch_size": 8, "microbatch_size": 1 if data_ranks > 1 else 2},
+    }
+    if model == "dit":
+        return tiny_config(model=layers | {"qk_norm": True}, objective=kind, **sections)
+    if model == "gpt":
+        # Then the loss's divisor is a sum over ranks, and weights are sliced with their tokens.
+        ends = {} if kind.get("tied", True) else {"end_of_document": 0}
+        objective = {"mask_end_of_document": bool(ends)}
+        return gpt_config(data=ends, objective=objective, model=layers | kind, **sections)
+    norm_place, sentence_order = kind
+    keys = {"norm_place": norm_place, "dropout": 0.1 if kind == POST_PAIRS else 0.0}
+    return bert_config(sentence_order=sentence_order, model=layers | keys, **sections)
 
 
 def layers_for(parallel, pipeline):
@@ -114,29 +221,17 @@ def measure(world, config):
     trainer = Trainer(config, world)
     randomize(trainer.parameters)
     batch = next(trainer.batches())
-    prepared = trainer.objective.prepare(batch, torch_rng(trainer, batch))
     # Three rows, which microbatches of two do not divide; the same ones on every rank.
-    first = replace(batch, sample_numbers=torch.arange(3), **first_rows(trainer))
+    rows, inspect = [(number, number) for number in range(3)], trainer.objective.inspect
+    first = loader.load_samples(trainer.source, rows, inspect, world.device, 3.0)
     few = trainer.objective.prepare(first, torch_rng(trainer, first))
-    prediction = trainer.executor.predict(few.inputs, few.static)
+    lengths = {name: value for name, value in few.context.items() if name == "lengths"}
+    prediction = trainer.executor.predict(few.inputs, few.static, lengths)
+    prepared = trainer.objective.prepare(batch, torch_rng(trainer, batch))
     loss = trainer.mesh.sum_loss(trainer.executor.step(prepared)).item()
     gradients = {name: whole(p.grad) for name, p in trainer.parameters.items()}
     norm = clip_norm(trainer.parameters.values(), 0).item()
     return loss, gradients, norm, prediction
-
-
-def first_rows(trainer):
-    """Fields and weights of the first three samples of the dataset."""
-    return {"fields": trainer.source.read([0, 1, 2]), "weight": torch.ones(3)}
-
-
-def reference(world):
-    """One process, by objective, format and number of layers."""
-    kinds = [(FLOW, "fp32", 5), (FLOW, "fp32", 8), (DDPM, "fp32", 5), (FLOW, "fp64", 5)]
-    return {
-        json.dumps(kind): measure(world, case_config({}, {}, *kind[:2], layers=kind[2]))
-        for kind in [*kinds, (DDPM, "fp64", 5)]
-    }
 
 
 def compare(found, expected):
@@ -162,76 +257,175 @@ def compare(found, expected):
     }
 
 
-def dtypes_of(parallel, is_long, in_fp64=IN_FP64):
+SIZES = (2, 4, 8)
+MODELS = tuple(CASES)
+
+
+def cases_of(model, num_ranks, is_long=False):
+    """(model, [parallel], [pipeline], kind, dtype, mode of [remat]) of every case."""
+    cases = CASES[model].get(num_ranks, [])
+    if is_long:
+        late = LONG[model].get(num_ranks, [])
+        cases = late + [case for case in cases if case[0] in IN_FP64[model]]
+    return [
+        (model, parallel, pipeline, kind, dtype, *(mode or ["none"]))
+        for parallel, pipeline, kind, *mode in cases
+        for dtype in dtypes_of(model, parallel, is_long)
+    ]
+
+
+def all_cases_of(models=MODELS, sizes=SIZES, late=(False, True)):
+    return [case for which in itertools.product(models, sizes, late) for case in cases_of(*which)]
+
+
+def dtypes_of(model, parallel, is_long):
     """The formats to compute a layout in."""
-    if parallel not in in_fp64:
+    if parallel not in IN_FP64[model]:
         return ("fp32",)
     return ("fp32", "fp64") if is_long else ("fp64",)
 
 
-def all_cases(world, references, cases, is_long=False):
+def key_of(model, parallel, pipeline, kind, dtype, *_):
+    """The key of a case's reference: model, kind, format, layers."""
+    return json.dumps([model, kind, dtype, layers_for(parallel, pipeline)])
+
+
+def reference(world, keys):
+    """One process, by key."""
+    found = {}
+    for key in keys:
+        model, kind, dtype, layers = json.loads(key)
+        config = case_config(model, {}, {}, kind, dtype, layers=layers)
+        found[key] = measure(world, config)
+    return found
+
+
+def all_cases(world, references, cases):
     results = {}
-    for parallel, pipeline, objective, *mode in cases:
-        for dtype in dtypes_of(parallel, is_long):
-            found = measure(world, case_config(parallel, pipeline, objective, dtype, *mode))
-            expected = references[json.dumps([objective, dtype, layers_for(parallel, pipeline)])]
-            results[json.dumps([parallel, pipeline, objective, dtype])] = compare(found, expected)
+    for case in cases:
+        found = measure(world, case_config(*case))
+        results[json.dumps(case)] = compare(found, references[key_of(*case)])
     return results
 
 
 @pytest.fixture(scope="module")
 def references():
-    return on_ranks(1, reference)[0]
+    keys = [key_of(*case) for case in all_cases_of()]
+    # And the rounding of one process, see `rounding_of`.
+    for model, _, _, kind, *_ in all_cases_of():
+        keys += [key_of(model, {}, {}, kind, dtype) for dtype in TOLERANCE]
+    return on_ranks(1, reference, list(dict.fromkeys(keys)))[0]
+
+
+@pytest.fixture(scope="module")
+def launched(references):
+    """By number of ranks: what every rank found in the cases of all models."""
+
+    @cache
+    def launch(num_ranks, is_long):
+        cases = all_cases_of(sizes=[num_ranks], late=[is_long])
+        return on_ranks(num_ranks, all_cases, references, cases)
+
+    return launch
 
 
 TOLERANCE = {"fp32": 1e-6, "fp64": 1e-9}
 
 
-@pytest.mark.parametrize("num_ranks", CASES)
-def test_every_mesh_gives_what_one_process_gives(num_ranks, references):
-    check(on_ranks(num_ranks, all_cases, references, CASES[num_ranks]), references)
+def rounding_of(model, kind, references):
+    """The error of one process's own gradients in fp32: it differs between CPUs."""
+    fp32, fp64 = (references[key_of(model, {}, {}, kind, dtype)] for dtype in TOLERANCE)
+    return compare(fp32, fp64)["gradient"]
+
+
+def check(model, num_ranks, launched, references, is_long=False):
+    by_rank = launched(num_ranks, is_long)
+    for case in cases_of(model, num_ranks, is_long):
+        _, _, _, kind, dtype, _ = case
+        found = [results[json.dumps(case)] for results in by_rank]
+        seen = set().union(*(errors["names"] for errors in found))
+        assert seen == set(references[key_of(*case)][1]), case
+        tolerance = TOLERANCE[dtype]
+        if dtype == "fp32" and model != "dit":
+            tolerance = max(tolerance, 2 * rounding_of(model, kind, references))
+        for errors in found:
+            # A loss is reported in fp32.
+            assert errors["loss"] <= 1e-6, case
+            assert errors["norm"] <= 1e-6, case
+            assert errors["gradient"] <= tolerance, (case, errors["worst"], errors["gradient"])
+            # That of a DiT, from random weights, is larger than what it was added up from.
+            limit = 1e-5 if model == "dit" else tolerance
+            assert errors["prediction"] <= limit, (case, errors["prediction"])
+
+
+LANDING = [(size, model) for size in SIZES for model in MODELS if size in CASES[model]]
+REST = [(size, model) for size in SIZES for model in MODELS]
+
+
+@pytest.mark.parametrize(("num_ranks", "model"), LANDING)
+def test_every_mesh_gives_what_one_process_gives(num_ranks, model, launched, references):
+    check(model, num_ranks, launched, references)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_ranks", LONG)
-def test_the_rest_of_the_grid_gives_what_one_process_gives(num_ranks, references):
-    cases = LONG[num_ranks] + [case for case in CASES[num_ranks] if case[0] in IN_FP64]
-    check(on_ranks(num_ranks, all_cases, references, cases, True), references)
+@pytest.mark.parametrize(("num_ranks", "model"), REST)
+def test_the_rest_of_the_grid_gives_what_one_process_gives(num_ranks, model, launched, references):
+    check(model, num_ranks, launched, references, is_long=True)
 
 
-def check(by_rank, references):
-    whole_models = {len(reference[1]): set(reference[1]) for reference in references.values()}
-    for case in by_rank[0]:
-        seen = set().union(*(results[case]["names"] for results in by_rank))
-        assert seen == whole_models[len(seen)], case
-        for results in by_rank:
-            found, tolerance = results[case], TOLERANCE[json.loads(case)[-1]]
-            assert found["gradient"] <= tolerance, (case, found["worst"], found["gradient"])
-            # A loss is reported in fp32.
-            assert found["loss"] <= 1e-6, case
-            assert found["norm"] <= 1e-6, case
-            assert found["prediction"] <= 1e-5, case
+AXES = {"pp", "dp_replicate", "dp_shard", "cp", "tp"}
+
+
+def meshes(model, *grids):
+    """The axes of every case."""
+    cases = [case for grid in grids for some in grid[model].values() for case in some]
+    return [frozenset(a for a in AXES if parallel.get(a, 1) > 1) for parallel, *_ in cases]
 
 
 def test_the_grid_has_every_axis_alone_every_pair_and_mixes_of_three():
-    axes = {"pp", "dp_replicate", "dp_shard", "cp", "tp"}
-
-    def meshes(*grids):
-        cases = [case for grid in grids for some in grid.values() for case in some]
-        return [frozenset(a for a in axes if parallel.get(a, 1) > 1) for parallel, *_ in cases]
-
-    landing, whole_grid = meshes(CASES), meshes(CASES, LONG)
-    for axis in axes:
+    landing, whole_grid = meshes("dit", CASES), meshes("dit", CASES, LONG)
+    for axis in AXES:
         assert frozenset({axis}) in landing
-    # dp_replicate with another axis is like dp_shard with it.
-    for one, other in itertools.combinations(sorted(axes), 2):
-        pair = frozenset({one, other})
-        is_late = "dp_replicate" in pair or pair in WITH_A_GPT
-        assert pair in (whole_grid if is_late else landing), pair
+    for pair in map(frozenset, itertools.combinations(sorted(AXES), 2)):
+        assert pair in whole_grid, pair
+        # dp_replicate with another axis is like dp_shard with it.
+        if "dp_replicate" not in pair:
+            assert pair in landing + meshes("gpt", CASES), pair
     assert sum(len(mesh) >= 3 for mesh in whole_grid) >= 5
     # With two ranks, the previous rank is the next one.
-    fours = [parallel for parallel, *_ in CASES[4]]
+    fours = [parallel for parallel, *_ in CASES["dit"][4]]
     assert {"pp": 4} in fours
     assert {"tp": 4} in fours
-    every = [case[0] for grid in (CASES, LONG) for some in grid.values() for case in some]
-    assert all(parallel in every for parallel in IN_FP64)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_layout_to_compute_in_fp64_is_in_the_grid(model):
+    every = [case[1] for case in all_cases_of([model])]
+    assert all(parallel in every for parallel in IN_FP64[model])
+
+
+def test_a_bert_is_on_twenty_meshes_and_in_all_kinds():
+    cases = all_cases_of(["bert"])
+    assert len({json.dumps(case[1:3]) for case in cases}) >= 20
+    kinds = [case[3] for case in cases]
+    assert all(kind in kinds for kind in (POST, PRE, POST_PAIRS, PRE_PAIRS))
+
+
+def drifting(world):
+    """The tied weight after 50 steps: of the first stage, and of the last stage's copy."""
+    config = gpt_config(parallel=PP, training={"steps": 50}, optimizer={"lr": 1e-2})
+    trainer = Trainer(config, world)
+    batches = trainer.batches()
+    for trainer.step in range(1, 51):
+        trainer.train_step(next(batches))
+    tied = trainer.executor.tied
+    tied.fetch()
+    dist.barrier()  # A rank that ends would take its message along.
+    return [whole(p) for p in (*tied.owners, *tied.copies)], sorted(trainer.parameters)
+
+
+def test_tied_weights_have_equal_bits_after_fifty_steps_and_one_name():
+    (owned, first), (copied, last) = on_ranks(2, drifting)
+    assert torch.equal(owned[0], copied[0])
+    assert "embed.token.weight" in first
+    assert "head.out.weight" not in first + last
