@@ -23,11 +23,16 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_dit.config.layout import CompileConfig, ParallelConfig, PrecisionConfig, RematConfig
+from titan_dit.config.layout import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    ParallelConfig,
+    PrecisionConfig,
+)
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.execution.local import LocalExecutor
 from titan_dit.launcher import process_group
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.optim.ema import local
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.init import initialize
@@ -85,12 +90,16 @@ class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def step_of(way: str, options: argparse.Namespace, mesh: Mesh) -> Callable[[], Tensor]:
     """Forward and backward of a network with this order of tokens."""
     device = torch.device(mesh.whole.device_type)
-    config = DiTConfig(size=options.size, latent_size=options.latent, channels=4, num_classes=1000)
+    config = DiTConfig(
+        size=options.size, latent_size=options.latent, in_channels=4, num_classes=1000
+    )
     model, objective = network(config, RectifiedFlow()), learning(config, RectifiedFlow())
     precision = PrecisionConfig(dtype=options.dtype)
     compilation = CompileConfig(enabled=options.compile)
     parallel = ParallelConfig(tp=mesh.sizes.tp)
-    parallelize(model, mesh, WAYS[way](), parallel, precision, RematConfig(), compilation)
+    parallelize(
+        model, mesh, WAYS[way](), parallel, precision, ActivationCheckpointConfig(), compilation
+    )
     initialize(model, model.initializers(), 0, device)
     randomize(local(dict(model.named_parameters())))
     executor = LocalExecutor(model, loss_of(objective), None)
@@ -129,7 +138,7 @@ def main() -> None:
         mesh = Mesh(AxisSizes(tp=world.size), world.device.type)
         steps = {way: step_of(way, options, mesh) for way in WAYS}
         config = DiTConfig(
-            size=options.size, latent_size=options.latent, channels=4, num_classes=1000
+            size=options.size, latent_size=options.latent, in_channels=4, num_classes=1000
         )
         least = options.batch * config.token_shape[0] * config.shape[0] // world.size
         rows, found = [], {way: list[float]() for way in WAYS}

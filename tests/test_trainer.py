@@ -9,7 +9,7 @@ import torch
 from tiny import tiny_config
 
 from titan_dit.config.layout import CompileConfig
-from titan_dit.config.training import LRScheduleConfig
+from titan_dit.config.training import LRSchedulerConfig
 from titan_dit.data.order import BatchPlan, EpochOrder
 from titan_dit.opening import Opened
 from titan_dit.optim.adamw import AdamWConfig
@@ -21,7 +21,7 @@ from titan_dit.trainer import Trainer
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_step_draws_by_seed_and_number_and_takes_the_rate_of_its_own_number(rank):
-    schedule, drawn, judged = LRScheduleConfig(warmup_steps=10), [], []
+    schedule, drawn, judged = LRSchedulerConfig(warmup_steps=10), [], []
     weight = torch.nn.Parameter(torch.ones(2))
 
     def step(prepared, loss_scale):
@@ -36,7 +36,7 @@ def test_a_step_draws_by_seed_and_number_and_takes_the_rate_of_its_own_number(ra
         config=SimpleNamespace(
             job=SimpleNamespace(seed=7),
             compile=CompileConfig(),
-            lr_schedule=schedule,
+            lr_scheduler=schedule,
             optimizer=SimpleNamespace(lr=1.0),
             training=SimpleNamespace(steps=100, max_grad_norm=0.0),
         ),

@@ -61,7 +61,7 @@ class Opened:
     @property
     def steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return self.config.training.steps
+        return self.config.training.num_steps
 
     def lines(self, built: Built, device: torch.device, step: int) -> Iterator[str]:
         """The first console lines: software, layout, model, data, steps, folder, user code."""
@@ -108,7 +108,7 @@ class Opened:
         """Losses on the validation set, and scores of the first EMA's pictures, if due."""
         config, found = self.config, dict[str, float]()
         seed = config.job.seed
-        scores = self.evaluation is not None and due(config.evaluation.every)
+        scores = self.evaluation is not None and due(config.fid.every)
         if self.validation_set and (due(config.validation.every) or not scores):
             found |= losses_of_all(
                 self.validation_set,
@@ -158,13 +158,13 @@ class Opened:
 def open_evaluation(
     config: JobConfig, objective: Objective, device: torch.device
 ) -> Evaluation | None:
-    """The feature network and the reference of [evaluation]; None if disabled. Collective."""
-    if not config.evaluation.every:
+    """The feature network and the reference of [fid]; None if disabled. Collective."""
+    if not config.fid.every:
         return None
     # Imported late: readers of pictures, which a run without it does not need.
     from titan_dit.validation import evaluation
 
-    return evaluation.open_evaluation(config.evaluation, config.sampling, objective, device)
+    return evaluation.open_evaluation(config.fid, config.sampling, objective, device)
 
 
 def open_run(config: JobConfig, world: World) -> Opened:
@@ -198,7 +198,7 @@ def open_run(config: JobConfig, world: World) -> Opened:
     epochs = source.order(job.seed, held_out, job.data_order)
     training = config.training.resolved(epochs.num_rows)
     config = replace(config, training=training)
-    lr_schedule.check(config.lr_schedule, training.steps)
+    lr_schedule.check(config.lr_scheduler, training.steps)
     return Opened(
         config,
         plan,

@@ -20,7 +20,7 @@ def test_help_takes_less_than_a_second(monkeypatch, tmp_path):
     done, used = measured([ROOT / "run_train.sh", "--config", "digits", "--help"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert used.ru_utime + used.ru_stime < 1
-    for words in ("--dry-run [WORLD]", "--list", "NGPU", "MAX_RESTARTS", "--model.hidden INT"):
+    for words in ("--dry-run [WORLD]", "--list", "NGPU", "MAX_RESTARTS", "--model.hidden_size INT"):
         assert words in done.stdout
     basic, _, others = done.stdout.partition("ALL OTHER KEYS")
     assert basic.index("--data.name") < basic.index("--training.steps INT  = 1500 (default: 0)")

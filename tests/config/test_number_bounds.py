@@ -82,10 +82,10 @@ def test_a_huge_value_is_refused_in_one_line(value):
     ("flag", "value"),
     [
         ("training.global_batch_size", "1e30"),
-        ("model.hidden", "1e12"),
-        ("model.layers", "1e9"),
+        ("model.hidden_size", "1e12"),
+        ("model.num_layers", "1e9"),
         ("sampling.num", "1e15"),
-        ("data.workers", "100000"),
+        ("data.num_workers", "100000"),
         ("training.steps", "9" * 5000),
         ("training.steps", "[" * 5000),
     ],

@@ -74,7 +74,7 @@ def case_config(parallel, pipeline, kind, dtype="fp32", mode="none", layers=5):
         parallel=parallel,
         pipeline=pipeline,
         precision={"dtype": dtype},
-        remat={"mode": mode},
+        activation_checkpoint={"mode": mode},
         training={"microbatch_size": 1 if data_ranks > 1 else 2},
     )
 

@@ -34,7 +34,7 @@ UNTIED = {
     "mlp": "swiglu",
     "bias": False,
     "positions": "rotary",
-    "query_groups": 2,
+    "num_key_value_heads": 2,
 }
 COPIES = {"dp_replicate": 2, "dp_shard": 1}
 FOLDED = schedule("interleaved_1f1b", 2)
@@ -91,7 +91,7 @@ def case_config(parallel, pipeline, model, dtype="fp32", mode="none"):
         parallel=parallel,
         pipeline=pipeline,
         precision={"dtype": dtype},
-        remat={"mode": mode},
+        activation_checkpoint={"mode": mode},
         training={"microbatch_size": 1 if data_ranks > 1 else 2},
     )
 

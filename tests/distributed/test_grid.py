@@ -28,7 +28,7 @@ def schedule(name, virtual_stages=1, **more):
 
 
 FOLDED = schedule("interleaved_1f1b", 2)
-# [parallel], [pipeline], [objective], the mode of [remat] if any; all with microbatches of 2.
+# [parallel], [pipeline], [objective], the mode of [activation_checkpoint] if any; all with microbatches of 2.
 CASES = {
     2: [
         (DP, {}, DDPM),
@@ -95,7 +95,7 @@ def case_config(parallel, pipeline, objective, dtype="fp32", mode="none", layers
         pipeline=pipeline,
         objective=objective,
         precision={"dtype": dtype},
-        remat={"mode": mode},
+        activation_checkpoint={"mode": mode},
         # Several microbatches on every rank, and as many as its schedule needs.
         training={
             "global_batch_size": 8,

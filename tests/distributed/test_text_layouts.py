@@ -30,7 +30,7 @@ CONFIGS = {
 def preview(world, layout, folder):
     """The text of a preview with random weights, on every rank."""
     parallel = {"dp_shard": 1} | layout
-    keys = {"training": {"microbatch_size": 2}, "model": {"positions": "rotary"}}
+    keys = {"training": {"microbatch_size": 2}, "model": {"position_embedding_type": "rotary"}}
     config = gpt_config(parallel=parallel, sampling=SAMPLING, **keys)
     trainer = Trainer(config, world)
     randomize(trainer.parameters)

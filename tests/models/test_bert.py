@@ -11,7 +11,13 @@ from titan_dit.config.section import UserError
 from titan_dit.models.bert import BERTConfig, Block
 from titan_dit.parallel.init import initialize
 
-SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "vocabulary": 100, "sequence_length": 12}
+SHAPE = {
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 100,
+    "sequence_length": 12,
+}
 
 
 def built(config, num_scored=3, *, sentence_order=True):
@@ -159,9 +165,9 @@ def test_only_a_pre_norm_makes_initial_matrices_that_write_to_the_stream_smaller
     ("keys", "message"),
     [
         ({"size": "huge"}, '[model] size="huge" is not one of base, large, 336M, 1.3B, 3.9B. '),
-        ({"size": "base", "layers": 24}, "[model] layers=24 disagrees with size="),
-        ({"hidden": 30, "layers": 2}, "[model] heads missing. "),
-        ({"hidden": 30, "layers": 2, "heads": 4}, "Set hidden = 32."),
+        ({"size": "base", "layers": 24}, "[model] num_layers=24 disagrees with size="),
+        ({"hidden_size": 30, "num_layers": 2}, "[model] num_heads missing. "),
+        ({"hidden_size": 30, "num_layers": 2, "num_heads": 4}, "Set hidden = 32."),
     ],
 )
 def test_a_size_that_does_not_fit_is_refused(keys, message):

@@ -7,7 +7,7 @@ from titan_dit.config.section import UserError
 from titan_dit.config.training import SamplingConfig
 from titan_dit.data.codec import NumberCodec, codec_of
 from titan_dit.data.token_windows import TokenFacts
-from titan_dit.models.gpt import GPTConfig
+from titan_dit.models.gpt_config import GPTConfig
 from titan_dit.objectives import text_drawing
 from titan_dit.objectives.base import DataShare
 from titan_dit.objectives.text_drawing import Writer, prompt_ids, titled, written
@@ -17,7 +17,9 @@ FACTS = TokenFacts(count=1, sequence_length=WINDOW, vocabulary=VOCABULARY, end_o
 GREEDY = SamplingConfig(length=8, temperature=0.0)
 
 
-MODEL = GPTConfig(hidden=8, layers=1, heads=2, vocabulary=VOCABULARY, sequence_length=WINDOW)
+MODEL = GPTConfig(
+    hidden_size=8, num_layers=1, num_heads=2, vocab_size=VOCABULARY, sequence_length=WINDOW
+)
 
 
 def forward(inputs, static):
@@ -132,7 +134,7 @@ BAD = {
 def test_a_bad_prompt_is_one_clear_error(case):
     text, facts, wanted = BAD[case]
     with pytest.raises(UserError, match=wanted):
-        prompt_ids(text, NumberCodec(), facts, "[sampling] prompt")
+        prompt_ids(text, NumberCodec(), facts, "[generation] prompt")
 
 
 def test_an_empty_prompt_begins_a_document():

@@ -18,14 +18,22 @@ from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.ddpm import DDPM
 from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.execution.base import by_name, scored
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel.compile import compile_function, compile_prepare, compile_score, num_graphs
 from titan_dit.rng import SampleRNG
 
 ENABLED = CompileConfig(enabled=True)
 CPU = torch.device("cpu")
-MODEL = DiTConfig(hidden=8, layers=1, heads=2, patch=2, latent_size=6, channels=3, num_classes=10)
+MODEL = DiTConfig(
+    hidden_size=8,
+    num_layers=1,
+    num_heads=2,
+    patch_size=2,
+    latent_size=6,
+    in_channels=3,
+    num_classes=10,
+)
 PATHS = {
     "rectified flow": RectifiedFlow(shift=3.0),
     "ddpm": DDPM(min_snr_gamma=5.0),

@@ -28,7 +28,7 @@ from titan_dit.planner.search import (
 )
 
 MODEL = Model(counts=counts_of)
-SMALL = {"hidden": 512, "layers": 4, "heads": 4, "latent_size": 64}
+SMALL = {"hidden_size": 512, "num_layers": 4, "num_heads": 4, "latent_size": 64}
 LAYERS = SMALL["layers"]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -201,7 +201,9 @@ def test_few_splits_are_rehearsed_to_rule_out_the_others():
     space, asked = space_of(), set()
 
     def counts(plan):
-        asked.add((plan.sizes.tp, plan.sizes.cp, plan.remat.mode, plan.precision.float8))
+        asked.add(
+            (plan.sizes.tp, plan.sizes.cp, plan.activation_checkpoint.mode, plan.precision.float8)
+        )
         return counts_of(plan)
 
     Search(space, DEVICE, Model(counts=counts)).run(top=1)

@@ -41,7 +41,7 @@ from titan_dit.interop.original_dit import SCALE, Original
 from titan_dit.interop.tensor_file import OnDemand, dtypes, numel, writing
 from titan_dit.models import lora
 from titan_dit.models.base import ModelConfig
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.observe import console
 from titan_dit.pictures import autoencoder
 from titan_dit.recovery.initial_weights import names_in
@@ -54,7 +54,7 @@ def counterpart(run: SavedWeights, where: str) -> DiffusersDiT:
     if type(config) is not DiTConfig:
         raise UserError(f"{where} is a {config.name} model: peft's names are known for a DiT only.")
     path = run.diffusion("convert").path
-    return DiffusersDiT(config, path.output_channels(config.channels))
+    return DiffusersDiT(config, path.output_channels(config.in_channels))
 
 
 def write_adapter(source: str, target: Path, run: SavedWeights, as_is: bool) -> None:
@@ -222,7 +222,7 @@ def class_names(labels: Any) -> tuple[str, ...]:
 
 def objective_of_pipeline(whole: bool, source: Path, found: DiffusersDiT) -> dict[str, Any]:
     """The [objective] table: a pipeline's by its scheduler; else DDPM, as released weights."""
-    learn_sigma = found.output_channels == 2 * found.config.channels
+    learn_sigma = found.output_channels == 2 * found.config.in_channels
     if not whole:
         return {"name": "ddpm", "learn_sigma": learn_sigma}
     scheduler = hugging_face.read_json(source / "scheduler" / diffusers_dit.SCHEDULER)
@@ -263,7 +263,7 @@ def write_diffusers(
     """Export a DiT as a folder; with --vae or the run's autoencoder as a whole pipeline."""
     diffusers_dit.check_expressible(config, as_is)
     diffusion = run.diffusion("convert")
-    found = DiffusersDiT(config, diffusion.path.output_channels(config.channels))
+    found = DiffusersDiT(config, diffusion.path.output_channels(config.in_channels))
     recorded = diffusion.data.vae_source
     vae = given or (recorded if Path(recorded or "-").expanduser().is_dir() else NO_VAE)
     outline = found.outline()
@@ -334,7 +334,7 @@ def read_language_model(source: Path, target: Path) -> None:
     facts, _ = objective.example(model)
     given = {ours: config.get(theirs) for theirs, ours in family.special.items()}
     own = {f.name for f in fields(facts)}
-    ids = {k: v for k, v in given.items() if k in own and type(v) is int and v < model.vocabulary}
+    ids = {k: v for k, v in given.items() if k in own and type(v) is int and v < model.vocab_size}
     facts = replace(facts, tokenizer=named, **ids)
     # A checkpoint needs the section; the dataset of imported weights is unknown.
     sizes = {key: getattr(model, key) for key in ("sequence_length", "vocabulary")}
@@ -545,7 +545,7 @@ def write_original(target: Path, run: SavedWeights, config: DiTConfig, form: str
     table = {"name": objective.name, **asdict(objective)}
     if form == "sit":
         original_dit.check_expressible_as_sit(table)
-    original = Original(config, objective.path.output_channels(config.channels))
+    original = Original(config, objective.path.output_channels(config.in_channels))
     theirs, outline = original.to_original(run.tensors), original.outline()
     # A .pt file is made from a .safetensors file beside it, which is memory-mapped.
     passes = 1 if target.suffix == ".safetensors" else 2
@@ -580,7 +580,7 @@ def metadata_of(original: Original, objective: Mapping[str, Any]) -> dict[str, s
         "format": "pt",
         "input_size": str(config.latent_size),
         "patch_size": str(patch),
-        "in_channels": str(config.channels),
+        "in_channels": str(config.in_channels),
         "hidden_size": str(hidden),
         "depth": str(layers),
         "num_heads": str(heads),
@@ -597,7 +597,7 @@ def describe(original: Original, tensors: OnDemand) -> str:
     size = name or "hidden {}, layers {}, heads {}, patch {}".format(*config.shape)
     sigma = "learned sigma" if original.learn_sigma else "no learned sigma"
     return (
-        f"{size}, {numel(tensors):,} parameters, {config.channels}x{config.latent_size}x"
+        f"{size}, {numel(tensors):,} parameters, {config.in_channels}x{config.latent_size}x"
         f"{config.latent_size}, {config.num_classes} classes, {sigma}"
     )
 

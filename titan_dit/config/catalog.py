@@ -47,9 +47,9 @@ SECTIONS = {
 
 KEYS = {
     "model": {
-        "bert": "titan_dit.models.bert_sizes:BERTSizes",
-        "dit": "titan_dit.models.dit_sizes:DiTSizes",
-        "gpt": "titan_dit.models.gpt_sizes:GPTSizes",
+        "bert": "titan_dit.models.bert_config:BERTConfig",
+        "dit": "titan_dit.models.dit_config:DiTConfig",
+        "gpt": "titan_dit.models.gpt_config:GPTConfig",
     },
     "objective": {
         "ddpm": "titan_dit.diffusion.keys:DDPMKeys",
@@ -102,7 +102,7 @@ LR_DECAYS = {
     name: f"titan_dit.optim.lr_schedule:{name}"
     for name in ("constant", "linear", "cosine", "wsd", "inverse_square_root")
 }
-"""Decays of the learning rate after warm-up, by [lr_schedule] decay."""
+"""Decays of the learning rate after warm-up, by [lr_scheduler] decay."""
 
 TENSOR_PLANS = {
     "bert": "titan_dit.parallel.plans.bert:plan",

@@ -159,7 +159,7 @@ class IndexedData(TokensKeys, DataConfig):
         vocabulary = self.vocabulary or (tokenizer.vocabulary if tokenizer else 0)
         if tokenizer and vocabulary < tokenizer.vocabulary:
             raise UserError(
-                f"[data] vocabulary={vocabulary} is less than the {tokenizer.vocabulary} tokens of "
+                f"[data] vocab_size={vocabulary} is less than the {tokenizer.vocabulary} tokens of "
                 f"{self.tokenizer}. Leave vocabulary out, or raise it."
             )
         end = tokenizer.end_of_document if tokenizer else None

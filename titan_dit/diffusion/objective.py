@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from titan_dit.config.section import UserError, show
-from titan_dit.config.training import EvaluationConfig, SamplingConfig
+from titan_dit.config.training import FIDConfig, SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.data.latent_facts import LatentFacts, shown
 from titan_dit.diffusion import drawing
@@ -85,7 +85,7 @@ def check_data(facts: DataFacts, model: LatentModel, objective: str) -> LatentFa
     shape, num_classes = model.sample_shape, model.num_classes
     if shape not in facts.latent_shapes:
         raise UserError(
-            f"[model] channels={shape[0]} and latent_size={shape[1]} make samples of "
+            f"[model] in_channels={shape[0]} and latent_size={shape[1]} make samples of "
             f"{list(shape)}, but [data] holds {what_fits(facts)}"
         )
     if facts.num_classes != num_classes:
@@ -153,7 +153,7 @@ class DiffusionConfig(ObjectiveConfig):
         return Diffusion(self.path, latent, check_data(facts, latent, self.name))
 
     def check_evaluation(
-        self, model: ModelConfig, sampling: SamplingConfig, evaluation: EvaluationConfig
+        self, model: ModelConfig, sampling: SamplingConfig, evaluation: FIDConfig
     ) -> None:
         """Check the sampler, as previews do."""
         if evaluation.every:
@@ -287,7 +287,7 @@ class Diffusion(Objective):
             return height
         if not sampling.vae:
             raise UserError(
-                "[evaluation] needs pictures, but the run trains on latents: set [sampling] vae, "
+                "[fid] needs pictures, but the run trains on latents: set [sampling] vae, "
                 "the autoencoder that decodes them."
             )
         return height * self.autoencoder(sampling).facts.factor
@@ -387,9 +387,9 @@ def check_std(stored: Shaped[Tensor, "b k h w"], facts: LatentFacts, channels: i
     """Raise UserError if a stored std is below 0. Takes CPU tensors: a GPU would synchronise."""
     if is_mean_and_std(facts, channels) and stored[:, channels:].min() < 0:
         raise UserError(
-            f"[data] holds {2 * channels} channels and [model] channels={channels}: they are read "
+            f"[data] holds {2 * channels} channels and [model] in_channels={channels}: they are read "
             "as mean and std, but a std is below 0. If they are mean and log variance, store "
-            f"exp(0.5 * logvar); otherwise set [model] channels = {2 * channels}."
+            f"exp(0.5 * logvar); otherwise set [model] in_channels = {2 * channels}."
         )
 
 

@@ -27,7 +27,7 @@ from titan_dit.config.section import UserError
 from titan_dit.data.base import DataFacts
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.interop.tensor_file import OnDemand, writing
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.system.files import PARTIAL, reason_of, sync_folder
 
 

@@ -62,7 +62,7 @@ class ModelSpec:
     """Number of blocks."""
     num_heads: int
     """Attention heads per block."""
-    query_groups: int = 0
+    num_key_value_heads: int = 0
     """Key and value heads per block (grouped queries); 0 means `num_heads`."""
     head_dim: int
     """Channels of an attention head."""

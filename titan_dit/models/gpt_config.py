@@ -118,7 +118,9 @@ class GPTConfig(Section):
     def width(self) -> int:
         """Width of the MLP."""
         hidden = self.hidden_size or 0
-        return self.intermediate_size or (4 * hidden if self.mlp == "gelu" else -(-8 * hidden // 192) * 64)
+        return self.intermediate_size or (
+            4 * hidden if self.mlp == "gelu" else -(-8 * hidden // 192) * 64
+        )
 
     @property
     def rows(self) -> int:

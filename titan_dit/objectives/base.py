@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor, nn
 
 from titan_dit.config.section import Named, UserError, show
-from titan_dit.config.training import EvaluationConfig, SamplingConfig
+from titan_dit.config.training import FIDConfig, SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.models.base import ModelConfig, ModelSpec
 from titan_dit.models.initializers import Initializer
@@ -255,12 +255,12 @@ class ObjectiveConfig(Named):
         return self
 
     def check_evaluation(
-        self, model: ModelConfig, sampling: SamplingConfig, evaluation: EvaluationConfig
+        self, model: ModelConfig, sampling: SamplingConfig, evaluation: FIDConfig
     ) -> None:
-        """Raise UserError if [evaluation] cannot work."""
+        """Raise UserError if [fid] cannot work."""
         if evaluation.every:
             raise UserError(
-                f"[evaluation] every={evaluation.every}: the objective {self.name} draws no "
+                f"[fid] every={evaluation.every}: the objective {self.name} draws no "
                 "pictures. Set every = 0."
             )
 

@@ -113,7 +113,7 @@ class MaskedTokenConfig(MaskedTokenKeys, ObjectiveConfig):
     def example(self, model: ModelConfig) -> tuple[DataFacts, Mapping[str, Field]]:
         """Facts and fields of samples with the model's own sizes."""
         found = bidirectional(model)
-        n, size = found.sequence_length, found.vocabulary
+        n, size = found.sequence_length, found.vocab_size
         facts: PairFacts | TokenFacts
         if self.sentence_order:
             facts = PairFacts(count=0, sequence_length=n, vocabulary=size, cls=1, sep=2, mask=3)
@@ -138,10 +138,10 @@ class MaskedTokenConfig(MaskedTokenKeys, ObjectiveConfig):
             )
         own = facts.mask if isinstance(facts, PairFacts) else facts.vocabulary
         mask = own if self.mask_id is None else self.mask_id
-        if max(facts.vocabulary, mask + 1) > found.vocabulary:
+        if max(facts.vocabulary, mask + 1) > found.vocab_size:
             raise UserError(
                 f"[data] has token ids up to {facts.vocabulary - 1}, and [MASK] is {mask}, but "
-                f"[model] vocabulary={found.vocabulary}. Set [model] vocabulary = "
+                f"[model] vocab_size={found.vocab_size}. Set [model] vocab_size = "
                 f"{max(facts.vocabulary, mask + 1)}."
             )
         drops = dropout.drops(self.model_spec(model))

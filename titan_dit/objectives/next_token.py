@@ -57,7 +57,7 @@ class NextTokenConfig(NextTokenKeys, ObjectiveConfig):
         """Facts and fields of windows with the model's own sizes."""
         found = causal(model)
         facts = TokenFacts(
-            count=0, sequence_length=found.sequence_length, vocabulary=found.vocabulary
+            count=0, sequence_length=found.sequence_length, vocabulary=found.vocab_size
         )
         return facts, facts.fields
 
@@ -74,10 +74,10 @@ class NextTokenConfig(NextTokenKeys, ObjectiveConfig):
                 f"[data] sequence_length={facts.sequence_length} and [model] "
                 f"sequence_length={found.sequence_length} differ. Make them equal."
             )
-        if facts.vocabulary > found.vocabulary:
+        if facts.vocabulary > found.vocab_size:
             raise UserError(
                 f"[data] has token ids up to {facts.vocabulary - 1}, but [model] "
-                f"vocabulary={found.vocabulary}. Set [model] vocabulary = {facts.vocabulary}."
+                f"vocabulary={found.vocab_size}. Set [model] vocab_size = {facts.vocabulary}."
             )
         if self.mask_end_of_document and facts.end_of_document is None:
             raise UserError(
@@ -149,7 +149,7 @@ class NextToken(Objective):
     def check_preview(self, sampling: SamplingConfig) -> None:
         """Refuse a prompt that the data's tokenizer cannot encode."""
         codec = codec_of(self.data.tokenizer)
-        text_drawing.prompt_ids(sampling.prompt, codec, self.data, "[sampling] prompt")
+        text_drawing.prompt_ids(sampling.prompt, codec, self.data, "[generation] prompt")
 
     def preview(
         self, forward: Forward, sampling: SamplingConfig, seed: int, share: DataShare

@@ -158,7 +158,7 @@ class Writer:
     @property
     def most_rows(self) -> int:
         """Texts to draw at a time."""
-        return max(1, MOST_LOGITS // (self.model.sequence_length * self.model.vocabulary))
+        return max(1, MOST_LOGITS // (self.model.sequence_length * self.model.vocab_size))
 
 
 def first_tokens(
@@ -214,7 +214,7 @@ def preview(
 ) -> Preview:
     """Continue the prompt of [sampling] `num` times; data ranks draw shares, then all-gather."""
     codec, end = codec_of(facts.tokenizer), facts.end_of_document
-    prompt = prompt_ids(sampling.prompt, codec, facts, "[sampling] prompt")
+    prompt = prompt_ids(sampling.prompt, codec, facts, "[generation] prompt")
     writer = Writer(forward, model, share.device, is_executor=True)
     num = sampling.num or NUM
     rows = -(-num // share.num_ranks)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 
 import titan_dit.kernels.linear
 import titan_dit.parallel.ring_attention  # noqa: F401 (these two register operators of KEPT)
-from titan_dit.config.layout import RematConfig
+from titan_dit.config.layout import ActivationCheckpointConfig
 from titan_dit.kernels.recomputed import recomputed
 from titan_dit.models.base import Model, SideInputs, Stream
 from titan_dit.models.layers import Attention
@@ -53,7 +53,7 @@ SAVES_PARTS_OF_ADDCMUL = torch.__version__ < "2.12"
 3 x hidden elements per token instead of 1 x. With contexts each operator gets its own mark."""
 
 
-def apply(model: Model, config: RematConfig) -> None:
+def apply(model: Model, config: ActivationCheckpointConfig) -> None:
     """Set up recomputation: after attention is chosen, before blocks are compiled and sharded."""
     blocks = model.blocks.values()
     if config.mode == "attention":

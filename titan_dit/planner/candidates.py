@@ -15,10 +15,10 @@ from titan_dit.checks import formats, layout, validate
 from titan_dit.config.catalog import SCHEDULES
 from titan_dit.config.job import JobConfig
 from titan_dit.config.layout import (
+    ActivationCheckpointConfig,
     ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
-    RematConfig,
     as_planned,
 )
 from titan_dit.config.section import UserError
@@ -36,7 +36,7 @@ MAX_TOKENS = 2**16
 VIRTUAL_STAGES = (2, 4, 8)
 """Stages per rank of interleaved schedules that are tried, beside the config's own."""
 MODES = ("none", "attention", "selective", "full")
-"""[remat] modes; later ones compute more again."""
+"""[activation_checkpoint] modes; later ones compute more again."""
 RECIPE = "tensorwise"
 """The float8 recipe that is tried beside the config's own: it reads memory least often."""
 
@@ -116,7 +116,7 @@ class Space:
             parallel=self.parallel_of(candidate),
             pipeline=self.pipeline_of(candidate),
             wanted_microbatch_size=candidate.microbatch_size,
-            remat=self.remat_of(candidate),
+            activation_checkpoint=self.remat_of(candidate),
             precision=self.precision_of(candidate),
         )
 
@@ -128,7 +128,7 @@ class Space:
             parallel=self.parallel_of(candidate),
             pipeline=self.pipeline_of(candidate),
             training=training,
-            remat=self.remat_of(candidate),
+            activation_checkpoint=self.remat_of(candidate),
             precision=self.precision_of(candidate),
         )
 
@@ -182,11 +182,13 @@ class Space:
         )
         return found
 
-    def remat_of(self, candidate: Candidate) -> RematConfig:
-        """[remat] of a layout."""
+    def remat_of(self, candidate: Candidate) -> ActivationCheckpointConfig:
+        """[activation_checkpoint] of a layout."""
         mode: Any = candidate.mode
-        own = self.config.remat
-        found: RematConfig = self._section(("remat", mode), lambda: replace(own, mode=mode))
+        own = self.config.activation_checkpoint
+        found: ActivationCheckpointConfig = self._section(
+            ("remat", mode), lambda: replace(own, mode=mode)
+        )
         return found
 
     def precision_of(self, candidate: Candidate) -> PrecisionConfig:
@@ -316,7 +318,7 @@ class Space:
         read = staged.pp > 1, staged.schedule, staged.tp, staged.cp, staged.sequence_parallel
         passes = self.base.global_batch_size // (staged.dp_shard * staged.dp_replicate)
         passes //= staged.microbatch_size
-        for mode in self._options("remat.mode", MODES):
+        for mode in self._options("activation_checkpoint.mode", MODES):
             for recipe in self._recipes():
                 found = staged._replace(mode=mode, float8=recipe)
                 own = (*read, passes > 1, mode, recipe)

@@ -133,7 +133,11 @@ def smallest_of(
 ) -> Smallest | None:
     """`smallest` of all sizes of some axes."""
     best: Smallest | None = None
-    modes = [config.remat.mode] if "remat.mode" in fixed else list(reversed(MODES))
+    modes = (
+        [config.activation_checkpoint.mode]
+        if "activation_checkpoint.mode" in fixed
+        else list(reversed(MODES))
+    )
     for mode in modes:
         for candidate, space in small_layouts(axes, config, device, fixed, gpus, mode):
             plan = space.plan(candidate)
@@ -166,7 +170,7 @@ def small_layouts(
         "pipeline.schedule": "1f1b",
         "pipeline.virtual_stages": 1,
         "training.microbatch_size": 1,
-        "remat.mode": mode,
+        "activation_checkpoint.mode": mode,
         "precision.float8": "off",
     }
     for key, value in values.items():
@@ -414,7 +418,7 @@ def nothing_fits(space: Space, model: Model, outcome: Outcome, dropped: Sequence
         head += f", though some do by composed memory; {dropped[0].why}"
     elif least:
         head += (
-            f"; the smallest, {least.candidate.sizes} with [remat] mode="
+            f"; the smallest, {least.candidate.sizes} with [activation_checkpoint] mode="
             f'"{least.candidate.mode}", needs {least.needed.total:.1f} of '
             f"{device.memory_gib:.1f} GiB"
         )
@@ -425,16 +429,16 @@ def nothing_fits(space: Space, model: Model, outcome: Outcome, dropped: Sequence
 def ways(space: Space, model: Model) -> Iterator[str]:
     """What would make a layout fit."""
     device, gpus, config = space.device, space.gpus, space.config
-    for key in ("remat.mode", "training.microbatch_size"):
+    for key in ("activation_checkpoint.mode", "training.microbatch_size"):
         if key in space.fixed:
             free = space.fixed - {key}
             found = smallest(config, device, free, model, gpus)
             if found and memory_of.fits(found.needed, device):
-                value = found.candidate.mode if key == "remat.mode" else 1
+                value = found.candidate.mode if key == "activation_checkpoint.mode" else 1
                 yield f"set --fix {key}={value}"
     more = fewest(config, device, space.fixed, model, (gpus + 1, NEAREST * gpus))
     if more:
         yield (
-            f"take --gpus {more.gpus}, which hold it ({more.candidate.sizes}, [remat] mode="
+            f"take --gpus {more.gpus}, which hold it ({more.candidate.sizes}, [activation_checkpoint] mode="
             f'"{more.candidate.mode}", microbatches of {more.candidate.microbatch_size})'
         )

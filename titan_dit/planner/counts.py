@@ -1,6 +1,6 @@
 """Counts from the code: what each part of a model computes, moves, sends and keeps.
 
-Others are derived from few rehearsals: any microbatch size, any cp, [remat] with a ring.
+Others are derived from few rehearsals: any microbatch size, any cp, [activation_checkpoint] with a ring.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Rehearsals:
 
         Without FSDP and pipeline. UserError if the model cannot run like this.
         """
-        key = *self.layout_of(plan), plan.remat, plan.microbatch_size
+        key = *self.layout_of(plan), plan.activation_checkpoint, plan.microbatch_size
         if key not in self.found:
             self.found[key] = self.make(plan)
         return self.found[key]
@@ -210,7 +210,11 @@ class Rehearsals:
 
     def rehearse(self, plan: RunPlan, sizes: Sequence[int]) -> None:
         """Rehearse what is not known yet."""
-        layout, remat, wanted = self.layout_of(plan), plan.remat, plan.microbatch_size
+        layout, remat, wanted = (
+            self.layout_of(plan),
+            plan.activation_checkpoint,
+            plan.microbatch_size,
+        )
         missing = [each for each in sizes if (*layout, remat, each) not in self.blocks]
         if (*layout, wanted) not in self.ends and wanted not in missing:
             missing.append(wanted)
@@ -224,7 +228,7 @@ class Rehearsals:
 
     def block(self, plan: RunPlan, sizes: tuple[int, int]) -> Trace:
         """A block at the plan's microbatch size."""
-        key, size = (*self.layout_of(plan), plan.remat), plan.microbatch_size
+        key, size = (*self.layout_of(plan), plan.activation_checkpoint), plan.microbatch_size
         one, two = (
             with_weight_gradients(self.blocks[*key, own], self.blocks[*key, other])
             for own, other in (sizes, sizes[::-1])
@@ -399,9 +403,13 @@ class Derived:
         return min(logits) <= CHUNK_ON_DEVICE < max(logits)
 
     def _head(self, plan: RunPlan, cp: int, size: int) -> Part:
-        """The head at its own size; neither [remat] nor float8 changes it."""
+        """The head at its own size; neither [activation_checkpoint] nor float8 changes it."""
         precision = replace(plan.precision, float8="off")
-        plain = replace(plan, precision=precision, remat=replace(plan.remat, mode="none"))
+        plain = replace(
+            plan,
+            precision=precision,
+            activation_checkpoint=replace(plan.activation_checkpoint, mode="none"),
+        )
         as_many = size * SLICES / cp
         if cp > SLICES and as_many.is_integer():
             return sliced(self._rehearsed(plain, SLICES, int(as_many)), cp).head
@@ -411,8 +419,10 @@ class Derived:
         if cp == 1:
             return self._of_size(plan, cp, size)
         # All-to-alls copy what they send: that is kept or not, as the mode says.
-        if plan.remat.mode != "none" and plan.parallel.cp_method == "ring":
-            silent = replace(plan, remat=replace(plan.remat, mode="none"))
+        if plan.activation_checkpoint.mode != "none" and plan.parallel.cp_method == "ring":
+            silent = replace(
+                plan, activation_checkpoint=replace(plan.activation_checkpoint, mode="none")
+            )
             slices = self.counts(alone(silent, cp, size))
             remat, none = (self._of_size(each, 1, size / cp) for each in (plan, silent))
             return with_remat(slices, remat, none)
@@ -453,7 +463,7 @@ def derived_split_of(plan: RunPlan) -> tuple[Any, ...]:
     """What counts depend on, but for cp and the microbatch size."""
     method = plan.parallel.cp_method if plan.sizes.cp > 1 else ""
     sequence = plan.parallel.sequence_parallel and plan.sizes.tp > 1
-    return plan.sizes.tp, method, sequence, plan.remat.mode, plan.precision.float8
+    return plan.sizes.tp, method, sequence, plan.activation_checkpoint.mode, plan.precision.float8
 
 
 def alone(plan: RunPlan, cp: int, size: int) -> RunPlan:
@@ -475,7 +485,7 @@ def between(first: Counts, second: Counts, x: float) -> Counts:
 
 
 def with_remat(slices: Counts, remat: Counts, silent: Counts) -> Counts:
-    """Counts of slices with [remat]: what `remat` has above `silent`, both of as many tokens.
+    """Counts of slices with [activation_checkpoint]: what `remat` has above `silent`, both of as many tokens.
 
     Where it runs attention again, it runs and sends again what cp adds to the forward, too.
     """

@@ -92,7 +92,7 @@ Known = Sequence[tuple[Candidate, Counts]]
 def busy_of(known: Known, sample: Candidate, plan: RunPlan, device: Device) -> Busy:
     """What `sample` takes at least, by the coarser splits that are known; `plan`: of the sample.
 
-    With tp it is the work of that tp. What [remat] and cp add without tp is added to it.
+    With tp it is the work of that tp. What [activation_checkpoint] and cp add without tp is added to it.
     """
     links = Links(plan.sizes, device)
     fused = plan.compile.enabled
@@ -152,7 +152,7 @@ def floor_of(busy: Busy, candidate: Candidate, layers: int, batch: int) -> float
 def least_bytes(counts: Counts, coarse: Candidate, fine: Candidate, model: RunPlan) -> float:
     """Bytes that the first pipeline rank holds at least: its weights, and what forward keeps.
 
-    From the counts of a coarser split with the same [remat]. In a pipeline FSDP keeps the gathered
+    From the counts of a coarser split with the same [activation_checkpoint]. In a pipeline FSDP keeps the gathered
     weights, and all schedules but V-shaped ones begin with a forward for each rank.
     """
     layers = model.spec.num_layers // fine.pp
@@ -320,7 +320,7 @@ LESS: Mapping[str, Sequence[str]] = {
     "selective": ("none",),
     "full": ("none", "attention", "selective"),
 }
-"""[remat] mode -> those that compute less again: where one of them fits, it is faster."""
+"""[activation_checkpoint] mode -> those that compute less again: where one of them fits, it is faster."""
 
 
 class Item(NamedTuple):
@@ -330,7 +330,7 @@ class Item(NamedTuple):
     """With tp or cp. Without, few rehearsals find a first good layout."""
     bound: float
     extra: int
-    """[remat] modes that compute more come later."""
+    """[activation_checkpoint] modes that compute more come later."""
     number: int
     level: int
     """How far `coarser_than` was followed; beyond it, the bound is that of its own counts."""

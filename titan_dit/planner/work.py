@@ -156,7 +156,7 @@ class Part:
 
     forward: Work
     backward: Work
-    """With what [remat] computes and sends again."""
+    """With what [activation_checkpoint] computes and sends again."""
     update: Work
     """Clipping, optimizer, EMA and casts of its parameters, all shards of FSDP together: a rank of
     n shards does 1/n of it. Its messages over tp sum gradients, in fp32, of which each tp rank has
@@ -173,7 +173,7 @@ class Part:
     """Bytes of temporary tensors at the highest point of forward, above what it keeps."""
     backward_peak: float
     """Bytes at the highest point of backward, above what this part and those before it keep: the
-    gradients of its outputs, what it allocates, and what [remat] computes again, less what it has
+    gradients of its outputs, what it allocates, and what [activation_checkpoint] computes again, less what it has
     freed already. Without the gradients of parameters. The outputs are free by then if only the
     next part kept them. May be negative."""
     backward_gradients: float

@@ -184,7 +184,7 @@ def is_matrix(rows: Any, count: int) -> bool:
 
 def weights_key(where: str) -> str:
     """The flag or key of Inception's weights beside that of the features."""
-    return "[evaluation] feature_weights" if "[" in where else "--feature-weights"
+    return "[fid] feature_weights" if "[" in where else "--feature-weights"
 
 
 def install() -> str:

@@ -1,4 +1,4 @@
-"""[evaluation]: scores of drawn pictures against real ones, during training."""
+"""[fid]: scores of drawn pictures against real ones, during training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titan_dit.config.training import EvaluationConfig, SamplingConfig
+from titan_dit.config.training import FIDConfig, SamplingConfig
 from titan_dit.data.listing import few
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.objectives.base import DataShare, Forward, Objective
@@ -19,7 +19,7 @@ from titan_dit.scores.features import Features
 from titan_dit.scores.pictures import Pictures
 from titan_dit.scores.score import Described
 
-WHERE = "[evaluation]"
+WHERE = "[fid]"
 BATCH = 64
 """Pictures that a data rank draws at once."""
 
@@ -28,7 +28,7 @@ BATCH = 64
 class Evaluation:
     """The feature network, and the features of the reference."""
 
-    config: EvaluationConfig
+    config: FIDConfig
     network: Features
     real: Described | None
     """The reference's features; None on all ranks but the first."""
@@ -82,7 +82,7 @@ class Evaluation:
 
 
 def open_evaluation(
-    config: EvaluationConfig, sampling: SamplingConfig, objective: Objective, device: torch.device
+    config: FIDConfig, sampling: SamplingConfig, objective: Objective, device: torch.device
 ) -> Evaluation:
     """Load the features and describe the reference. Collective."""
     key = f"{WHERE} features"
