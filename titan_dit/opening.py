@@ -191,14 +191,14 @@ def open_run(config: JobConfig, world: World) -> Opened:
         plan, objective, source.fields, data.name, source, previews=bool(config.sampling.every)
     )
     if config.sampling.every:
-        objective.check_preview(config.sampling)
+        objective.check_preview(config.sampling, config.generation)
     check_optimizer(plan, objective, config.optimizer)
     count = validation.held_out_of(has_part=data.has_validation_part)
     held_out = on_first(lambda: held_out_rows(source, job.seed, count, job.data_order))
     epochs = source.order(job.seed, held_out, job.data_order)
     training = config.training.resolved(epochs.num_rows)
     config = replace(config, training=training)
-    lr_schedule.check(config.lr_scheduler, training.steps)
+    lr_schedule.check(config.lr_scheduler, training.num_steps)
     return Opened(
         config,
         plan,

@@ -65,7 +65,7 @@ class RunPlan:
     parallel: ParallelConfig
     pipeline: PipelineConfig
     precision: PrecisionConfig
-    remat: ActivationCheckpointConfig
+    activation_checkpoint: ActivationCheckpointConfig
     compile: CompileConfig
     lora: LoRAConfig
     device: str = ""

@@ -302,7 +302,11 @@ class Trainer:
         """Draw the preview, split over the data ranks, with the first EMA; then the loss curve."""
         with self.paused("drawing"), self.ema.swapped_in():
             preview = self.objective.preview(
-                self.executor.predict, self.config.sampling, self.config.job.seed, self.data_share
+                self.executor.predict,
+                self.config.sampling,
+                self.config.generation,
+                self.config.job.seed,
+                self.data_share,
             )
             self.log.show(self.step, preview)
             self.log.draw_curve()

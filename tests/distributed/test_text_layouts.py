@@ -34,7 +34,7 @@ def preview(world, layout, folder):
     config = gpt_config(parallel=parallel, sampling=SAMPLING, **keys)
     trainer = Trainer(config, world)
     randomize(trainer.parameters)
-    given = config.sampling, config.job.seed, trainer.data_share
+    given = config.sampling, config.generation, config.job.seed, trainer.data_share
     file = Path(folder) / f"{world.size}-{world.rank}.txt"
     trainer.objective.preview(trainer.executor.predict, *given).write(file)
     return file.read_text()

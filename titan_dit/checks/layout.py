@@ -164,8 +164,8 @@ def check_tensor(plan: RunPlan) -> None:
     heads, groups = model_spec.num_heads, model_spec.num_key_value_heads or model_spec.num_heads
     if heads % groups:
         raise UserError(
-            f"[model] num_key_value_heads={groups} does not divide heads={heads}. "
-            f"Set num_key_value_heads = {largest_divisor(heads, below=groups)}, or 0 for one per head."
+            f"[model] num_key_value_heads={groups} does not divide num_heads={heads}. "
+            f"Set num_key_value_heads = {largest_divisor(heads, below=groups)}, or leave it out."
         )
     shards = {"heads": heads, "query groups": groups, "MLP width": model_spec.ffn}
     for what, count in shards.items():

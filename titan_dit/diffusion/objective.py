@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from titan_dit.config.section import UserError, show
-from titan_dit.config.training import FIDConfig, SamplingConfig
+from titan_dit.config.training import FIDConfig, GenerationConfig, SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.data.latent_facts import LatentFacts, shown
 from titan_dit.diffusion import drawing
@@ -270,7 +270,12 @@ class Diffusion(Objective):
         return {"sampling": drawing.sampler_of(self.path, sampling.sampler)}
 
     def preview(
-        self, forward: Forward, sampling: SamplingConfig, seed: int, share: DataShare
+        self,
+        forward: Forward,
+        sampling: SamplingConfig,
+        generation: GenerationConfig,
+        seed: int,
+        share: DataShare,
     ) -> Preview:
         """One picture with samples of up to ten classes; with [sampling] vae they are decoded."""
         given = self.path, self.model, self.data, sampling, seed, share
@@ -281,7 +286,7 @@ class Diffusion(Objective):
 
     def picture_size(self, sampling: SamplingConfig) -> int:
         """Height of a latent, times the autoencoder's factor. Checks [sampling] vae."""
-        self.check_preview(sampling)
+        self.check_autoencoder(sampling)
         height = self.model.sample_shape[1]
         if self.data.value_range is not None:
             return height
@@ -335,7 +340,11 @@ class Diffusion(Objective):
                 else:
                     yield vae.decode(samples).permute(0, 2, 3, 1), finite
 
-    def check_preview(self, sampling: SamplingConfig) -> None:
+    def check_preview(self, sampling: SamplingConfig, generation: GenerationConfig) -> None:
+        """Check [sampling] vae."""
+        self.check_autoencoder(sampling)
+
+    def check_autoencoder(self, sampling: SamplingConfig) -> None:
         """Load [sampling] vae; UserError if it did not make the data's latents."""
         if sampling.vae:
             channels = self.model.sample_shape[0]
@@ -355,6 +364,7 @@ class Diffusion(Objective):
 
     def autoencoder(self, sampling: SamplingConfig) -> autoencoder.Autoencoder:
         """The autoencoder of [sampling] vae, on the CPU; loaded once."""
+        assert sampling.vae
         if sampling.vae not in self.loaded:
             on_cpu = torch.device("cpu")
             self.loaded[sampling.vae] = autoencoder.load(sampling.vae, on_cpu, "[sampling] vae")

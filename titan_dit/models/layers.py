@@ -215,10 +215,10 @@ class Attention(nn.Module):
         heads: int,
         qk_norm: bool = False,
         mask: Mask = "none",
-        num_key_value_heads: int = 0,
+        num_key_value_heads: int | None = None,
         bias: bool = True,
     ) -> None:
-        """`num_key_value_heads`: key and value heads, a divisor of `heads`; 0 means `heads`."""
+        """`num_key_value_heads`: key and value heads, a divisor of `heads`. None: `heads`."""
         super().__init__()
         groups = num_key_value_heads or heads
         self.head_dim, self.mask, self.group_size = hidden // heads, mask, heads // groups

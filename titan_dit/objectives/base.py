@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor, nn
 
 from titan_dit.config.section import Named, UserError, show
-from titan_dit.config.training import FIDConfig, SamplingConfig
+from titan_dit.config.training import FIDConfig, GenerationConfig, SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.models.base import ModelConfig, ModelSpec
 from titan_dit.models.initializers import Initializer
@@ -181,13 +181,18 @@ class Objective:
         """
         return {}
 
-    def check_preview(self, sampling: SamplingConfig) -> None:
+    def check_preview(self, sampling: SamplingConfig, generation: GenerationConfig) -> None:
         """Raise UserError if `preview` cannot draw with the data, before training starts."""
 
     def preview(
-        self, forward: Forward, sampling: SamplingConfig, seed: int, share: DataShare
+        self,
+        forward: Forward,
+        sampling: SamplingConfig,
+        generation: GenerationConfig,
+        seed: int,
+        share: DataShare,
     ) -> Preview:
-        """Draw the preview of [sampling], on every rank. Needs `ObjectiveConfig.previews`."""
+        """Draw the preview of [sampling] or [generation], on every rank. Needs `ObjectiveConfig.previews`."""
         raise NotImplementedError
 
     def picture_size(self, sampling: SamplingConfig) -> int:

@@ -130,7 +130,7 @@ def tensorboard_writer(folder: Path, resumed_step: int) -> Writer:
 
 
 def wandb_writer(
-    folder: Path, name: str, run: Mapping[str, Any], project: str, entity: str
+    folder: Path, name: str, run: Mapping[str, Any], project: str, entity: str | None
 ) -> Writer:
     """A writer to Weights & Biases; UserError if it cannot start."""
     import wandb
@@ -142,7 +142,7 @@ def wandb_writer(
     try:
         wandb.init(
             project=project,
-            entity=entity or None,
+            entity=entity,
             name=name,
             id=identity.read_text(),
             dir=str(folder),
@@ -153,7 +153,7 @@ def wandb_writer(
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise UserError(
             f"[metrics] wandb=true, wandb_project={show(project)}, "
-            f"wandb_entity={show(entity)}: wandb did not start: {reason}. Run `wandb login`, "
+            f"wandb_entity={show(entity or '')}: wandb did not start: {reason}. Run `wandb login`, "
             "correct the names, set WANDB_MODE=offline, or set wandb = false."
         ) from None
 

@@ -85,8 +85,9 @@ def open_evaluation(
     config: FIDConfig, sampling: SamplingConfig, objective: Objective, device: torch.device
 ) -> Evaluation:
     """Load the features and describe the reference. Collective."""
+    assert config.reference
     key = f"{WHERE} features"
-    network = features.load(config.features, config.feature_weights, device, key)
+    network = features.load(config.features, config.feature_weights or "", device, key)
     size, names = objective.picture_size(sampling), config.metrics
     where = f"{WHERE} reference"
     score.check_network(network, names, size, f"{WHERE} metrics")

@@ -47,7 +47,7 @@ def ends_of(name: Name, peer: Peer, device: torch.device, agent: Agent | None) -
 
 def agent_of(
     name: Name,
-    network: str,
+    network: str | None,
     device: torch.device,
     peers: Iterable[Peer],
     group: dist.ProcessGroup,
@@ -80,7 +80,7 @@ def open_transport(
     stream: Stream,
     device: torch.device,
     name: Name,
-    network: str,
+    network: str | None,
 ) -> tuple[Transport, str]:
     """The transport of this rank and the console line of all ranks. Collective along pp.
 
