@@ -51,7 +51,9 @@ def writer(is_executor, seen=None):
 @pytest.mark.parametrize("is_executor", [True, False])
 def test_the_window_slides_over_a_text_that_is_longer(is_executor):
     seen = []
-    found = writer(is_executor, seen).extend([3, 1], torch.arange(2), 0, GREEDY, GREEDY.max_new_tokens, None)
+    found = writer(is_executor, seen).extend(
+        [3, 1], torch.arange(2), 0, GREEDY, GREEDY.max_new_tokens, None
+    )
     assert found.tolist() == [expected([3, 1], 8)] * 2
     widths = [WINDOW] * 8 if is_executor else [2, 3, 4, 5, 6, 6, 6, 6]
     assert seen == [(2, width) for width in widths]
@@ -64,8 +66,12 @@ def test_a_text_depends_on_seed_and_number_alone():
     drawing = SamplingConfig(length=12)
     even = Writer(flat, MODEL, torch.device("cpu"), is_executor=True)
     whole = even.extend([1], torch.arange(4), 5, drawing, drawing.max_new_tokens, None)
-    assert torch.equal(whole[2:], even.extend([1], torch.arange(2, 4), 5, drawing, drawing.max_new_tokens, None))
-    assert not torch.equal(whole, even.extend([1], torch.arange(4), 6, drawing, drawing.max_new_tokens, None))
+    assert torch.equal(
+        whole[2:], even.extend([1], torch.arange(2, 4), 5, drawing, drawing.max_new_tokens, None)
+    )
+    assert not torch.equal(
+        whole, even.extend([1], torch.arange(4), 6, drawing, drawing.max_new_tokens, None)
+    )
     assert len({tuple(row) for row in whole.tolist()}) == 4
     assert len(set(whole[0, 1:].tolist())) > 3  # Each token has a draw of its own.
 

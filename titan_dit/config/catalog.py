@@ -46,11 +46,6 @@ SECTIONS = {
 """Section -> name -> its dataclass."""
 
 KEYS = {
-    "model": {
-        "bert": "titan_dit.models.bert_config:BERTConfig",
-        "dit": "titan_dit.models.dit_config:DiTConfig",
-        "gpt": "titan_dit.models.gpt_config:GPTConfig",
-    },
     "objective": {
         "ddpm": "titan_dit.diffusion.keys:DDPMKeys",
         "masked_token": "titan_dit.objectives.keys:MaskedTokenKeys",
@@ -149,7 +144,7 @@ def variant(section: str, name: str) -> type[Section]:
 
 def keys(section: str, name: str) -> type[Section]:
     """The class with the keys of [section] for `name`: from `KEYS`, else from `SECTIONS`."""
-    if name not in KEYS[section]:
+    if name not in KEYS.get(section, {}):
         return variant(section, name)
     found: type[Section] = dotted_names.look_up(KEYS[section], f"[{section}] name", name)
     return found

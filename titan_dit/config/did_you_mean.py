@@ -21,9 +21,8 @@ MEANT = {
     "checkpoint.path ckpt checkpoint.load",
     "compile.enabled": "compile torch_compile use_compile",
     "data.path": "dataset_path data_dir train_data_dir dataset_dir feature_path",
-    "data.short_share": "short_seq_prob",
     "data.tokenizer": "tokenizer_model tokenizer_type tokenizer_path",
-    "data.workers": "num_workers dataloader_num_workers",
+    "data.num_workers": "dataloader_num_workers",
     "ema.decays": "ema_decay ema.decay",
     "ema.power": "ema.stds ema.sigma_rel ema.power_stds ema.std",
     "ema.warmup": "ema_warmup",
@@ -32,13 +31,13 @@ MEANT = {
     "log_dir logging_dir run_dir workdir",
     "job.name": "run_name exp_name experiment_name experiment",
     "job.seed": "global_seed seed_everything random_seed",
-    "lr_schedule.decay": "lr_scheduler lr_scheduler_type lr_decay_style decay_type scheduler",
-    "lr_schedule.decay_steps": "lr_decay_iters lr_decay_steps",
-    "lr_schedule.min_lr_ratio": "min_lr_factor min_lr lr_min",
-    "lr_schedule.wsd_decay": "lr_wsd_decay_style",
-    "lr_schedule.wsd_decay_steps": "lr_wsd_decay_iters",
-    "lr_schedule.warmup_fraction": "lr_warmup_fraction warmup_ratio warmup_fraction",
-    "lr_schedule.warmup_steps": "lr_warmup_steps lr_warmup_iters warmup warmup_iters "
+    "lr_scheduler.decay": "lr_scheduler lr_scheduler_type lr_decay_style decay_type scheduler",
+    "lr_scheduler.decay_steps": "lr_decay_iters lr_decay_steps",
+    "lr_scheduler.min_lr_ratio": "min_lr_factor min_lr lr_min",
+    "lr_scheduler.wsd_decay": "lr_wsd_decay_style",
+    "lr_scheduler.wsd_decay_steps": "lr_wsd_decay_iters",
+    "lr_scheduler.warmup_fraction": "lr_warmup_fraction warmup_ratio warmup_fraction",
+    "lr_scheduler.warmup_steps": "lr_warmup_steps lr_warmup_iters warmup warmup_iters "
     "num_warmup_steps",
     "metrics.every": "log_freq log_interval log_every log_every_n_steps logging_steps print_freq "
     "metrics.interval metrics.freq",
@@ -46,23 +45,21 @@ MEANT = {
     "metrics.wandb": "enable_wandb report_to use_wandb",
     "model.bias": "disable_bias_linear",
     "model.dropout": "hidden_dropout hidden_dropout_prob resid_pdrop",
-    "model.ffn": "ffn_hidden_size intermediate_size",
-    "model.heads": "num_heads num_attention_heads n_heads",
-    "model.hidden": "hidden_size hidden_dim dim embed_dim d_model width",
+    "model.hidden_size": "hidden_dim dim embed_dim d_model width",
+    "model.in_channels": "latent_channels",
     "model.init_std": "init_method_std initializer_range",
     "model.latent_size": "input_size sample_size",
-    "model.layers": "num_layers n_layers depth",
+    "model.intermediate_size": "ffn_hidden_size",
     "model.mlp": "swiglu",
     "model.norm": "normalization",
     "model.norm_eps": "norm_epsilon layernorm_epsilon layer_norm_eps",
-    "model.patch": "patch_size",
-    "model.channels": "in_channels latent_channels",
-    "model.positions": "position_embedding_type use_rotary_position_embeddings",
-    "model.query_groups": "num_query_groups group_query_attention num_key_value_heads n_kv_heads",
-    "model.rotary_base": "rope_theta",
+    "model.num_heads": "num_attention_heads n_heads",
+    "model.num_key_value_heads": "num_query_groups group_query_attention n_kv_heads",
+    "model.num_layers": "num_hidden_layers n_layers depth",
+    "model.position_embedding_type": "use_rotary_position_embeddings",
     "model.size": "flavor model_size variant",
-    "model.tied": "untie_embeddings_and_output_weights tie_word_embeddings",
-    "model.vocabulary": "vocab_size padded_vocab_size",
+    "model.tie_word_embeddings": "untie_embeddings_and_output_weights",
+    "model.vocab_size": "padded_vocab_size",
     "objective.label_dropout": "class_dropout_prob cfg_dropout classifier_free_guidance_prob",
     "objective.mask_end_of_document": "eod_mask_loss",
     "objective.mask_share": "mask_prob mlm_probability",
@@ -96,7 +93,7 @@ MEANT = {
     "precision.loss_scale_window": "growth_interval",
     "profile.enabled": "profile enable_profiling profiler",
     "profile.memory": "enable_memory_snapshot record_memory_history",
-    "remat.mode": "activation_checkpoint activation_checkpointing gradient_checkpointing "
+    "activation_checkpoint.mode": "activation_checkpointing gradient_checkpointing "
     "recompute_granularity recompute_activations checkpoint_activations use_checkpoint",
     "sampling.cfg_scale": "guidance_scale",
     "sampling.every": "sample_every sampling.interval sampling.freq",
@@ -145,7 +142,7 @@ SAID = {
     "optimizer": "It is --optimizer.name, adamw or muon.",
     "resume": "A run resumes by the same command; another checkpoint is --checkpoint.resume PATH.",
     "seq_len seq_length seqlen max_position_embeddings": "Set sequence_length of [model] and "
-    "[data]; a DiT's tokens follow from [model] latent_size and patch.",
+    "[data]; a DiT's tokens follow from [model] latent_size and patch_size.",
     "data_path train_data_path": "Set --data.path FOLDER of latents; of text --data.name tokens "
     "and --data.paths, each a .bin and .idx without the suffix.",
     "vocab_file merge_file": "Set --data.tokenizer, a tokenizer.json: `data tokenize` writes one "
@@ -159,7 +156,7 @@ SAID = {
     "make_vocab_size_divisible_by": "Leave it out: tables have a multiple of 128 rows.",
     "train_samples lr_decay_samples lr_warmup_samples": "Give steps: samples / global_batch_size.",
     "rampup_batch_size": "Leave it out: the batch size is constant.",
-    "recompute_method recompute_num_layers": "Leave it out: all blocks have the same --remat.mode.",
+    "recompute_method recompute_num_layers": "Leave it out: all blocks have the same --activation_checkpoint.mode.",
     "distribute_saved_activations": "Leave it out: with --parallel.sequence_parallel the inputs of "
     "blocks are sharded over tp.",
     "overlap_grad_reduce overlap_param_gather accumulate_allreduce_grads_in_fp32": "Leave it out: "
@@ -177,8 +174,10 @@ SAID = {
 MEANT_SECTIONS = {
     "metrics": "logging logger log wandb tensorboard",
     "parallel": "parallelism distributed fsdp",
-    "remat": "activation_checkpoint activation_checkpointing recompute",
-    "lr_schedule": "lr_scheduler scheduler",
+    "activation_checkpoint": "activation_checkpointing recompute gradient_checkpointing",
+    "fid": "picture_scores",
+    "generation": "generate generation_config text",
+    "lr_scheduler": "scheduler",
     "training": "trainer train training_args hyperparameters",
     "optimizer": "optim optimizers",
     "data": "dataset dataloader datamodule dataset_params",
@@ -190,7 +189,7 @@ MEANT_SECTIONS = {
     "objective": "loss diffusion transport flow",
     "model": "network net dit backbone",
     "sampling": "sample sampler preview inference",
-    "validation": "eval evaluation val",
+    "validation": "eval val",
 }
 """Our section -> its names in other projects."""
 

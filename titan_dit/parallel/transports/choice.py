@@ -64,7 +64,7 @@ def agent_of(
     agent, has_failed = None, False
     if name == "nixl" or not all(peer.is_local for peer in peers):
         try:
-            agent = Agent(device, network)
+            agent = Agent(device, network or "")
         except UserError:
             if name == "nixl":
                 raise
