@@ -210,7 +210,7 @@ class Trainer:
             self.cursor,
             self.objective.inspect,
             share.device,
-            workers=self.config.data.workers,
+            workers=self.config.data.num_workers,
         )
 
     def train_step(self, batch: Batch) -> tuple[Tensor, Tensor, float]:

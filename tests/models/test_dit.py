@@ -78,7 +78,7 @@ def test_xl_2_takes_the_flops_that_the_design_names(tokens, gigaflops):
     assert model.flops_per_sample(tokens) / 1e9 == pytest.approx(gigaflops, abs=5e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"mlp_ratio": 2.5, "layers": 3}, {"patch": 4, "heads": 2}])
+@pytest.mark.parametrize("changes", [{}, {"mlp_ratio": 2.5, "num_layers": 3}, {"patch_size": 4, "num_heads": 2}])
 @pytest.mark.parametrize("learned_sigma", [False, True])
 def test_flops_are_what_torch_counts(learned_sigma, changes):
     config = tiny(**changes)
@@ -139,7 +139,7 @@ def test_there_is_a_law_for_every_parameter_and_buffer(qk_norm):
     assert set(model.initializers()) == set(model.state_dict())
 
 
-@pytest.mark.parametrize("changes", [{}, {"patch": 4, "heads": 2}, {"channels": 1}])
+@pytest.mark.parametrize("changes", [{}, {"patch_size": 4, "num_heads": 2}, {"in_channels": 1}])
 def test_the_token_shape_is_that_of_its_tokens(changes):
     config = tiny(**changes)
     tokens = config.tokenize(torch.zeros(2, *config.sample_shape))
@@ -189,7 +189,7 @@ def test_qk_norm_adds_its_weights_and_is_used():
 
 def test_a_learned_sigma_comes_as_channels_behind_the_first():
     config = tiny()
-    tokens = torch.randn(2, (config.latent_size // config.patch) ** 2, 4 * 6)
+    tokens = torch.randn(2, (config.latent_size // config.patch_size) ** 2, 4 * 6)
     latents = config.detokenize(tokens)
     assert latents.shape == (2, 6, 8, 8)
     mean, sigma = (part.flatten(-2) for part in tokens.unflatten(-1, (4, 6)).split(3, -1))
@@ -208,20 +208,20 @@ def test_a_size_is_short_for_its_numbers():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({**TINY_SHAPE, "heads": 5}, ["hidden=32", "heads=5", "heads = 4", "hidden = 40"]),
+        ({**TINY_SHAPE, "num_heads": 5}, ["hidden_size=32", "num_heads=5", "num_heads = 4", "hidden_size = 40"]),
         (
             {**TINY_SHAPE, "hidden_size": 30, "num_heads": 5},
-            ["hidden=30", "multiple of 4", "hidden = 32"],
+            ["hidden_size=30", "multiple of 4", "hidden_size = 32"],
         ),
-        ({**TINY_SHAPE, "patch": 3}, ["latent_size=8", "patch=3", "latent_size = 9"]),
+        ({**TINY_SHAPE, "patch_size": 3}, ["latent_size=8", "patch_size=3", "latent_size = 9"]),
         ({"size": "XXL/2"}, ['size="XXL/2"', "XL", "3B", "patch of 2, 4, 8"]),
         ({"size": "XL/3"}, ['size="XL/3"', "2, 4, 8"]),
         ({"size": "XL"}, ['size="XL"', "XL/2"]),
-        ({"size": "S/2", "hidden": 64}, ["hidden=64", 'size="S/2"', "hidden=384"]),
-        ({"size": "S/2", "patch": 4}, ["patch=4", 'size="S/2"', "patch=2"]),
-        ({"hidden_size": 32, "num_heads": 4}, ["layers, patch missing", "size"]),
-        ({}, ["hidden, layers, heads, patch missing", "size"]),
-        ({**TINY_SHAPE, "layers": 0}, ["layers=0", "at least 1"]),
+        ({"size": "S/2", "hidden_size": 64}, ["hidden_size=64", 'size="S/2"', "hidden_size=384"]),
+        ({"size": "S/2", "patch_size": 4}, ["patch_size=4", 'size="S/2"', "patch_size=2"]),
+        ({"hidden_size": 32, "num_heads": 4}, ["num_layers, patch_size missing", "size"]),
+        ({}, ["hidden_size, num_layers, num_heads, patch_size missing", "size"]),
+        ({**TINY_SHAPE, "num_layers": 0}, ["num_layers=0", "at least 1"]),
         ({**TINY_SHAPE, "mlp_ratio": 0}, ["mlp_ratio=0", "above 0"]),
     ],
 )
@@ -237,11 +237,11 @@ def test_impossible_shapes_name_section_values_and_fix(values, words):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"heads": 5},
-        {"heads": 30},
+        {"num_heads": 5},
+        {"num_heads": 30},
         {"num_heads": 7, "hidden_size": 100},
-        {"patch": 3},
-        {"patch": 16},
+        {"patch_size": 3},
+        {"patch_size": 16},
     ],
 )
 def test_every_fix_that_a_message_names_works(changes):

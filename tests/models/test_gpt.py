@@ -19,7 +19,7 @@ TINY = {
     "vocab_size": 200,
     "sequence_length": 16,
 }
-LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": False}
+LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tie_word_embeddings": False}
 
 
 def built(**keys):
@@ -118,12 +118,12 @@ def test_initial_matrices_that_write_to_the_stream_are_smaller(keys):
     ("keys", "words"),
     [
         ({"size": "7B"}, 'size="7B" is not one of 124M'),
-        ({"size": "124M", "hidden": 8}, "hidden=8 disagrees"),
-        ({"hidden_size": 32, "num_layers": 2}, "heads missing"),
-        ({"hidden_size": 33, "num_layers": 2, "num_heads": 4}, "Set hidden = 36"),
+        ({"size": "124M", "hidden_size": 8}, "hidden_size=8 disagrees"),
+        ({"hidden_size": 32, "num_layers": 2}, "num_heads missing"),
+        ({"hidden_size": 33, "num_layers": 2, "num_heads": 4}, "Set hidden_size = 36"),
         (
             {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_key_value_heads": 3},
-            "does not divide heads=4",
+            "does not divide num_heads=4",
         ),
         (
             {

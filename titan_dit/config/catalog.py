@@ -20,9 +20,9 @@ if TYPE_CHECKING:  # Reading a config must not import torch.
 
 SECTIONS = {
     "model": {
-        "bert": "titan_dit.models.bert:BERTConfig",
-        "dit": "titan_dit.models.dit:DiTConfig",
-        "gpt": "titan_dit.models.gpt:GPTConfig",
+        "bert": "titan_dit.models.bert_config:BERTConfig",
+        "dit": "titan_dit.models.dit_config:DiTConfig",
+        "gpt": "titan_dit.models.gpt_config:GPTConfig",
     },
     "objective": {
         "ddpm": "titan_dit.diffusion.ddpm:DDPM",

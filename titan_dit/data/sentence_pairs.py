@@ -154,7 +154,7 @@ class SentencePairs(SentencePairsKeys, IndexedData):
             )
         for _ in files.histograms(self.verify):
             pass  # Each one refuses ids beyond the vocabulary.
-        targets = Targets(self.sequence_length - NUM_SPECIAL, self.short_share)
+        targets = Targets(self.sequence_length - NUM_SPECIAL, self.short_seq_prob)
         found = zip(files.indexed, files.parts, strict=True)
         spans = tuple(spans_of(file, part, targets) for file, part in found)
         self.check_spans(files.parts, spans)
@@ -164,7 +164,7 @@ class SentencePairs(SentencePairsKeys, IndexedData):
             digest=files.digest,
             sequence_length=self.sequence_length,
             vocabulary=files.vocabulary,
-            short_share=self.short_share,
+            short_share=self.short_seq_prob,
             end_of_document=files.end_of_document,
             tokenizer=files.tokenizer_path,
             num_tokens=files.num_tokens,

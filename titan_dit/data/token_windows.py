@@ -156,7 +156,7 @@ class IndexedData(TokensKeys, DataConfig):
                 "--data.paths PATH."
             )
         tokenizer = read_tokenizer(Path(self.tokenizer)) if self.tokenizer else None
-        vocabulary = self.vocabulary or (tokenizer.vocabulary if tokenizer else 0)
+        vocabulary = self.vocab_size or (tokenizer.vocabulary if tokenizer else 0)
         if tokenizer and vocabulary < tokenizer.vocabulary:
             raise UserError(
                 f"[data] vocab_size={vocabulary} is less than the {tokenizer.vocabulary} tokens of "
