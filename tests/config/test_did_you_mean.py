@@ -36,7 +36,7 @@ FLAGS = {
     "--logging.every 5": "[logging]: unknown section. Did you mean metrics?",
     "--logging.log_freq 5": "Did you mean [metrics] every (--metrics.every)?",
     "--parallelism.tensor_parallel_degree 2": "Did you mean [parallel] tp (--parallel.tp)?",
-    "--activation_checkpoint.mode full": "Did you mean remat?",
+    "--activation_checkpointing.mode full": "Did you mean activation_checkpoint?",
     "--checkpoint.interval 5": "[checkpoint] interval: unknown key. Did you mean every?",
     "--trainer.max_epochs 5": "Did you mean [training] epochs (--training.epochs)?",
     "--train-iters 5": "Did you mean [training] steps (--training.steps)?",
@@ -66,7 +66,7 @@ FLAGS = {
     "--optimizer.lr 1e\u22123": "Write 0.001.",
     "--optimizer.lr '1e-3'": "Write 1e-3, without quotes.",
     "--training.deterministic yes": "must be true or false. Write true.",
-    "--training.steps None": '[training] steps="None" must be a whole number.',
+    "--training.steps None": "[training] steps is missing. Set steps, or epochs.",
     # The form of a flag.
     "-training.steps 5": "-training.steps: flags begin with two plain dashes: --training.steps",
     "\u2014training.steps 5": "flags begin with two plain dashes: --training.steps",

@@ -93,7 +93,7 @@ def test_a_flag_changes_nothing_else(load):
 
 
 def test_the_order_of_flags_does_not_matter(load):
-    keys = {"latent_size": 8, "in_channels": 1, "num_classes": 10}
+    keys = {"latent_size": 8, "channels": 1, "num_classes": 10}
     flags = [word for k, v in keys.items() for word in (f"--data.{k}", str(v))]
     first = load("--data.name", "synthetic", *flags)
     assert load(*flags, "--data.name", "synthetic") == first

@@ -52,7 +52,7 @@ FOUND = [
 def test_the_numbers_of_all_sections_and_commands_are_found():
     names = {name for name, _, _ in FOUND}
     assert len(names) > 200
-    assert {"training global_batch_size", "[model] of dit layers", "sample num"} <= names
+    assert {"training global_batch_size", "[model] of dit num_layers", "sample num"} <= names
 
 
 @pytest.mark.parametrize("kind", MOST)

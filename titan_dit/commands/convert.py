@@ -337,7 +337,7 @@ def read_language_model(source: Path, target: Path) -> None:
     ids = {k: v for k, v in given.items() if k in own and type(v) is int and v < model.vocab_size}
     facts = replace(facts, tokenizer=named, **ids)
     # A checkpoint needs the section; the dataset of imported weights is unknown.
-    sizes = {key: getattr(model, key) for key in ("sequence_length", "vocabulary")}
+    sizes = {key: getattr(model, key) for key in ("sequence_length", "vocab_size")}
     name = "sentence_pairs" if isinstance(facts, PairFacts) else "tokens"
     data = {"name": name, "paths": (), "tokenizer": named, **sizes}
     tokenizer = tokenizer_in(files)
@@ -429,7 +429,7 @@ def say_tokenizer(files: Mapping[str, Path]) -> None:
 
 def described(model: ModelConfig, ours: Mapping[str, Tensor]) -> str:
     """Describe a network in one line."""
-    keys = ("hidden", "layers", "heads", "vocabulary", "sequence_length")
+    keys = ("hidden_size", "num_layers", "num_heads", "vocab_size", "sequence_length")
     sizes = ", ".join(f"{key} {getattr(model, key)}" for key in keys)
     return f"{sizes}; {numel(ours):,} parameters"
 

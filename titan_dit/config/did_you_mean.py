@@ -57,6 +57,7 @@ MEANT = {
     "model.num_key_value_heads": "num_query_groups group_query_attention n_kv_heads",
     "model.num_layers": "num_hidden_layers n_layers depth",
     "model.position_embedding_type": "use_rotary_position_embeddings",
+    "model.rope_theta": "rotary_base",
     "model.size": "flavor model_size variant",
     "model.tie_word_embeddings": "untie_embeddings_and_output_weights",
     "model.vocab_size": "padded_vocab_size",

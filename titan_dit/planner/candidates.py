@@ -73,7 +73,7 @@ SECTIONS = {
     "parallel": Candidate._fields[:8],
     "pipeline": ("schedule", "virtual_stages"),
     "training": ("microbatch_size",),
-    "remat": ("mode",),
+    "activation_checkpoint": ("mode",),
     "precision": ("float8",),
 }
 KEYS = tuple(f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys)
@@ -187,7 +187,7 @@ class Space:
         mode: Any = candidate.mode
         own = self.config.activation_checkpoint
         found: ActivationCheckpointConfig = self._section(
-            ("remat", mode), lambda: replace(own, mode=mode)
+            ("activation_checkpoint", mode), lambda: replace(own, mode=mode)
         )
         return found
 
