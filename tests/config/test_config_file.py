@@ -48,7 +48,11 @@ def test_an_unknown_word_is_answered_with_the_nearest_valid_one(refused, extra, 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("hidden_size = 32", "hidden_siz = 32", "[model] hidden_siz: unknown key. Did you mean hidden_size?"),
+        (
+            "hidden_size = 32",
+            "hidden_siz = 32",
+            "[model] hidden_siz: unknown key. Did you mean hidden_size?",
+        ),
         ('name = "dit"', 'name = "dits"', '[model] name="dits" is unknown. Did you mean dit?'),
         ('name = "dit"', "name = 3", "[model] name=3 must be text"),
         ('name = "dit"\n', "", "[model] name is missing"),
@@ -103,7 +107,11 @@ def test_a_section_that_must_be_there_is_asked_for(section):
             '[objective] timesteps="normal" is not one of "uniform", "logit_normal". Did you mean '
             "logit_normal?",
         ),
-        ('"digits"', '"digits"\nnum_workers = true', "[data] num_workers=true must be a whole number."),
+        (
+            '"digits"',
+            '"digits"\nnum_workers = true',
+            "[data] num_workers=true must be a whole number.",
+        ),
     ],
 )
 def test_a_section_with_a_wrong_type_is_answered_for_models_objectives_and_data_too(

@@ -78,7 +78,9 @@ def test_xl_2_takes_the_flops_that_the_design_names(tokens, gigaflops):
     assert model.flops_per_sample(tokens) / 1e9 == pytest.approx(gigaflops, abs=5e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"mlp_ratio": 2.5, "num_layers": 3}, {"patch_size": 4, "num_heads": 2}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"mlp_ratio": 2.5, "num_layers": 3}, {"patch_size": 4, "num_heads": 2}]
+)
 @pytest.mark.parametrize("learned_sigma", [False, True])
 def test_flops_are_what_torch_counts(learned_sigma, changes):
     config = tiny(**changes)
@@ -208,7 +210,10 @@ def test_a_size_is_short_for_its_numbers():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({**TINY_SHAPE, "num_heads": 5}, ["hidden_size=32", "num_heads=5", "num_heads = 4", "hidden_size = 40"]),
+        (
+            {**TINY_SHAPE, "num_heads": 5},
+            ["hidden_size=32", "num_heads=5", "num_heads = 4", "hidden_size = 40"],
+        ),
         (
             {**TINY_SHAPE, "hidden_size": 30, "num_heads": 5},
             ["hidden_size=30", "multiple of 4", "hidden_size = 32"],

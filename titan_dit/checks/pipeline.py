@@ -151,7 +151,7 @@ def check_transport_of_host(pipeline: PipelineConfig) -> None:
     if not has_nixl:
         raise UserError(
             f"[pipeline] network={show(pipeline.network)} is for nixl, which is not installed. "
-            f'Run {install}, or leave network out.'
+            f"Run {install}, or leave network out."
         )
     names = [name for _, name in socket.if_nameindex()]  # Also those without an IPv4 address.
     if pipeline.network not in names and address_of(pipeline.network) is None:

@@ -136,7 +136,14 @@ def record_of_dit(
 ) -> dict[str, Any]:
     """`record_of` for a DiT. [data] is a placeholder, as the data of the weights are unknown."""
     shape = {key: getattr(config, key) for key in ("latent_size", "channels", "num_classes")}
-    keys = ("hidden_size", "num_layers", "num_heads", "patch_size", "mlp_ratio", "timestep_frequencies")
+    keys = (
+        "hidden_size",
+        "num_layers",
+        "num_heads",
+        "patch_size",
+        "mlp_ratio",
+        "timestep_frequencies",
+    )
     sizes = {key: getattr(config, key) for key in keys}
     tables: config_file.Tables = {
         "model": {"name": "dit", **sizes, **shape},
