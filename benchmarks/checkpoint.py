@@ -29,21 +29,25 @@ from titan_dit.checkpoint.staging import leaves
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.training import EMAConfig
 from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
+from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.ema import EMA
 from titan_dit.optim.optimizer import build_optimizer, optimizer_tensors
 from titan_dit.optim.sections import AdamWConfig
 
 MODELS = {
-    "30 MiB": {"hidden": 128, "layers": 7, "heads": 2},
-    "120 MiB": {"hidden": 192, "layers": 12, "heads": 3},
-    "500 MiB": {"hidden": 384, "layers": 12, "heads": 6},
-    "1 GiB": {"hidden": 512, "layers": 14, "heads": 8},
+    "30 MiB": {"hidden_size": 128, "num_layers": 7, "num_heads": 2},
+    "120 MiB": {"hidden_size": 192, "num_layers": 12, "num_heads": 3},
+    "500 MiB": {"hidden_size": 384, "num_layers": 12, "num_heads": 6},
+    "1 GiB": {"hidden_size": 512, "num_layers": 14, "num_heads": 8},
 }
 
 
 def state(name: str, device: torch.device) -> Callable[[], dict[str, Any]]:
     """The function that the trainer calls for the tensors of a run."""
-    config = DiTConfig(patch=2, latent_size=32, channels=4, num_classes=1000, **MODELS[name])
+    config = DiTConfig(
+        patch_size=2, latent_size=32, in_channels=4, num_classes=1000, **MODELS[name]
+    )
     parameters = dict(config.build(4).to(device).named_parameters())
     optimizer = build_optimizer(parameters, AdamWConfig(), config.spec())
     ema = EMA(parameters, EMAConfig())

@@ -36,7 +36,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titan_dit.checkpoint.planning import LocalPlan, Plans, plan_locally
 from titan_dit.checkpoint.torch_files import Writer
 from titan_dit.launcher.ranks import Ranks
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ class SimulatedRanks(Ranks):
 def state(size: str, ranks: int) -> dict[str, Any]:
     """Rank 0's shards of a model, AdamW's moments and one EMA."""
     mesh = DeviceMesh("cpu", torch.arange(ranks))
-    config = DiTConfig(size=size, latent_size=32, channels=4, num_classes=1000)
+    config = DiTConfig(size=size, latent_size=32, in_channels=4, num_classes=1000)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in config.build(4).named_parameters()}
 

@@ -141,12 +141,12 @@ def sent(case: Case, layers: int) -> tuple[int, int]:
     """(calls, bytes) of a step on the case's axis."""
     model = {
         "name": "dit",
-        "hidden": HIDDEN,
-        "layers": layers,
-        "heads": HEADS,
-        "patch": PATCH,
+        "hidden_size": HIDDEN,
+        "num_layers": layers,
+        "num_heads": HEADS,
+        "patch_size": PATCH,
         "latent_size": LATENT,
-        "channels": 1,
+        "in_channels": 1,
         "num_classes": 10,
     }
     data_ranks = case.ranks * case.also if case.axis.startswith("dp_") else 1

@@ -12,7 +12,7 @@ from facts_fit import errors_row
 from facts_kernels import Held
 from facts_rows import Fact, inside_nodes, plan_of, rehearsed, thirds
 
-from titan_dit.config.layout import RematConfig
+from titan_dit.config.layout import ActivationCheckpointConfig
 from titan_dit.plan import RunPlan
 from titan_dit.planner.calibrate import PRIOR, least_squares
 from titan_dit.planner.hardware import Device, Overhead
@@ -57,7 +57,9 @@ def row_of(fact: Fact) -> Row:
 def counts_held(fact: Fact, plan: RunPlan, how: Held) -> Counts:
     """Counts with what the trainer's kernels keep: scores and logits in memory."""
     counts = rehearsed(fact, plan)
-    plain = rehearsed(fact, replace(plan, remat=RematConfig(mode="none"))).block
+    plain = rehearsed(
+        fact, replace(plan, activation_checkpoint=ActivationCheckpointConfig(mode="none"))
+    ).block
     samples, tp = fact["micro_batch_samples"], fact["tp"]
     scores = samples * fact["heads"] / tp * fact["seq_tokens"] ** 2
     logits = samples * fact["seq_tokens"] * fact["vocab_padded"] / tp

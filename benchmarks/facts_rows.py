@@ -14,7 +14,7 @@ from facts_software import SOFTWARE, Software
 
 from titan_dit.config import catalog, config_file
 from titan_dit.config.job import JobConfig
-from titan_dit.config.layout import RematConfig
+from titan_dit.config.layout import ActivationCheckpointConfig
 from titan_dit.config.section import UserError
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.planner.calibrate import Case
@@ -81,7 +81,7 @@ class Fact:
             "job": {"name": "facts"},
             "model": model_table(self, is_llama=is_llama),
             "objective": {"name": "next_token"},
-            "data": {**data, "vocabulary": self["vocab_padded"]},
+            "data": {**data, "vocab_size": self["vocab_padded"]},
             "parallel": {
                 "dp_shard": self["dp"],
                 "tp": self["tp"],
@@ -96,7 +96,7 @@ class Fact:
                 "split": self.equal_stages,
             },
             "training": {**training, "microbatch_size": self["micro_batch_samples"]},
-            "remat": {"mode": software.remat.get(recompute, recompute)},
+            "activation_checkpoint": {"mode": software.remat.get(recompute, recompute)},
             "precision": {
                 "dtype": "bf16" if float8 else self.row["precision"],
                 "float8": "tensorwise" if float8 else "off",
@@ -111,7 +111,7 @@ class Fact:
 def model_table(fact: Fact, *, is_llama: bool) -> dict[str, Any]:
     """[model]: GPT-2 as Megatron trains it, or Llama."""
     llama = {
-        "query_groups": fact["kv_heads"],
+        "num_key_value_heads": fact["kv_heads"],
         "positions": "rotary",
         "norm": "rmsnorm",
         "mlp": "swiglu",
@@ -120,12 +120,12 @@ def model_table(fact: Fact, *, is_llama: bool) -> dict[str, Any]:
     }
     return {
         "name": "gpt",
-        "hidden": fact["hidden"],
-        "heads": fact["heads"],
-        "layers": fact["layers"],
-        "ffn": fact["ffn"],
+        "hidden_size": fact["hidden"],
+        "num_heads": fact["heads"],
+        "num_layers": fact["layers"],
+        "intermediate_size": fact["ffn"],
         "sequence_length": fact["seq_tokens"],
-        "vocabulary": fact["vocab_padded"],
+        "vocab_size": fact["vocab_padded"],
         **(llama if is_llama else {}),
     }
 
@@ -185,7 +185,9 @@ def counts_of(fact: Fact, plan: RunPlan) -> Counts:
         own = rehearsed(fact, plan)
         return with_hidden_tp(own) if fact.software.is_async else own
     precision = replace(plan.precision, float8="off")
-    plain = replace(plan, remat=RematConfig(mode="none"), precision=precision)
+    plain = replace(
+        plan, activation_checkpoint=ActivationCheckpointConfig(mode="none"), precision=precision
+    )
     counts = rehearsed(fact, plain)
     tokens = fact["micro_batch_samples"] * fact["seq_tokens"]
     logits = tokens * fact["vocab_padded"] / fact["tp"]

@@ -23,7 +23,7 @@ class Software:
     kernels: Literal["ours", "foundry"] | Unfused = "ours"
     """See `facts_kernels`."""
     remat: Mapping[str, str] = field(default_factory=dict)
-    """[remat] mode of its `recompute`, where the names differ."""
+    """[activation_checkpoint] mode of its `recompute`, where the names differ."""
     reshard: str = "auto"
     """[parallel] reshard_after_forward."""
     is_compiled: bool = False

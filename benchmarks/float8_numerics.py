@@ -27,7 +27,7 @@ from titan_dit.config.layout import PrecisionConfig
 from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.launcher import process_group
 from titan_dit.models.base import Model
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.models.layers import TokenLinear
 from titan_dit.observe.curve import smooth, ticks
 from titan_dit.parallel import float8
@@ -40,12 +40,24 @@ BAR = 0.005
 
 RUNS: dict[str, dict[str, Any]] = {
     "digits": {
-        "model": {"hidden": 64, "layers": 4, "heads": 4, "latent_size": 8, "channels": 1},
+        "model": {
+            "hidden_size": 64,
+            "num_layers": 4,
+            "num_heads": 4,
+            "latent_size": 8,
+            "in_channels": 1,
+        },
         "data": {"name": "digits"},
         "training": {"global_batch_size": 32},
     },
     "synthetic": {
-        "model": {"hidden": 128, "layers": 2, "heads": 2, "latent_size": 16, "channels": 4},
+        "model": {
+            "hidden_size": 128,
+            "num_layers": 2,
+            "num_heads": 2,
+            "latent_size": 16,
+            "in_channels": 4,
+        },
         "data": {"name": "synthetic", "latent_size": 16, "channels": 4, "num_classes": 10},
         "training": {"global_batch_size": 8},
     },
@@ -57,7 +69,7 @@ COLOURS["rowwise_with_gw_hp"] = (46, 160, 90)
 
 def layer_errors(config: DiTConfig, device: torch.device, emulate: bool) -> list[dict[str, Any]]:
     """Rows of relative errors in percent, per recipe and layer type, averaged over blocks."""
-    model = config.build(config.channels).to(device)
+    model = config.build(config.in_channels).to(device)
     torch.manual_seed(0)
     randomize(list(model.parameters()))
     model.to(torch.bfloat16)
@@ -144,13 +156,13 @@ def losses(
         "job": {"dir": tempfile.mkdtemp()},
         "objective": {"name": "rectified_flow", "label_dropout": 0.1},
         "optimizer": {"lr": 2e-3},
-        "lr_schedule": {"warmup_steps": steps // 10, "decay": "cosine"},
+        "lr_scheduler": {"warmup_steps": steps // 10, "decay": "cosine"},
         "ema": {"decays": []},
         "checkpoint": {"every": 0},
         "metrics": {"every": 0, "tensorboard": False},
     }
     given = RUNS[run]
-    tables["model"] = {"name": "dit", "patch": 2, "num_classes": 10, **given["model"]}
+    tables["model"] = {"name": "dit", "patch_size": 2, "num_classes": 10, **given["model"]}
     tables["data"] = given["data"]
     tables["training"] = {"steps": steps, **given["training"]}
     tables["precision"] = {"dtype": "bf16"}
@@ -226,12 +238,12 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     emulate = options.emulate if options.emulate is not None else not on_gpu
     config = DiTConfig(
-        hidden=options.hidden,
-        layers=4,
-        heads=4,
-        patch=2,
+        hidden_size=options.hidden,
+        num_layers=4,
+        num_heads=4,
+        patch_size=2,
         latent_size=16,
-        channels=4,
+        in_channels=4,
         num_classes=10,
     )
     curves: dict[str, dict[str, list[float]]] = {}

@@ -24,6 +24,9 @@ from titan_dit.kernels import cross_entropy, linear
 from titan_dit.launcher import process_group
 from titan_dit.models.gpt import GPTConfig
 from titan_dit.objectives.sections import NextTokenConfig
+from titan_dit.models.gpt_config import GPTConfig
+from titan_dit.objectives.next_token import NextTokenConfig
+from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
 from titan_dit.optim.sections import AdamWConfig
 from titan_dit.parallel.init import initialize
@@ -35,7 +38,7 @@ MakeStep = Callable[[GPTConfig, Tensor], Callable[[], Tensor]]
 def ours(config: GPTConfig, windows: Tensor) -> Callable[[], Tensor]:
     """titan_dit's step, as its trainer builds it for one process."""
     facts = TokenFacts(
-        count=1, sequence_length=config.sequence_length, vocabulary=config.vocabulary
+        count=1, sequence_length=config.sequence_length, vocabulary=config.vocab_size
     )
     objective = NextTokenConfig().build(config, facts)
     with torch.device("meta"):
@@ -75,7 +78,7 @@ def transformers_gpt2(config: GPTConfig, windows: Tensor) -> Callable[[], Tensor
     hidden, layers, heads = config.shape
     model = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            vocab_size=config.vocabulary,
+            vocab_size=config.vocab_size,
             n_positions=config.sequence_length,
             n_embd=hidden,
             n_layer=layers,
@@ -102,11 +105,11 @@ def main() -> None:
     parser.add_argument("--out")
     options = parser.parse_args()
     config = GPTConfig(
-        hidden=options.hidden,
-        layers=options.layers,
-        heads=options.heads,
+        hidden_size=options.hidden,
+        num_layers=options.layers,
+        num_heads=options.heads,
         sequence_length=options.tokens,
-        vocabulary=options.vocabulary,
+        vocab_size=options.vocabulary,
     )
     contenders: dict[str, MakeStep] = {"plain": plain_gpt.make_step, "ours": ours}
     if importlib.util.find_spec("transformers"):

@@ -25,6 +25,8 @@ from titan_dit.kernels.attention_choice import AttentionShape
 from titan_dit.launcher import allocator
 from titan_dit.models.dit import DiTConfig
 from titan_dit.optim.sections import MuonConfig
+from titan_dit.models.dit_config import DiTConfig
+from titan_dit.optim.muon import MuonConfig
 from titan_dit.parallel.float8 import device_of, linears, suits
 from titan_dit.parallel.float8_gains import LinearShape
 from titan_dit.parallel.mesh import AxisSizes, Mesh
@@ -78,7 +80,7 @@ def plain(cell: Cell, place: Place, *, compiled: bool) -> Step:
     """The plain DiT as its users train it: fp32 weights, autocast to bf16."""
     _, learn = OBJECTIVES[cell.objective]
     with place.device:
-        model = plain_dit.PlainDiT(cell.config, learn.output_channels(cell.config.channels))
+        model = plain_dit.PlainDiT(cell.config, learn.output_channels(cell.config.in_channels))
     return trained(model, cell, compiled=compiled)
 
 

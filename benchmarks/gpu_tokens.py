@@ -65,7 +65,7 @@ def along_rows(q: Tensor, k: Tensor, v: Tensor, side: int) -> Tensor:
 def job(
     cell: Cell, mode: str, place: Place, clock: Clock, seconds: float, *, tiny: bool = False
 ) -> Job:
-    """The search in one [remat] mode; it ignores the cell's latent size.
+    """The search in one [activation_checkpoint] mode; it ignores the cell's latent size.
 
     `tiny` assumes that the device holds 64 tokens.
     """
@@ -91,7 +91,7 @@ def sized(cell: Cell, side: int) -> Cell:
 
 def work_of(cell: Cell, side: int, mode: str) -> Work:
     """The step as `Work` of limits.py."""
-    return Work(sized(cell, side).config, cell.config.channels, 1, remat=mode)
+    return Work(sized(cell, side).config, cell.config.in_channels, 1, remat=mode)
 
 
 def estimated_gib(cell: Cell, side: int, mode: str) -> float:
@@ -222,7 +222,7 @@ def tokens_of(row: Row) -> int:
 
 
 def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Printed table with one line per [remat] mode."""
+    """Printed table with one line per [activation_checkpoint] mode."""
     lines = []
     for row in rows:
         line = {"model": row["max tokens of"], "remat": row["remat"]}

@@ -30,12 +30,12 @@ WARM_UP = 4
 TABLES: dict[str, dict[str, Any]] = {
     "model": {
         "name": "dit",
-        "hidden": 16,
-        "layers": 28,
-        "heads": 2,
-        "patch": 2,
+        "hidden_size": 16,
+        "num_layers": 28,
+        "num_heads": 2,
+        "patch_size": 2,
         "latent_size": 4,
-        "channels": 4,
+        "in_channels": 4,
         "num_classes": 10,
     },
     "objective": {"name": "rectified_flow"},

@@ -26,6 +26,8 @@ from titan_dit.config.operation import FaultsConfig
 from titan_dit.diffusion.sections import DDPMConfig, DiffusionConfig, RectifiedFlowConfig
 from titan_dit.execution.base import scored
 from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
+from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.ema import move_together
 from titan_dit.optim.gradient_norm import clip_factor, clip_norm, square_sum
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
@@ -122,7 +124,7 @@ def of_objective(path: DiffusionConfig, config: DiTConfig, batch: int) -> dict[s
     data, objective = resident_batch(config, batch, CPU), learning(config, path)
     rng, name = SampleRNG(0, data.sample_numbers), path.name
     prepared = objective.prepare(data, rng)  # Fills its caches.
-    values = config.token_shape[1] // config.channels * path.output_channels(config.channels)
+    values = config.token_shape[1] // config.in_channels * path.output_channels(config.in_channels)
     prediction = torch.randn(batch, config.token_shape[0], values, requires_grad=True)
 
     def score_and_backward(compilation: CompileConfig) -> None:
@@ -215,7 +217,13 @@ def main() -> None:
     parser.add_argument("--out")
     options = parser.parse_args()
     config = DiTConfig(
-        hidden=16, layers=2, heads=2, patch=2, latent_size=8, channels=4, num_classes=10
+        hidden_size=16,
+        num_layers=2,
+        num_heads=2,
+        patch_size=2,
+        latent_size=8,
+        in_channels=4,
+        num_classes=10,
     )
     found: dict[str, list[int]] = {}
     for path in (RectifiedFlowConfig(), DDPMConfig()):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from titan_dit.config.section import UserError
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 
 BF16, FP32 = 2, 4
 """Bytes per element."""
@@ -67,7 +67,7 @@ class Work:
         modulation, attention = 6 * h * h + 6 * h, 4 * h * h + 4 * h
         mlp = 2 * h * f + f + h
         norms = 2 * (h // heads) if self.config.qk_norm else 0
-        patch_in = (pixels * self.config.channels + 1) * h
+        patch_in = (pixels * self.config.in_channels + 1) * h
         timestep = 256 * h + h + h * h + h
         labels = (self.config.num_classes + 1) * h
         head = 2 * h * h + 2 * h + (h + 1) * pixels * self.output_channels
@@ -114,7 +114,7 @@ def products(work: Work) -> Iterator[Product]:
     ends = {"count": count, "is_in_block": False}
     # The network's input needs no gradient. Embedding and head are not divided by tp: every rank
     # computes all tokens.
-    yield Product("patch", rows, h, pixels * work.config.channels, passes=2, **ends)
+    yield Product("patch", rows, h, pixels * work.config.in_channels, passes=2, **ends)
     yield Product("head", rows, pixels * work.output_channels, h, **ends)
     yield Product("head modulation", samples, 2 * h, h, **ends)
     yield Product("timestep up", samples, h, 256, passes=2, **ends)

@@ -35,6 +35,8 @@ from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.data.sections import Latents
 from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.models.dit import DiTConfig
+from titan_dit.diffusion.rectified_flow import RectifiedFlow
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.rng import SampleRNG
 
 NUM_CLASSES = 10
@@ -149,12 +151,12 @@ def main() -> None:
         finish(f"{title}, cold and warm cache", rows, options.out)
         return
     model = DiTConfig(
-        hidden=8,
-        layers=1,
-        heads=1,
-        patch=2,
+        hidden_size=8,
+        num_layers=1,
+        num_heads=1,
+        patch_size=2,
         latent_size=options.latent_size,
-        channels=options.channels,
+        in_channels=options.channels,
         num_classes=NUM_CLASSES,
     )
     rows = []

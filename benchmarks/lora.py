@@ -27,7 +27,7 @@ WARM_UP = 2
 
 def trainer_of(world: World, size: str, batch: int, lora: dict[str, Any]) -> Trainer:
     """A trainer of a DiT; its weights are those of a new run."""
-    latents = {"latent_size": 32, "channels": 4, "num_classes": 1000}
+    latents = {"latent_size": 32, "in_channels": 4, "num_classes": 1000}
     tables: dict[str, Any] = {
         "model": {"name": "dit", "size": size, **latents},
         "objective": {"name": "ddpm"},

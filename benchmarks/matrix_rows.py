@@ -68,9 +68,9 @@ NUMBERS = {
     "microbatch_size": "micro_batch_samples",
     "num_microbatches": "num_microbatches",
     "global_batch_size": "global_batch_samples",
-    "hidden": "hidden",
-    "layers": "layers",
-    "heads": "heads",
+    "hidden_size": "hidden",
+    "num_layers": "layers",
+    "num_heads": "heads",
 }
 """Field of `Row` -> column of the table."""
 
@@ -148,9 +148,9 @@ def small_tables(row: Row, small: Small) -> config_file.Tables:
     """The row on a CPU in fp32, in which every layout must give the same loss."""
     tables = config_file.to_tables(full_config(row))
     tables["model"] |= {
-        "hidden": row.heads * small.head_dim,
-        "layers": small.layers or row.layers,
-        "vocabulary": small.vocabulary,
+        "hidden_size": row.heads * small.head_dim,
+        "num_layers": small.layers or row.layers,
+        "vocab_size": small.vocabulary,
         "sequence_length": small.tokens,
     }
     keys = {"sequence_length": small.tokens, "vocabulary": small.vocabulary}
@@ -206,7 +206,7 @@ class Windows(Source):
         self.facts: Any = TokenFacts(
             count=config.count,
             sequence_length=config.sequence_length,
-            vocabulary=config.vocabulary,
+            vocabulary=config.vocab_size,
         )
         self.fields = self.facts.fields
 

@@ -18,7 +18,7 @@ from meter import meter_of
 from report import finish
 from torch import Tensor
 
-from titan_dit.models.dit_sizes import SIZES
+from titan_dit.models.dit_config import SIZES
 
 
 def layer_by_layer(condition: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:

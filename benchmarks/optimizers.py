@@ -20,12 +20,15 @@ from torch.distributed.fsdp import fully_shard
 
 from titan_dit.launcher import process_group
 from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
+from titan_dit.optim.adamw import AdamWConfig
+from titan_dit.optim.muon import MuonConfig
 from titan_dit.optim.optimizer import OptimizerConfig, apply_gradients, build_optimizer
 from titan_dit.optim.sections import AdamWConfig, MuonConfig
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 
 GO = torch.tensor(False)
-SPEC = DiTConfig(size="XL/2", latent_size=32, channels=4, num_classes=1000).spec()
+SPEC = DiTConfig(size="XL/2", latent_size=32, in_channels=4, num_classes=1000).spec()
 Parameters = dict[str, nn.Parameter]
 
 
@@ -88,7 +91,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
     shape = {name: getattr(options, name) for name in ("hidden", "layers", "heads")}
-    config = DiTConfig(**shape, patch=2, latent_size=4, channels=4, num_classes=10)
+    config = DiTConfig(**shape, patch_size=2, latent_size=4, in_channels=4, num_classes=10)
     with process_group.start("cpu"):
         mesh = Mesh(AxisSizes(), "cpu")
         sides = {}

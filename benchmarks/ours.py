@@ -13,7 +13,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from titan_dit.config.layout import CompileConfig, ParallelConfig, PrecisionConfig, RematConfig
+from titan_dit.config.layout import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    ParallelConfig,
+    PrecisionConfig,
+)
 from titan_dit.config.training import EMAConfig
 from titan_dit.data.base import Batch
 from titan_dit.data.latent_facts import LatentFacts
@@ -23,7 +28,7 @@ from titan_dit.execution.base import Output, TokenLoss
 from titan_dit.execution.local import LocalExecutor
 from titan_dit.kernels import attention
 from titan_dit.models.base import Model
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.objectives.base import Objective
 from titan_dit.optim.ema import EMA, local
 from titan_dit.optim.gradient_norm import clip_norm
@@ -103,7 +108,7 @@ def trainer_step(
     precision = precision or PrecisionConfig(dtype="bf16")
     model, objective = network(config, path), learning(config, path)
     parallel = ParallelConfig(**{"reshard_after_forward": reshard, **(layout or {})})
-    recompute = RematConfig(mode=remat)  # type: ignore[arg-type]
+    recompute = ActivationCheckpointConfig(mode=remat)  # type: ignore[arg-type]
     keys = {"enabled": compiled, "ends": ends, "cuda_graphs": cuda_graphs, **(compiling or {})}
     compilation = CompileConfig(**keys)
     rows, styles = batch * config.token_shape[0], plan(parallel.sequence_parallel)

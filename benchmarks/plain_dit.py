@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_dit.config.section import UserError
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class PlainDiT(nn.Module):
         super().__init__()
         dim, layers, heads, patch = config.shape
         self.patch_size, self.null = patch, config.num_classes
-        self.patch = nn.Conv2d(config.channels, dim, patch, stride=patch)
+        self.patch = nn.Conv2d(config.in_channels, dim, patch, stride=patch)
         tokens = (config.latent_size // patch) ** 2
         self.register_buffer("positions", torch.randn(1, tokens, dim) * 0.02)
         self.time = nn.Sequential(nn.Linear(256, dim), nn.SiLU(), nn.Linear(dim, dim))
@@ -127,13 +127,13 @@ def original(config: DiTConfig, learn: Learn, clone: Path | None) -> Original:
     network = models.DiT(
         input_size=config.latent_size,
         patch_size=patch,
-        in_channels=config.channels,
+        in_channels=config.in_channels,
         hidden_size=hidden,
         depth=layers,
         num_heads=heads,
         mlp_ratio=config.ffn / hidden,
         num_classes=config.num_classes,
-        learn_sigma=learn.output_channels(config.channels) != config.channels,
+        learn_sigma=learn.output_channels(config.in_channels) != config.in_channels,
     )
     return Original(network)
 
@@ -210,5 +210,5 @@ def training_step(
 def make_step(config: DiTConfig, batch: int, device: torch.device) -> Callable[[], Tensor]:
     """A training step of rectified flow in fp32, without EMA."""
     learn = RectifiedFlow()
-    model = PlainDiT(config, learn.output_channels(config.channels)).to(device)
+    model = PlainDiT(config, learn.output_channels(config.in_channels)).to(device)
     return training_step(model, config, batch, learn)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_dit.models.gpt import GPTConfig
+from titan_dit.models.gpt_config import GPTConfig
 
 
 class Block(nn.Module):
@@ -41,7 +41,7 @@ class PlainGPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         hidden, layers, heads = config.shape
-        self.token = nn.Embedding(config.vocabulary, hidden)
+        self.token = nn.Embedding(config.vocab_size, hidden)
         self.position = nn.Embedding(config.sequence_length, hidden)
         self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)

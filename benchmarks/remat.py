@@ -1,4 +1,4 @@
-"""Saved activations and CPU time of each [remat] mode: `python benchmarks/remat.py`.
+"""Saved activations and CPU time of each [activation_checkpoint] mode: `python benchmarks/remat.py`.
 
 Elements per token and layer in units of h, fp32, one process: live storages after the forward of
 three blocks minus those of two. Saved-tensor hooks miss what selective recomputation saves; for
@@ -20,9 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan_dit.config.layout import CompileConfig, RematConfig
+from titan_dit.config.layout import ActivationCheckpointConfig, CompileConfig
 from titan_dit.models.base import Model
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.parallel import remat
 from titan_dit.parallel.compile import compile_blocks
 
@@ -65,12 +65,12 @@ def blocks(
 ) -> tuple[Model, tuple[Tensor, Tensor]]:
     """A model with random weights, and an input stream for its blocks."""
     config = DiTConfig(
-        hidden=hidden,
-        layers=layers,
-        heads=hidden // 64,
-        patch=2,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=hidden // 64,
+        patch_size=2,
         latent_size=2 * round(tokens**0.5),
-        channels=4,
+        in_channels=4,
         num_classes=10,
         qk_norm=qk_norm,
     )
@@ -78,7 +78,7 @@ def blocks(
     model = config.build(4)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    remat.apply(model, RematConfig(mode=mode))  # type: ignore[arg-type]
+    remat.apply(model, ActivationCheckpointConfig(mode=mode))  # type: ignore[arg-type]
     compile_blocks(model, CompileConfig(enabled=compiled))
     x = torch.randn(1, tokens, hidden, requires_grad=True)
     return model, (x, torch.randn(1, hidden, requires_grad=True))

@@ -26,7 +26,7 @@ from shapes import parse_cell, shape_of
 from titan_dit.config import catalog
 from titan_dit.config.section import UserError
 from titan_dit.launcher.failure import run_and_exit
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 
 SHAPE = ("size", "hidden", "layers", "heads", "patch")
 AXES = ("dp_replicate", "dp_shard", "tp", "cp")
@@ -149,7 +149,7 @@ def work_of(
         **shape,
         mlp_ratio=options.mlp_ratio,
         latent_size=latent,
-        channels=options.channels,
+        in_channels=options.channels,
         num_classes=1000,
         qk_norm=options.qk_norm,
     )

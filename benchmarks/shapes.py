@@ -6,10 +6,9 @@ import re
 from typing import Any
 
 from titan_dit.config.section import UserError
-from titan_dit.models.dit import DiTConfig
-from titan_dit.models.dit_sizes import SIZES
+from titan_dit.models.dit_config import SIZES, DiTConfig
 
-TOY = {"hidden": 64, "layers": 2, "heads": 2, "patch": 2}
+TOY = {"hidden_size": 64, "num_layers": 2, "num_heads": 2, "patch_size": 2}
 MODEL = r"(\w+)/(\d+)(?:x(\d+))?"
 
 
@@ -27,13 +26,18 @@ def shape_of(model: str) -> dict[str, Any]:
     if layers is None:
         return {"size": f"{size}/{patch}"}
     hidden, _, heads = SIZES[size]
-    return {"hidden": hidden, "layers": int(layers), "heads": heads, "patch": int(patch)}
+    return {
+        "hidden_size": hidden,
+        "num_layers": int(layers),
+        "num_heads": heads,
+        "patch_size": int(patch),
+    }
 
 
 def config_of(model: str, latent_size: int) -> DiTConfig:
     """DiTConfig for latents [4, latent_size, latent_size] and 1000 classes."""
     shape = shape_of(model)
-    return DiTConfig(**shape, latent_size=latent_size, channels=4, num_classes=1000)
+    return DiTConfig(**shape, latent_size=latent_size, in_channels=4, num_classes=1000)
 
 
 def parse_cell(text: str, model: str) -> tuple[str, int, int]:

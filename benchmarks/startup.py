@@ -87,14 +87,14 @@ def first_step(how: str, size: str, batch: int) -> None:
     import torch
 
     from titan_dit.config.layout import CompileConfig
-    from titan_dit.models.dit import DiTConfig
+    from titan_dit.models.dit_config import DiTConfig
     from titan_dit.parallel import compile
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if how == "blocks":
         compile.check(CompileConfig(enabled=True), device)  # As the trainer does.
     ways = {"eager": step.eager, "blocks": step.blocks, "whole": lambda model: model.compile()}
-    config = DiTConfig(size=size, latent_size=32, channels=4, num_classes=1000)
+    config = DiTConfig(size=size, latent_size=32, in_channels=4, num_classes=1000)
     loss = step.ours(config, batch, device, ways[how])().item()
     print(f"step 1 loss {loss:.4f}", flush=True)
 

@@ -32,6 +32,8 @@ from titan_dit.execution.local import LocalExecutor
 from titan_dit.kernels import linear
 from titan_dit.launcher import process_group
 from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
+from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
 from titan_dit.optim.sections import AdamWConfig
 from titan_dit.parallel.compile import compile_blocks
@@ -103,7 +105,7 @@ def plain_bf16(
     """The plain DiT under autocast."""
     learn = plain_dit.RectifiedFlow()
     with device:
-        model = plain_dit.PlainDiT(config, learn.output_channels(config.channels))
+        model = plain_dit.PlainDiT(config, learn.output_channels(config.in_channels))
     randomize(list(model.parameters()))
     if compiled:
         model.compile()
@@ -201,7 +203,7 @@ def main() -> None:
     options = parser.parse_args()
     names = options.contenders or (USUAL_BF16 if options.bf16 else USUAL)
     config = DiTConfig(
-        size=options.size, latent_size=options.latent_size, channels=4, num_classes=1000
+        size=options.size, latent_size=options.latent_size, in_channels=4, num_classes=1000
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with process_group.start(device.type) as world:

@@ -27,7 +27,7 @@ from titan_dit.config.layout import CompileConfig, ParallelConfig, PrecisionConf
 from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.execution.local import LocalExecutor
 from titan_dit.launcher import process_group
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.optim.ema import local
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.init import initialize
@@ -93,7 +93,9 @@ def step_of(way: str, options: argparse.Namespace, mesh: Mesh) -> Callable[[], T
     precision = PrecisionConfig(dtype=options.dtype)
     compilation = CompileConfig(enabled=options.compile)
     parallel = ParallelConfig(tp=mesh.sizes.tp)
-    parallelize(model, mesh, WAYS[way](), parallel, precision, RematConfig(), compilation)
+    parallelize(
+        model, mesh, WAYS[way](), parallel, precision, ActivationCheckpointConfig(), compilation
+    )
     initialize(model, model.initializers(), 0, device)
     randomize(local(dict(model.named_parameters())))
     executor = LocalExecutor(model, loss_of(objective), None)
@@ -132,7 +134,7 @@ def main() -> None:
         mesh = Mesh(AxisSizes(tp=world.size), world.device.type)
         steps = {way: step_of(way, options, mesh) for way in WAYS}
         config = DiTConfig(
-            size=options.size, latent_size=options.latent, channels=4, num_classes=1000
+            size=options.size, latent_size=options.latent, in_channels=4, num_classes=1000
         )
         least = options.batch * config.token_shape[0] * config.shape[0] // world.size
         rows, found = [], {way: list[float]() for way in WAYS}

@@ -16,7 +16,7 @@ from titan_dit.config.section import UserError
 def run(tmp_path_factory):
     """Two checkpoints of two ranks, and an unfinished one."""
     cwd = tmp_path_factory.mktemp("listed")
-    flags = ("--model.hidden", 32, "--training.steps", 4, "--checkpoint.every", 2)
+    flags = ("--model.hidden_size", 32, "--training.steps", 4, "--checkpoint.every", 2)
     flags += ("--metrics.tensorboard", "false", "--sampling.every", 0)
     done = train(*flags, cwd=cwd, ranks=2)
     assert done.returncode == 0, done.stderr
@@ -121,7 +121,7 @@ def test_a_path_with_the_flag_of_another_command_is_told_where(run, words, answe
 
 
 def test_a_run_is_begun_from_another_by_any_of_the_three_paths(run):
-    flags = ("--model.hidden", 32, "--training.steps", 4, "--sampling.every", 0)
+    flags = ("--model.hidden_size", 32, "--training.steps", 4, "--sampling.every", 0)
     flags += ("--metrics.tensorboard", "false", "--job.name", "second", "--checkpoint.resume")
     done = train(*flags, f"{RUN}/checkpoints", cwd=run)
     assert done.returncode == 0, done.stderr

@@ -209,14 +209,14 @@ def trained(tmp_path_factory):
     return cwd
 
 
-SIZES = {"hidden": 48, "layers": 2, "heads": 4, "patch": 2}
-SHAPE = {"latent_size": 8, "channels": 4, "num_classes": 10}
+SIZES = {"hidden_size": 48, "num_layers": 2, "num_heads": 4, "patch_size": 2}
+SHAPE = {"latent_size": 8, "in_channels": 4, "num_classes": 10}
 START = (
     *("--objective.name", "ddpm", "--data.name", "synthetic", "--checkpoint.resume", "imported"),
     *(word for key, value in (SIZES | SHAPE).items() for word in (f"--model.{key}", value)),
     *(word for key, value in SHAPE.items() for word in (f"--data.{key}", value)),
     *("--data.count", 64, "--training.global_batch_size", 8, "--ema.decays", 0.9999),
-    *("--lr_schedule.warmup_steps", 0, "--optimizer.lr", 1e-5),
+    *("--lr_scheduler.warmup_steps", 0, "--optimizer.lr", 1e-5),
     *("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0),
 )
 
@@ -284,9 +284,9 @@ def test_every_average_begins_at_the_imported_one(trained):
 
 
 def test_another_model_is_not_trained_from_imported_weights(trained):
-    done = train(*START, "--model.layers", 3, "--job.name", "other", cwd=trained)
+    done = train(*START, "--model.num_layers", 3, "--job.name", "other", cwd=trained)
     assert done.returncode == 2
-    assert "[model] layers: 2 -> 3" in done.stderr
+    assert "[model] num_layers: 2 -> 3" in done.stderr
     done = train(*START, "--objective.prediction", "v", "--job.name", "other", cwd=trained)
     assert done.returncode == 2
     assert '[objective] prediction: "eps" -> "v"' in done.stderr

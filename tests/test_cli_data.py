@@ -17,7 +17,16 @@ from titan_dit.commands import flags as flags_encode
 from titan_dit.commands import flags as flags_pack
 from titan_dit.config.section import UserError
 
-MODEL = ("--model.hidden", 32, "--model.layers", 1, "--model.channels", 4, "--model.num_classes", 3)
+MODEL = (
+    "--model.hidden_size",
+    32,
+    "--model.num_layers",
+    1,
+    "--model.in_channels",
+    4,
+    "--model.num_classes",
+    3,
+)
 RUN = ("--training.global_batch_size", 8, "--training.steps", 4, "--checkpoint.every", 2)
 RUN += ("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0)
 DATA = ("--data.name", "latents", "--data.path", "set")
@@ -69,7 +78,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_and_resumes(layout, tmp_path):
     LAYOUTS[layout](tmp_path / "set")
-    workers = ("--data.workers", 1 if layout == "mean and std" else 0)
+    workers = ("--data.num_workers", 1 if layout == "mean and std" else 0)
     done = train(*MODEL, *RUN, *DATA, *workers, cwd=tmp_path)
     assert "12 samples, 3 classes" in succeeded(done)
     assert done.stderr == ""
@@ -79,7 +88,7 @@ def test_every_layout_trains_and_resumes(layout, tmp_path):
     shutil.rmtree(folder / "checkpoints" / "step-00000004")
     # Another number of workers, another path.
     (tmp_path / "set").rename(tmp_path / "moved")
-    done = train(*MODEL, *RUN, *DATA[:3], "moved", "--data.workers", 0, cwd=tmp_path)
+    done = train(*MODEL, *RUN, *DATA[:3], "moved", "--data.num_workers", 0, cwd=tmp_path)
     assert "resumed from outputs/digits/checkpoints/step-00000002" in succeeded(done)
     assert [row["loss"] for row in metrics(folder)] == [row["loss"] for row in whole]
     if layout == "mean and std":  # Its class folders have names; the dataset is not needed.

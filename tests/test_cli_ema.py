@@ -47,7 +47,16 @@ class Reference(Hook):
         last = {n: t.clone() for n, t in run.parameters.items()}
         torch.save({"averages": self.sums, "last": last}, "reference.pt")
 """
-TINY = ("--model.hidden", 16, "--model.layers", 1, "--model.heads", 2, "--sampling.every", 0)
+TINY = (
+    "--model.hidden_size",
+    16,
+    "--model.num_layers",
+    1,
+    "--model.num_heads",
+    2,
+    "--sampling.every",
+    0,
+)
 TINY += ("--metrics.tensorboard", "false", "--ema.power", *KEPT, "--job.hooks", "kept:Reference")
 
 
@@ -67,7 +76,7 @@ def cwd(tmp_path_factory):
     spoiled(folder / "data")
     flags = ("--data.name", "latents", "--data.path", "data", "--training.global_batch_size", 4)
     flags += ("--training.steps", 150, "--checkpoint.every", 75, "--checkpoint.keep", 2)
-    flags += ("--metrics.every", 50, "--ema.snapshots", 50, "--lr_schedule.warmup_steps", 10)
+    flags += ("--metrics.every", 50, "--ema.snapshots", 50, "--lr_scheduler.warmup_steps", 10)
     done = train(*TINY, *flags, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "averages: 50 snapshots of 2, " in done.stdout
@@ -257,7 +266,7 @@ def test_a_run_that_goes_back_leaves_no_snapshot_of_the_steps_to_come(cwd, tmp_p
     saved = tmp_path / "outputs" / "digits" / "checkpoints"
     shutil.rmtree(saved / "step-00000150")
     flags = ("--data.name", "latents", "--data.path", "data", "--training.global_batch_size", 4)
-    flags += ("--training.steps", 76, "--ema.snapshots", 1, "--lr_schedule.warmup_steps", 10)
+    flags += ("--training.steps", 76, "--ema.snapshots", 1, "--lr_scheduler.warmup_steps", 10)
     done = train(*TINY, *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = sorted(path.name for path in (saved / "averages").iterdir())

@@ -21,7 +21,7 @@ from titan_dit.config import catalog, config_file
 from titan_dit.config.section import UserError
 from titan_dit.data.token_windows import TokenFacts
 from titan_dit.interop import hugging_face, imported
-from titan_dit.models.gpt import GPTConfig
+from titan_dit.models.gpt_config import GPTConfig
 
 FIXTURES = Path(__file__).resolve().parent / "fixtures" / "hugging_face"
 NUMBERS = load_file(FIXTURES / "gpt2" / "numbers.safetensors")
@@ -231,11 +231,17 @@ def test_inputs_that_do_not_fit_are_refused(case, cwd):
 
 
 def test_a_gpt_that_is_no_gpt2_predicts_and_is_not_exported(cwd):
-    sizes = {"hidden": 16, "layers": 1, "heads": 4, "vocabulary": 61, "sequence_length": 12}
-    newer = {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "query_groups": 2}
+    sizes = {
+        "hidden_size": 16,
+        "num_layers": 1,
+        "num_heads": 4,
+        "vocab_size": 61,
+        "sequence_length": 12,
+    }
+    newer = {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "num_key_value_heads": 2}
     config = GPTConfig(**sizes, **newer)
     weights = {name: p.detach() for name, p in config.build().named_parameters()}
-    data = {"name": "tokens", "paths": (), "sequence_length": 12, "vocabulary": 61}
+    data = {"name": "tokens", "paths": (), "sequence_length": 12, "vocab_size": 61}
     model = {"name": "gpt", **sizes, **newer}
     tables = {"model": model, "objective": {"name": "next_token"}, "data": data}
     facts = TokenFacts(count=0, sequence_length=12, vocabulary=61)
@@ -293,12 +299,18 @@ def test_what_must_be_imported_first_says_so(cwd):
 
 def test_a_run_starts_from_imported_weights_and_is_exported(cwd):
     (cwd / "windows.py").write_text(DATA)
-    sizes = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 48, "vocabulary": 61}
+    sizes = {
+        "hidden_size": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+        "intermediate_size": 48,
+        "vocab_size": 61,
+    }
     flags = (
         *("--model.name", "gpt", "--objective.name", "next_token", "--data.name", "windows:Random"),
         *(word for key, value in sizes.items() for word in (f"--model.{key}", value)),
         *("--model.sequence_length", 12, "--training.steps", 2, "--training.global_batch_size", 4),
-        *("--optimizer.lr", 1e-5, "--lr_schedule.warmup_steps", 0, "--sampling.every", 0),
+        *("--optimizer.lr", 1e-5, "--lr_scheduler.warmup_steps", 0, "--sampling.every", 0),
         *("--metrics.every", 1, "--metrics.tensorboard", "false", "--validation.every", 0),
         *("--model.dropout", 0.1, "--model.init_std", 0.01),  # Of the training, not of the weights.
         *("--checkpoint.resume", "ours", "--job.name", "tuned"),

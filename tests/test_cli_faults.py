@@ -23,7 +23,7 @@ from titan_dit.data.latents import write_shards
 from titan_dit.data.order import EpochOrder
 from titan_dit.recovery.ledger import Ledger, logged_samples, trained
 
-SMALL = ("--model.hidden", 32, "--model.layers", 2, "--sampling.every", 0)
+SMALL = ("--model.hidden_size", 32, "--model.num_layers", 2, "--sampling.every", 0)
 SMALL += ("--metrics.tensorboard", "false", "--job.name", "run")
 ROWS, SPOILED = 48, 13
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 CONFIG = """
 [model]
 name = "{model}"
-hidden = 32
-layers = 2
-heads = 2
-vocabulary = 2049
+hidden_size = 32
+num_layers = 2
+num_heads = 2
+vocab_size = 2049
 sequence_length = 32
 
 [objective]
@@ -58,7 +58,7 @@ def train(cwd, *flags, ranks=1):
         *flags,
         "--optimizer.lr",
         1e-3,
-        "--lr_schedule.warmup_steps",
+        "--lr_scheduler.warmup_steps",
         0,
         cwd=cwd,
         ranks=ranks,

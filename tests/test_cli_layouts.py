@@ -7,7 +7,7 @@ from commands import metrics, train
 
 FLAGS = ("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0)
 FLAGS += ("--training.microbatch_size", 8, "--training.global_batch_size", 16)
-FLAGS += ("--model.hidden", 32)
+FLAGS += ("--model.hidden_size", 32)
 MESHES = {
     "one process": (1, {}),
     "tp": (2, {"parallel.tp": 2}),

@@ -80,7 +80,7 @@ class Half:
     def begun(self, run):
         pass
 """
-SMALL = ("--model.hidden", 16, "--model.layers", 2, "--training.global_batch_size", 8)
+SMALL = ("--model.hidden_size", 16, "--model.num_layers", 2, "--training.global_batch_size", 8)
 SMALL += ("--metrics.tensorboard", "false", "--metrics.every", 1, "--job.dir", "run")
 
 

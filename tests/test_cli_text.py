@@ -15,10 +15,10 @@ pytest.importorskip("tokenizers")
 CONFIG = """
 [model]
 name = "gpt"
-hidden = 32
-layers = 2
-heads = 2
-vocabulary = 2048
+hidden_size = 32
+num_layers = 2
+num_heads = 2
+vocab_size = 2048
 sequence_length = 32
 
 [objective]
@@ -42,8 +42,10 @@ samples = 6
 [sampling]
 every = 2
 num = 2
+
+[generation]
 prompt = "KING. "
-length = 3
+max_new_tokens = 3
 
 [checkpoint]
 every = 2

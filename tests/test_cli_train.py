@@ -17,7 +17,7 @@ from titan_dit.data.latents import write_shards
 from titan_dit.trained_model import load_trained
 
 SHORT = ("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0)
-SMALL = ("--model.hidden", 32, "--model.layers", 2, "--training.global_batch_size", 16)
+SMALL = ("--model.hidden_size", 32, "--model.num_layers", 2, "--training.global_batch_size", 16)
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +131,11 @@ def test_a_finished_run_is_not_trained_again(finished_run):
 
 LAST = "outputs/digits/checkpoints/step-00000006"
 BAD_RESUMES = {
-    "another model": (("--model.hidden", 64), ("[model] hidden: 32 -> 64", "do not fit")),
+    "another model": (("--model.hidden_size", 64), ("[model] hidden_size: 32 -> 64", "do not fit")),
     "another seed": (("--job.seed", 1), ("[job] seed: 0 -> 1", "allow_changes true")),
     "another run's": (
-        ("--job.name", "new", "--checkpoint.resume", LAST, "--model.layers", 3),
-        ("[model] layers: 2 -> 3", "do not fit", "train without --checkpoint.resume"),
+        ("--job.name", "new", "--checkpoint.resume", LAST, "--model.num_layers", 3),
+        ("[model] num_layers: 2 -> 3", "do not fit", "train without --checkpoint.resume"),
     ),
     "another batch": (
         ("--training.global_batch_size", 32),
@@ -147,7 +147,7 @@ BAD_RESUMES = {
         ("[checkpoint] resume outputs: no checkpoint found", "It holds runs (digits): give one"),
     ),
     "another shape, insisting": (
-        ("--model.hidden", 64, "--checkpoint.allow_changes", "true"),
+        ("--model.hidden_size", 64, "--checkpoint.allow_changes", "true"),
         ("it is another model's",),
     ),
 }
@@ -205,10 +205,13 @@ BAD_CONFIGS = {
     "digits": (("--data.path", "mine"), ("[data] path: unknown key", "add --data.name latents")),
     "key": (("--training.step", 3), ("[training] step", "steps")),
     "value": (("--training.steps", -5), ("[training] steps=-5", "at least 0")),
-    "type": (("--model.layers", "four"), ('[model] layers="four"', "whole number")),
-    "heads": (("--model.heads", 7), ("[model] hidden=64", "heads=7", "Set heads = 8")),
+    "type": (("--model.num_layers", "four"), ('[model] num_layers="four"', "whole number")),
+    "heads": (("--model.num_heads", 7), ("[model] hidden_size=64", "heads=7", "Set heads = 8")),
     "classes": (("--model.num_classes", 7), ("[model] num_classes=7", "10")),
-    "size": (("--model.latent_size", 16), ("[model] channels=1", "[1, 8, 8]", "latent_size = 8")),
+    "size": (
+        ("--model.latent_size", 16),
+        ("[model] in_channels=1", "[1, 8, 8]", "latent_size = 8"),
+    ),
     "sampler": (("--sampling.sampler", "hen"), ("[sampling] sampler", "heun")),
     "dataset": (("--data.name", "digit"), ("[data] name", "digits")),
     "folder": (("--data.name", "latents", "--data.path", "no"), ("[data] path=no", "such folder")),

@@ -10,9 +10,9 @@ from commands import ROOT, run
 from safetensors.torch import load_file, save_file
 
 from titan_dit.interop.original_dit import Original, positions
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 
-CONFIG = DiTConfig(size="S/8", latent_size=32, channels=4, num_classes=1000)
+CONFIG = DiTConfig(size="S/8", latent_size=32, in_channels=4, num_classes=1000)
 SMALLER = {
     "titan_dit sample": "--steps 2",
     "titan_dit.train": (

@@ -21,7 +21,7 @@ from titan_dit.plan import resolve
 
 GIB = 2**30
 B, H, LAYERS, TOKENS = 8, 128, 4, 256  # samples of a microbatch, width, layers, tokens
-MODEL = {"hidden": H, "layers": LAYERS, "heads": 8, "latent_size": 32}
+MODEL = {"hidden_size": H, "num_layers": LAYERS, "num_heads": 8, "latent_size": 32}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -290,7 +290,10 @@ LARGE = [
     *((name, ()) for name in OTHERS),
     ("dit_7b", (*TP4_PP4[:2], "--parallel.tp", "8", "--parallel.pp", "2")),
     ("dit_7b", (*TP4_PP4[:2], "--parallel.tp", "2", "--parallel.pp", "8")),
-    ("dit_3b", ("--parallel.cp", "1", "--parallel.pp", "8", "--remat.mode", "full")),
+    (
+        "dit_3b",
+        ("--parallel.cp", "1", "--parallel.pp", "8", "--activation_checkpoint.mode", "full"),
+    ),
 ]
 RECIPES += [pytest.param(*recipe, marks=pytest.mark.long) for recipe in LARGE]
 

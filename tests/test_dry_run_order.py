@@ -17,7 +17,7 @@ from titan_dit.dry_run.pipeline import (
 from titan_dit.plan import resolve
 from titan_dit.schedules import order_file
 
-MODEL = {"layers": 4, "hidden": 64, "latent_size": 16}
+MODEL = {"num_layers": 4, "hidden_size": 64, "latent_size": 16}
 M = 8
 
 

@@ -77,7 +77,7 @@ def of_pipeline(world, folder):
 def pipeline():
     """A GPT whose logits, sent streams and gradients are each 2% of a rank's memory or more."""
     return gpt_config(
-        model={"hidden": 64, "layers": 2, "sequence_length": 128, "vocabulary": 1000},
+        model={"hidden_size": 64, "num_layers": 2, "sequence_length": 128, "vocab_size": 1000},
         parallel={"pp": 2},
         training={"global_batch_size": 2 * COUNT, "microbatch_size": 2},
     )
@@ -96,7 +96,7 @@ def elsewhere():
 
 def test_fake_storages_are_those_of_a_real_step(elsewhere, tmp_path):
     config = tiny_config(
-        model={"hidden": 128, "layers": 4, "heads": 8, "latent_size": 32},
+        model={"hidden_size": 128, "num_layers": 4, "num_heads": 8, "latent_size": 32},
         precision={"dtype": "bf16"},
         training={"global_batch_size": 2, "microbatch_size": 1},
     )

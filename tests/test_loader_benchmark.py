@@ -10,9 +10,17 @@ from commands import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import loader
 
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 
-MODEL = DiTConfig(hidden=8, layers=1, heads=1, patch=2, latent_size=4, channels=1, num_classes=10)
+MODEL = DiTConfig(
+    hidden_size=8,
+    num_layers=1,
+    num_heads=1,
+    patch_size=2,
+    latent_size=4,
+    in_channels=1,
+    num_classes=10,
+)
 
 
 def test_all_contenders_read_the_same_samples(tmp_path):

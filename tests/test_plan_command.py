@@ -49,7 +49,13 @@ def planned(config, tmp_path_factory):
         said = []
         patch.setattr(plan.console, "say", said.append)
         words = ["plan", "--config", config, "--gpus", 2, "--device", "h100", *FIXED]
-        words += ["--parallel.cp", "1", "--fix", "remat.mode=none", "training.microbatch_size=2"]
+        words += [
+            "--parallel.cp",
+            "1",
+            "--fix",
+            "activation_checkpoint.mode=none",
+            "training.microbatch_size=2",
+        ]
         patch.setattr(
             sys, "argv", ["titan_dit", *map(str, [*words, "--out", out, "--write", best])]
         )
@@ -77,7 +83,7 @@ def test_the_json_has_all_of_it_and_its_terms_add_up(planned):
     assert seconds == sorted(seconds)
     assert found["gpu_hours"] == pytest.approx(100 * best["seconds"] * 2 / 3600)
     assert found["fewest_gpus"] == 1
-    for key, value in (("remat.mode", "none"), ("training.microbatch_size", 2)):
+    for key, value in (("activation_checkpoint.mode", "none"), ("training.microbatch_size", 2)):
         assert {row["keys"][key] for row in found["layouts"]} == {value}
 
 
@@ -175,8 +181,20 @@ def test_nothing_that_fits_names_what_would(tmp_path, config, run):
     small = plan.replace(hardware.device_of("h100"), memory_gib=2.2)
     file = tmp_path / "small.toml"
     hardware.write(small, file)
-    words = ["--fix", "remat.mode=none", "training.microbatch_size=8", "parallel.pp=1"]
-    words += ["parallel.tp=1", "parallel.cp=1", "--model.hidden", "1024", "--model.layers", "2"]
+    words = [
+        "--fix",
+        "activation_checkpoint.mode=none",
+        "training.microbatch_size=8",
+        "parallel.pp=1",
+    ]
+    words += [
+        "parallel.tp=1",
+        "parallel.cp=1",
+        "--model.hidden_size",
+        "1024",
+        "--model.num_layers",
+        "2",
+    ]
     words += ["--model.latent_size", "64"]
     with pytest.raises(UserError, match=r"no layout with .* fits; the smallest") as error:
         run("--config", config, "--gpus", 1, "--device", file, *words, *FIXED)

@@ -28,7 +28,14 @@ LARGE = {
     "dit_xl2": (674.835, 1024),
 }
 SIZES = PUBLISHED | LARGE
-TINY = {"size": None, "hidden": 32, "layers": 2, "heads": 4, "patch": 2, "latent_size": 8}
+TINY = {
+    "size": None,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "patch_size": 2,
+    "latent_size": 8,
+}
 
 
 def load(name):
@@ -64,7 +71,7 @@ LAYOUTS = [
             "model.latent_size": 512,
             "parallel.cp": 1,
             "parallel.pp": 8,
-            "remat.mode": "full",
+            "activation_checkpoint.mode": "full",
         },
     ),
     ("dit_3b", 16, {"parallel.cp": 1, "parallel.pp": 1}),
@@ -135,7 +142,7 @@ def tiny_pictures(tables):
 
 
 def tiny_text(tables):
-    tables["model"] |= {"hidden": 32, "layers": 2, "heads": 4}
+    tables["model"] |= {"hidden_size": 32, "num_layers": 2, "num_heads": 4}
     tables["model"] |= {"vocabulary": 2100, "sequence_length": 32}
     tables["model"].pop("size", None)
     tables["data"] = {"name": "plays", "sequence_length": 32}
@@ -174,7 +181,7 @@ def test_every_recipe_takes_steps():
         # Of text the loss is the entropy of equally likely ids: log 2100.
         assert (7 < loss < 8.5) if name in TEXT_LAYOUTS else (0.5 < loss < 4), name
         assert 0 < grad_norm < 100, name
-        warmup = load(name).lr_schedule.warmup_steps
+        warmup = load(name).lr_scheduler.warmup_steps
         peak = load(name).optimizer.lr
         assert lr == (pytest.approx(peak * 2 / warmup) if warmup else peak), name
 

@@ -160,7 +160,7 @@ class OpenedRun:
     @property
     def steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return self.config.training.steps
+        return self.config.training.num_steps
 
     def lines(self, built: BuiltNetwork, device: torch.device, step: int) -> Iterator[str]:
         """The first console lines: software, layout, model, data, steps, folder, user code."""
@@ -207,7 +207,7 @@ class OpenedRun:
         """Losses on the validation set, and scores of the first EMA's pictures, if due."""
         config, found = self.config, dict[str, float]()
         seed = config.job.seed
-        scores = self.evaluation is not None and due(config.evaluation.every)
+        scores = self.evaluation is not None and due(config.fid.every)
         if self.validation_set and (due(config.validation.every) or not scores):
             found |= losses_with_averages(
                 self.validation_set,
@@ -252,13 +252,13 @@ class OpenedRun:
 def open_evaluation(
     config: JobConfig, objective: Objective, device: torch.device
 ) -> Evaluation | None:
-    """The feature network and the reference of [evaluation]; None if disabled. Collective."""
-    if not config.evaluation.every:
+    """The feature network and the reference of [fid]; None if disabled. Collective."""
+    if not config.fid.every:
         return None
     # Imported late: readers of pictures, which a run without it does not need.
     from titan_dit.validation import evaluation
 
-    return evaluation.open_evaluation(config.evaluation, config.sampling, objective, device)
+    return evaluation.open_evaluation(config.fid, config.sampling, objective, device)
 
 
 def open_run(config: JobConfig, world: World) -> OpenedRun:

@@ -16,11 +16,11 @@ import torch
 from titan_dit.config import catalog
 from titan_dit.config.job import JobConfig
 from titan_dit.config.layout import (
+    ActivationCheckpointConfig,
     CompileConfig,
     ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
-    RematConfig,
 )
 from titan_dit.config.parameter_groups import GroupConfig
 from titan_dit.config.section import UserError, show
@@ -65,7 +65,7 @@ class RunPlan:
     parallel: ParallelConfig
     pipeline: PipelineConfig
     precision: PrecisionConfig
-    remat: RematConfig
+    activation_checkpoint: ActivationCheckpointConfig
     compile: CompileConfig
     lora: LoRAConfig
     device: str = ""
@@ -240,7 +240,7 @@ def resolve(config: JobConfig, world_size: int, resuming: bool = False) -> RunPl
         parallel=config.parallel,
         pipeline=config.pipeline,
         precision=config.precision,
-        remat=config.remat,
+        activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
         lora=config.lora,
     )

@@ -120,7 +120,7 @@ class Trainer:
         self.meter.restart()
         training_started()
         self.call_hooks("begun")
-        while self.step < config.training.steps and not self.stop.agreed():
+        while self.step < config.training.num_steps and not self.stop.agreed():
             self.step += 1
             self.profile.begin(self.step)
             with self.meter.waiting(), self.profile.mark(DATA_WAIT):
@@ -131,7 +131,7 @@ class Trainer:
                 self.sample_log.write(self.step, batch)
             self.write_profile()
             logged = self.step == first_step or self.due(config.metrics.every)
-            validated = self.due(config.validation.every) or self.due(config.evaluation.every)
+            validated = self.due(config.validation.every) or self.due(config.fid.every)
             # Also before a checkpoint, which must not contain bad steps to be rolled back.
             saved = self.due(config.checkpoint.every) or self.checkpoints.takes_snapshot(self.step)
             if logged or validated or saved or self.due(self.guard.every):
@@ -152,7 +152,7 @@ class Trainer:
             self.report_saves()
             self.collector.after(self.step)
             self.watchdog.alive(self.step)
-        if self.step < config.training.steps:
+        if self.step < config.training.num_steps:
             self.stop_early(first_step)
         else:
             self.write_profile(stopped=True)
@@ -195,7 +195,7 @@ class Trainer:
 
     def due(self, every: int) -> bool:
         """True every `every` steps and on the last step; never if 0."""
-        last = self.step == self.config.training.steps
+        last = self.step == self.config.training.num_steps
         return bool(every) and (self.step % every == 0 or last)
 
     @property
@@ -219,7 +219,7 @@ class Trainer:
             self.cursor,
             self.objective.inspect,
             share.device,
-            workers=self.config.data.workers,
+            workers=self.config.data.num_workers,
         )
 
     def train_step(self, batch: Batch) -> tuple[Tensor, Tensor, float]:
@@ -231,7 +231,7 @@ class Trainer:
         rng = SampleRNG(config.job.seed, batch.sample_numbers)
         loss = self.executor.step(self.built.prepare(batch, rng), self.guard.loss_scale)
         lr = learning_rate(
-            config.lr_schedule, config.optimizer.lr, self.step, config.training.steps
+            config.lr_scheduler, config.optimizer.lr, self.step, config.training.num_steps
         )
         with self.profile.mark(OPTIMIZER):
             grad_norm = clip_norm(
@@ -278,7 +278,7 @@ class Trainer:
         # The first step of a resumed run is printed only.
         if self.step == 1 or validated or self.due(self.config.metrics.every):
             self.log.log(row)
-        self.log.progress(row, self.config.training.steps)
+        self.log.progress(row, self.config.training.num_steps)
         self.say(self.recompiles.report())
 
     def roll_back(self) -> None:
@@ -311,7 +311,11 @@ class Trainer:
         """Draw the preview, split over the data ranks, with the first EMA; then the loss curve."""
         with self.paused("drawing"), self.ema.swapped_in():
             preview = self.objective.preview(
-                self.executor.predict, self.config.sampling, self.config.job.seed, self.data_share
+                self.executor.predict,
+                self.config.sampling,
+                self.config.generation,
+                self.config.job.seed,
+                self.data_share,
             )
             self.log.show(self.step, preview)
             self.log.draw_curve()
@@ -401,7 +405,7 @@ class Trainer:
             Run(
                 name=config.job.name,
                 folder=self.folder,
-                steps=config.training.steps,
+                steps=config.training.num_steps,
                 rank=world.rank,
                 num_ranks=world.size,
                 config=self.identity.config,

@@ -8,14 +8,14 @@ from commands import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import checkpoint
 
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 
 
 def test_the_state_is_all_that_adamw_and_one_average_keep(monkeypatch, tmp_path):
-    small = {"hidden": 32, "layers": 2, "heads": 2}
+    small = {"hidden_size": 32, "num_layers": 2, "num_heads": 2}
     monkeypatch.setitem(checkpoint.MODELS, "30 MiB", small)
     row = checkpoint.measure("30 MiB", tmp_path, 1, torch.device("cpu"))
-    config = DiTConfig(patch=2, latent_size=32, channels=4, num_classes=1000, **small)
+    config = DiTConfig(patch_size=2, latent_size=32, in_channels=4, num_classes=1000, **small)
     sizes = [p.numel() for p in config.build(4).parameters()]
     # Weight, two moments, EMA and a step count, all in fp32.
     assert row["tensors"] == 5 * len(sizes)

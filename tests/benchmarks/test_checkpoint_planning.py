@@ -8,13 +8,19 @@ from commands import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import checkpoint_planning
 
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 
 
 @pytest.mark.alone
 def test_three_ranks_are_planned_once_and_by_torch_alike(monkeypatch):
     small = DiTConfig(
-        hidden=32, layers=1, heads=2, patch=2, latent_size=32, channels=4, num_classes=10
+        hidden_size=32,
+        num_layers=1,
+        num_heads=2,
+        patch_size=2,
+        latent_size=32,
+        in_channels=4,
+        num_classes=10,
     )
     monkeypatch.setattr(checkpoint_planning, "DiTConfig", lambda **keys: small)
     rows = checkpoint_planning.simulate("small", 3)

@@ -6,7 +6,7 @@ import sys
 import torch
 from commands import ROOT
 
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.parallel.float8_gains import LinearShape, read_table
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -57,7 +57,13 @@ def test_a_shape_is_measured_in_both_formats_in_turn(monkeypatch):
 
 def test_layer_errors_are_those_of_three_bits_of_mantissa():
     config = DiTConfig(
-        hidden=64, layers=2, heads=2, patch=2, latent_size=8, channels=4, num_classes=10
+        hidden_size=64,
+        num_layers=2,
+        num_heads=2,
+        patch_size=2,
+        latent_size=8,
+        in_channels=4,
+        num_classes=10,
     )
     rows = float8_numerics.layer_errors(config, torch.device("cpu"), emulate=True)
     assert len(rows) == 12

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from titan_dit.interop.tensor_layouts import swap_leading
-from titan_dit.models.gpt import GPTConfig
+from titan_dit.models.gpt_config import GPTConfig
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import gpt_step
 import plain_gpt
 
-CONFIG = GPTConfig(hidden=32, layers=2, heads=4, vocabulary=128, sequence_length=8)
+CONFIG = GPTConfig(hidden_size=32, num_layers=2, num_heads=4, vocab_size=128, sequence_length=8)
 NAMES = {"attn_norm": "norm1", "mlp_norm": "norm2", "attn.out": "proj", "mlp.up": "up"}
 NAMES |= {"mlp.down": "down", "attn.qkv": "qkv"}
 

@@ -59,10 +59,10 @@ def test_operators_are_counted_without_views_and_allocations():
 def test_the_update_of_the_weights_is_a_few_calls_whatever_the_layers():
     from launches import of_update
 
-    from titan_dit.models.dit import DiTConfig
+    from titan_dit.models.dit_config import DiTConfig
 
-    sizes = {"hidden": 8, "heads": 2, "patch": 2, "latent_size": 4, "channels": 1}
-    found = [of_update(DiTConfig(**sizes, layers=n, num_classes=3)) for n in (1, 3)]
+    sizes = {"hidden_size": 8, "num_heads": 2, "patch_size": 2, "latent_size": 4, "in_channels": 1}
+    found = [of_update(DiTConfig(**sizes, num_layers=n, num_classes=3)) for n in (1, 3)]
     assert found[0] == found[1]
     assert sum(counts[0] for counts in found[0].values()) <= 10
 

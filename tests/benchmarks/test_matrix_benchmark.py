@@ -52,7 +52,7 @@ def test_the_table_has_eighteen_layouts_of_five_models():
 def test_configs_have_the_layout_and_batch_of_the_row(row):
     full, small = matrix_rows.full_config(row), matrix_rows.small_config(row, Small())
     assert full.model.shape == (row.hidden, row.layers, row.heads)
-    assert (full.precision.dtype, full.remat.mode) == ("fp16", "full")
+    assert (full.precision.dtype, full.activation_checkpoint.mode) == ("fp16", "full")
     assert full.model.sequence_length == 2048
     assert small.model.shape == (8 * row.heads, row.layers, row.heads)
     for config in (full, small):
@@ -65,7 +65,7 @@ def test_configs_have_the_layout_and_batch_of_the_row(row):
     one = matrix_rows.reference_config(row, Small())
     assert str(resolve(one, 1).sizes) == "one rank"
     assert one.training.global_batch_size == small.training.global_batch_size
-    assert one.remat.mode == "none"
+    assert one.activation_checkpoint.mode == "none"
 
 
 def test_cases_are_chosen_by_name_and_ranks():
@@ -167,7 +167,7 @@ def test_a_task_that_fails_leaves_the_others_alone():
     tasks = [Task("wide", wide, 1), Task("dies", dies, 1), Task("good", tables, 1)]
     steps = []
     found = run(tasks, 1, 60, lambda task: steps.append(task.name))
-    assert found["wide"].startswith("rank 0: UserError: [model] hidden=129 is not divisible")
+    assert found["wide"].startswith("rank 0: UserError: [model] hidden_size=129 is not divisible")
     assert found["dies"] == "rank 0 has died"
     [good] = found["good"]
     assert len(good.losses) == 1

@@ -14,7 +14,7 @@ from facts_memory import memory_tables, messages_in_flight
 from facts_rows import FACTS, case_of, plan_of, read, rehearsed, thirds
 from facts_software import device_named
 
-from titan_dit.config.layout import RematConfig
+from titan_dit.config.layout import ActivationCheckpointConfig
 from titan_dit.config.section import UserError
 from titan_dit.planner.work import AttentionCall, Message
 
@@ -166,7 +166,10 @@ def test_buffers_of_queued_messages_are_held_as_long_as_the_host_may_run_ahead()
     found = {}
     for name in ("MP_1x8x1_16_1536x16", "2D_PP_2x4x4_512_2304x24", "DP_1x1x1_2_1536x16"):
         fact = rows[name]
-        counts = rehearsed(fact, replace(plan_of(fact), remat=RematConfig(mode="none")))
+        counts = rehearsed(
+            fact,
+            replace(plan_of(fact), activation_checkpoint=ActivationCheckpointConfig(mode="none")),
+        )
         found[name] = messages_in_flight(fact, Held(), counts) / counts.stream
         assert messages_in_flight(fact, Held(queue=0), counts) == 0
     # 1,024 kernels have 6 messages for every 105; a stage of 6 layers sends 4 each in backward.

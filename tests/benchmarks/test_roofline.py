@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from unchecked import unchecked
 
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import collectives
@@ -25,12 +25,19 @@ SENT_BYTES = Ceilings(gemm_tflops=1, copy_gb_per_s=1, link_gb_per_s=1e-9)  # one
 
 
 def config(**changes):
-    small = {"hidden": 64, "layers": 2, "heads": 4, "patch": 2, "latent_size": 8, "channels": 1}
+    small = {
+        "hidden_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "patch_size": 2,
+        "latent_size": 8,
+        "in_channels": 1,
+    }
     return DiTConfig(num_classes=10, **small | changes)
 
 
 def named(size, latent_size=32):
-    return DiTConfig(size=size, latent_size=latent_size, channels=4, num_classes=1000)
+    return DiTConfig(size=size, latent_size=latent_size, in_channels=4, num_classes=1000)
 
 
 def built(work):
@@ -172,7 +179,7 @@ SENDING = [
 @pytest.mark.parametrize(("axis", "remat", "method"), SENDING)
 def test_a_layer_sends_what_the_operators_of_a_step_do(axis, remat, method):
     """Equal to the byte, including communication repeated by recomputation."""
-    sections = {"parallel": {axis: 4, **method}, "remat": {"mode": remat}}
+    sections = {"parallel": {axis: 4, **method}, "activation_checkpoint": {"mode": remat}}
     case = collectives.Case(axis, 4, sections, "", float)
     with unchecked():
         _, counted = collectives.sent(case, 1)
@@ -181,8 +188,8 @@ def test_a_layer_sends_what_the_operators_of_a_step_do(axis, remat, method):
             if torch.__version__ < "2.12":  # See docs/torch-versions.md.
                 counted -= 2 * 3 / 4 * collectives.BATCH * collectives.HIDDEN * collectives.BF16
     send = limits.tensor_parallel_s if axis == "tp" else limits.context_parallel_s
-    shape = {"hidden": collectives.HIDDEN, "heads": collectives.HEADS}
-    shape |= {"latent_size": collectives.LATENT, "layers": 1}
+    shape = {"hidden_size": collectives.HIDDEN, "num_heads": collectives.HEADS}
+    shape |= {"latent_size": collectives.LATENT, "num_layers": 1}
     layout = {"sizes": {axis: 4}, "remat": remat, **method}
     work = Work(config(**shape), 1, collectives.BATCH, **layout)
     assert send(work, SENT_BYTES) == pytest.approx(counted, rel=1e-12)
@@ -222,7 +229,13 @@ def test_the_limit_of_a_measured_row_is_that_of_its_model_blocks_and_attention(
     monkeypatch.setattr(sys, "argv", ["roofline.py", *map(str, flags)])
     roofline.main()
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    seven = {"hidden": 4096, "layers": 8, "heads": 32, "channels": 4, "latent_size": 256}
+    seven = {
+        "hidden_size": 4096,
+        "num_layers": 8,
+        "num_heads": 32,
+        "in_channels": 4,
+        "latent_size": 256,
+    }
     expected = [
         (Work(named("XL/2"), 8, 32, is_compiled=False), 400, 1000),
         (Work(named("XL/2"), 8, 32), 400, 100),

@@ -37,7 +37,7 @@ def test_checkpoints_lie_in_a_bucket(bucket, monkeypatch, capsys):
 
 
 def test_two_ranks_train_into_a_bucket_and_one_goes_on(bucket, tmp_path):
-    flags = ("--metrics.tensorboard", "false", "--sampling.every", 0, "--model.hidden", 32)
+    flags = ("--metrics.tensorboard", "false", "--sampling.every", 0, "--model.hidden_size", 32)
     flags += ("--checkpoint.dir", f"{bucket}/run", "--checkpoint.every", 2)
     done = train(*flags, "--training.steps", 4, cwd=tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr

@@ -37,7 +37,7 @@ def test_a_protocol_that_is_none_is_named():
 
 
 FLAGS = ("--metrics.tensorboard", "false", "--sampling.every", 0, "--training.steps", 4)
-SMALL = ("--model.hidden", 32, "--model.layers", 2, "--training.global_batch_size", 16)
+SMALL = ("--model.hidden_size", 32, "--model.num_layers", 2, "--training.global_batch_size", 16)
 
 
 def test_a_run_on_two_ranks_keeps_its_checkpoints_at_a_url(tmp_path):

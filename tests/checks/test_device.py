@@ -119,7 +119,7 @@ def test_a_run_is_refused_before_it_is_built():
 def test_a_head_dim_that_is_padded_is_told_with_its_cost():
     # DiT-XL/2 at 1024 tokens: 3147.191 GFLOP a sample, attention's 12 n^2 h l of it 12.9%.
     _, plan = planned(
-        model={"size": "XL/2", "latent_size": 64, "channels": 4}
+        model={"size": "XL/2", "latent_size": 64, "in_channels": 4}
         | dict.fromkeys(("hidden", "layers", "heads", "patch"))
     )
     line = attention_hint(plan, torch.device("cuda"), 3147191000000, "flash")

@@ -44,7 +44,9 @@ def test_cuda_graphs_are_for_one_gpu_and_one_forward_pass():
 @pytest.mark.parametrize("mode", MODES)
 def test_a_split_backward_is_refused_where_a_block_would_run_many_times(schedule, mode):
     def recomputed(pp):
-        _, plan = planned({"pp": pp}, remat={"mode": mode}, pipeline={"schedule": schedule})
+        _, plan = planned(
+            {"pp": pp}, activation_checkpoint={"mode": mode}, pipeline={"schedule": schedule}
+        )
         check_remat(plan)
 
     recomputed(1)
@@ -69,7 +71,7 @@ def test_float8_does_not_go_with_fp16(float8):
 @pytest.mark.parametrize("mode", ["attention", "full"])
 def test_some_modes_are_refused_in_compiled_tensor_parallel_blocks(mode):
     with pytest.raises(UserError, match=rf'mode="{mode}" .*tp=2.* Set mode = "selective"'):
-        check({"tp": 2}, remat={"mode": mode}, compile={"enabled": True})
+        check({"tp": 2}, activation_checkpoint={"mode": mode}, compile={"enabled": True})
 
 
 def test_recomputation_that_a_schedule_cannot_have_is_refused_before_anything_is_built():
@@ -78,7 +80,7 @@ def test_recomputation_that_a_schedule_cannot_have_is_refused_before_anything_is
         check(
             {"pp": 2},
             model={"layers": 8},
-            remat={"mode": "selective"},
+            activation_checkpoint={"mode": "selective"},
             pipeline={"schedule": "zbv_zero_bubble"},
         )
 
@@ -101,8 +103,8 @@ def test_transformer_engine_without_its_package_says_how_to_install_it(monkeypat
         ({"tp": 2}, {}, "tp=2"),
         ({"pp": 2}, {}, "pp=2"),
         ({}, {"compile": {"enabled": True}}, r"\[compile\] enabled=true"),
-        ({}, {"remat": {"mode": "full"}}, 'mode="full"'),
-        ({}, {"remat": {"mode": "selective"}}, 'mode="selective"'),
+        ({}, {"activation_checkpoint": {"mode": "full"}}, 'mode="full"'),
+        ({}, {"activation_checkpoint": {"mode": "selective"}}, 'mode="selective"'),
         ({}, {"precision": {"float8_emulate": True}}, "cannot be emulated"),
     ],
 )

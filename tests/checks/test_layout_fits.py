@@ -40,13 +40,13 @@ REFUSED = {
     ),
     "few microbatches": (
         {"pp": 2},
-        {"training": {"microbatch_size": 8}, "model": {"layers": 8}},
+        {"training": {"microbatch_size": 8}, "model": {"num_layers": 8}},
         {"schedule": "dualpipev"},
         "needs at least 2 x pp = 4 microbatches, but microbatches=2",
     ),
     "virtual stages": (
         {"pp": 2},
-        {"model": {"layers": 8}},
+        {"model": {"num_layers": 8}},
         {"schedule": "1f1b", "virtual_stages": 2},
         r"\[pipeline\] schedule=.1f1b. has one stage per rank",
     ),
@@ -76,10 +76,10 @@ def test_what_does_not_fit_is_refused_with_its_values_and_a_fix(case):
         ({"cp": 2, "tp": 2}, {"parallel": {"cp_method": "ulysses"}}, {}),
         ({"cp": 16, "tp": 4}, {"parallel": {"sequence_parallel": False}}, {}),
         ({"pp": 3}, {}, {"schedule": "gpipe"}),
-        ({"pp": 2}, {"model": {"layers": 7}}, {"schedule": "zbv_zero_bubble"}),
+        ({"pp": 2}, {"model": {"num_layers": 7}}, {"schedule": "zbv_zero_bubble"}),
         (
             {"pp": 2},
-            {"model": {"layers": 8}},
+            {"model": {"num_layers": 8}},
             {"schedule": "interleaved_1f1b", "virtual_stages": 4},
         ),
         ({"pp": 2, "dp_shard": 4}, {"compile": {"enabled": True}}, {}),
@@ -269,7 +269,7 @@ def test_a_batch_that_does_not_divide_is_held_in_equal_microbatches(
     sizes, micro, pipeline, expected
 ):
     sections = {
-        "model": {"layers": 8},
+        "model": {"num_layers": 8},
         "training": {"microbatch_size": micro},
         "pipeline": pipeline,
     }

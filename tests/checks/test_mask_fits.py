@@ -43,12 +43,12 @@ def test_a_causal_ring_needs_two_chunks_for_each_rank():
 
 def test_query_groups_divide_by_tp_and_heads_by_groups():
     _, plan = planned({"tp": 2})
-    check_tensor(with_spec(plan, query_groups=2))
+    check_tensor(with_spec(plan, num_key_value_heads=2))
     with pytest.raises(UserError, match=r"tp=2 does not divide the model's query groups of 1\. Se"):
-        check_tensor(with_spec(plan, query_groups=1))
+        check_tensor(with_spec(plan, num_key_value_heads=1))
     with pytest.raises(UserError) as caught:
-        check_tensor(with_spec(plan, query_groups=3))
+        check_tensor(with_spec(plan, num_key_value_heads=3))
     assert str(caught.value) == (
-        "[model] query_groups=3 does not divide heads=4. Set query_groups = 2, or 0 for one per "
+        "[model] num_key_value_heads=3 does not divide heads=4. Set num_key_value_heads = 2, or 0 for one per "
         "head."
     )

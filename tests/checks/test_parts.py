@@ -160,8 +160,8 @@ def test_a_model_that_is_not_what_its_spec_says_is_refused():
     with pytest.raises(UserError, match=r'spec says mask="causal", but blocks\.0\.attn has'):
         check_model(model, replace(network, mask="causal"))
     with pytest.raises(
-        UserError, match=r"spec says query_groups=2, but blocks\.0\.attn has .*=4\."
+        UserError, match=r"spec says num_key_value_heads=2, but blocks\.0\.attn has .*=4\."
     ):
-        check_model(model, replace(network, query_groups=2))
+        check_model(model, replace(network, num_key_value_heads=2))
     with pytest.raises(UserError, match="builds a Linear, which is no"):
         check_model(torch.nn.Linear(1, 1), network)

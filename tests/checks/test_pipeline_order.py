@@ -124,7 +124,7 @@ def test_kinds_of_a_file_decide_whether_the_backward_is_split(file):
     assert plan.order(6) == stock("1f1b", microbatches=6)
     for other, words in (
         ({"compile": {"enabled": True}}, "splits the backward pass"),
-        ({"remat": {"mode": "full"}}, "does not work with"),
+        ({"activation_checkpoint": {"mode": "full"}}, "does not work with"),
     ):
         with pytest.raises(UserError, match=r'order="own.csv".*order = "planned"') as found:
             check({"pp": 2}, pipeline=keys, **sections, **other)

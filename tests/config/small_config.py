@@ -9,12 +9,12 @@ from titan_dit.config.section import UserError, hints_of
 TEXT = """
 [model]
 name = "dit"
-hidden = 32
-layers = 2
-heads = 4
-patch = 2
+hidden_size = 32
+num_layers = 2
+num_heads = 4
+patch_size = 2
 latent_size = 8
-channels = 1
+in_channels = 1
 num_classes = 10
 
 [objective]

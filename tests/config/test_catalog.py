@@ -7,13 +7,13 @@ from tiny import TABLES
 
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import UserError
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.parallel.plans import dit
 
 OWN = """
 from dataclasses import dataclass
 from titan_dit.data.base import DataConfig
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.parallel.plans import dit
 from titan_dit.config.section import Named, Section
 
@@ -104,7 +104,15 @@ class Other:
 
 
 def test_a_plan_for_tp_is_the_model_s_or_a_user_s_own_or_there_is_none():
-    ours = DiTConfig(hidden=8, layers=1, heads=1, patch=2, latent_size=8, channels=1, num_classes=2)
+    ours = DiTConfig(
+        hidden_size=8,
+        num_layers=1,
+        num_heads=1,
+        patch_size=2,
+        latent_size=8,
+        in_channels=1,
+        num_classes=2,
+    )
     assert catalog.tensor_plan(ours, "auto") is dit.plan
     assert catalog.tensor_plan(Other(), "auto") is None
     assert catalog.tensor_plan(Other(), "dit") is dit.plan

@@ -48,7 +48,11 @@ def test_an_unknown_word_is_answered_with_the_nearest_valid_one(refused, extra, 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("hidden = 32", "hidde = 32", "[model] hidde: unknown key. Did you mean hidden?"),
+        (
+            "hidden_size = 32",
+            "hidden_siz = 32",
+            "[model] hidden_siz: unknown key. Did you mean hidden_size?",
+        ),
         ('name = "dit"', 'name = "dits"', '[model] name="dits" is unknown. Did you mean dit?'),
         ('name = "dit"', "name = 3", "[model] name=3 must be text"),
         ('name = "dit"\n', "", "[model] name is missing"),
@@ -56,7 +60,7 @@ def test_an_unknown_word_is_answered_with_the_nearest_valid_one(refused, extra, 
         ('"digits"', '"digit"', '[data] name="digit" is unknown. Did you mean digits?'),
         ("steps = 10\n", "", "[training] steps is missing. Set steps, or epochs."),
         ("latent_size = 8\n", "", "[model] latent_size is missing and has no default"),
-        ("heads = 4\n", "", "[model] heads missing"),
+        ("num_heads = 4\n", "", "[model] num_heads missing"),
         ("steps = 10", 'steps = "10"', '[training] steps="10" must be a whole number'),
         ("steps = 10", "steps = true", "[training] steps=true must be a whole number"),
         ("lr = 1e-3", "lr = nan", "[optimizer] lr=nan must be"),
@@ -72,7 +76,13 @@ def test_a_mistake_in_the_file_is_named(refused, old, new, words):
 @pytest.mark.parametrize("section", ["model", "objective", "data", "training"])
 def test_a_section_that_must_be_there_is_asked_for(section):
     tables = {
-        "model": {"name": "dit", "size": "S/2", "latent_size": 8, "channels": 1, "num_classes": 2},
+        "model": {
+            "name": "dit",
+            "size": "S/2",
+            "latent_size": 8,
+            "in_channels": 1,
+            "num_classes": 2,
+        },
         "objective": {"name": "rectified_flow"},
         "data": {"name": "digits"},
         "training": {"steps": 1, "global_batch_size": 1},
@@ -87,9 +97,9 @@ def test_a_section_that_must_be_there_is_asked_for(section):
     ("old", "new", "words"),
     [
         (
-            "hidden = 32",
-            'hidden = "32"',
-            '[model] hidden="32" must be a whole number. Write 32, without quotes.',
+            "hidden_size = 32",
+            'hidden_size = "32"',
+            '[model] hidden_size="32" must be a whole number. Write 32, without quotes.',
         ),
         (
             "[data]",
@@ -97,7 +107,11 @@ def test_a_section_that_must_be_there_is_asked_for(section):
             '[objective] timesteps="normal" is not one of "uniform", "logit_normal". Did you mean '
             "logit_normal?",
         ),
-        ('"digits"', '"digits"\nworkers = true', "[data] workers=true must be a whole number."),
+        (
+            '"digits"',
+            '"digits"\nnum_workers = true',
+            "[data] num_workers=true must be a whole number.",
+        ),
     ],
 )
 def test_a_section_with_a_wrong_type_is_answered_for_models_objectives_and_data_too(

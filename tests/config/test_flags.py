@@ -62,7 +62,7 @@ from titan_dit.config.config_file import to_tables
         (["--checkpoint.resume", "~/runs"], "checkpoint", "resume", "/home/me/runs"),
         (["--checkpoint.dir=s3://bucket/~run"], "checkpoint", "dir", "s3://bucket/~run"),
         (["--job.dir", "training.steps=5"], "job", "dir", "training.steps=5"),
-        (["--model.size", "S/2"], "model", "hidden", 384),
+        (["--model.size", "S/2"], "model", "hidden_size", 384),
     ],
 )
 def test_flags_win_over_the_file_and_are_read_as_toml(
@@ -127,7 +127,7 @@ def test_a_key_of_another_objective_is_still_refused_among_the_flags(refused):
         (["--training.steps"], "--training.steps has no value"),
         (["--compile.enabled"], "--compile.enabled true"),
         (["--steps", "3"], "--steps: flags have the form --section.key value"),
-        (["--training.steps", "-3"], "[training] steps=-3 must be at least 0"),
+        (["--training.steps", "-3"], "[training] steps=-3 must be at least 1"),
         (["--training.steps", "many"], '[training] steps="many" must be a whole number'),
         (["--training.steps", "3", "4"], "[training] steps=[3, 4] must be a whole number"),
         (["--training.steps", "1.5"], "[training] steps=1.5 must be a whole number"),

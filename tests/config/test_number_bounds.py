@@ -52,7 +52,7 @@ FOUND = [
 def test_the_numbers_of_all_sections_and_commands_are_found():
     names = {name for name, _, _ in FOUND}
     assert len(names) > 200
-    assert {"training global_batch_size", "[model] of dit layers", "sample num"} <= names
+    assert {"training global_batch_size", "[model] of dit num_layers", "sample num"} <= names
 
 
 @pytest.mark.parametrize("kind", MOST)
@@ -82,10 +82,10 @@ def test_a_huge_value_is_refused_in_one_line(value):
     ("flag", "value"),
     [
         ("training.global_batch_size", "1e30"),
-        ("model.hidden", "1e12"),
-        ("model.layers", "1e9"),
+        ("model.hidden_size", "1e12"),
+        ("model.num_layers", "1e9"),
         ("sampling.num", "1e15"),
-        ("data.workers", "100000"),
+        ("data.num_workers", "100000"),
         ("training.steps", "9" * 5000),
         ("training.steps", "[" * 5000),
     ],

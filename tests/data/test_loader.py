@@ -239,7 +239,10 @@ def no_memory():
 
 ENDS = {
     "out of memory": (killed_by(signal.SIGKILL), "a data worker was killed: not enough memory"),
-    "a page of shared memory": (killed_by(signal.SIGBUS), "/dev/shm is full .*--data.workers 0"),
+    "a page of shared memory": (
+        killed_by(signal.SIGBUS),
+        "/dev/shm is full .*--data.num_workers 0",
+    ),
     "exit": (lambda: os._exit(3), "a data worker was killed"),
     "MemoryError": (no_memory, "a data worker was killed: not enough memory"),
 }

@@ -154,7 +154,7 @@ def test_data_without_pairs_are_refused(tmp_path):
     other = keys | {"tokenizer": tokenizer(tmp_path, ("[PAD]", "a"))}
     message = refused(SentencePairs(paths=(path,), split=(1,), **other).open)
     assert "has no [CLS], [SEP], [MASK], which pairs of sentences need." in message
-    message = refused(lambda: SentencePairs(paths=(path,), vocabulary=5, sequence_length=LENGTH))
+    message = refused(lambda: SentencePairs(paths=(path,), vocab_size=5, sequence_length=LENGTH))
     assert "Set tokenizer (a tokenizer.json)." in message
 
 

@@ -17,10 +17,19 @@ from titan_dit.diffusion.samplers.discrete import ddim, ddpm
 from titan_dit.diffusion.samplers.ode import euler, heun
 from titan_dit.diffusion.sections import DDPMConfig, RectifiedFlowConfig
 from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.objectives.base import DataShare
 from titan_dit.rng import SampleRNG
 
-CONFIG = DiTConfig(hidden=16, layers=1, heads=2, patch=2, latent_size=4, channels=2, num_classes=5)
+CONFIG = DiTConfig(
+    hidden_size=16,
+    num_layers=1,
+    num_heads=2,
+    patch_size=2,
+    latent_size=4,
+    in_channels=2,
+    num_classes=5,
+)
 STATIC = CONFIG.static(torch.device("cpu"))
 
 

@@ -5,13 +5,13 @@ from titan_dit.data.base import DataFacts
 from titan_dit.data.latent_facts import LatentFacts, VAEFacts
 from titan_dit.data.sections import Digits
 from titan_dit.diffusion.objective import as_latent_model, check_data
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 
 
 def model_of(shape, num_classes):
     channels, size, _ = shape
     return DiTConfig(
-        hidden=8, layers=1, heads=1, patch=2, latent_size=size, channels=channels,
+        hidden_size=8, num_layers=1, num_heads=1, patch_size=2, latent_size=size, in_channels=channels,
         num_classes=num_classes,
     )  # fmt: skip
 

@@ -17,10 +17,20 @@ from titan_dit.data.sections import Latents
 from titan_dit.diffusion.objective import check_data, check_std, scale_hint, to_model_units
 from titan_dit.diffusion.sections import DDPMConfig, RectifiedFlowConfig
 from titan_dit.models.dit import DiTConfig
+from titan_dit.diffusion.rectified_flow import RectifiedFlow
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.rng import SampleRNG
 
 CPU = torch.device("cpu")
-MODEL = DiTConfig(hidden=8, layers=1, heads=1, patch=2, latent_size=8, channels=4, num_classes=3)
+MODEL = DiTConfig(
+    hidden_size=8,
+    num_layers=1,
+    num_heads=1,
+    patch_size=2,
+    latent_size=8,
+    in_channels=4,
+    num_classes=3,
+)
 
 
 def opened(root, **keys):
@@ -149,7 +159,7 @@ def test_a_std_below_zero_is_a_log_variance(tmp_path):
     with pytest.raises(UserError) as caught:
         batches(source, 1, workers=1)
     message = str(caught.value)
-    assert "8 channels and [model] channels=4" in message
+    assert "8 channels and [model] in_channels=4" in message
     assert "mean and log variance" in message
     check_std(torch.zeros(1, 8, 8, 8), source.facts, 4)  # A std of 0 is valid.
     check_std(logvar[None], source.facts, 8)  # A model of 8 channels may have any values.

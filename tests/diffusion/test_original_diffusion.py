@@ -12,7 +12,7 @@ from titan_dit.diffusion.samplers.base import Settings
 from titan_dit.diffusion.samplers.discrete import ddim, ddpm
 from titan_dit.diffusion.sections import DDPMConfig
 from titan_dit.interop import original_dit, tensor_file
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.models.layers import patchify, unpatchify
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
@@ -110,7 +110,13 @@ def call(imported, labels):
 
 def test_the_imported_network_predicts_what_the_original_does(imported):
     assert imported[0] == DiTConfig(
-        hidden=48, layers=2, heads=4, patch=2, latent_size=8, channels=4, num_classes=10
+        hidden_size=48,
+        num_layers=2,
+        num_heads=4,
+        patch_size=2,
+        latent_size=8,
+        in_channels=4,
+        num_classes=10,
     )
     network = call(imported, NETWORK["io.y"])
     found = network(patchify(NETWORK["io.x"], 2), NETWORK["io.t"].float())

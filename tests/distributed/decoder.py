@@ -26,7 +26,7 @@ class DecoderConfig(GPTConfig):
             super().spec(),
             build=lambda: Decoder(self),
             context={"keys": TensorSpec((), dtype=torch.int64)},
-            query_groups=self.groups,
+            num_key_value_heads=self.groups,
         )
 
 
@@ -43,7 +43,7 @@ class DecoderEmbed(Embed):
 class DecoderBlock(Block):
     def __init__(self, config, layer):
         super().__init__(config)
-        heads = {"mask": "causal", "qk_norm": False, "query_groups": config.groups}
+        heads = {"mask": "causal", "qk_norm": False, "num_key_value_heads": config.groups}
         self.attn = Attention(config.hidden, config.heads, **heads)
         self.after_attn, self.after_mlp = (
             SampleDropout(config.dropout, layer, place) for place in (0, 1)

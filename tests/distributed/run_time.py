@@ -47,7 +47,7 @@ def config_of(family, parallel, pipeline, mode="none", dtype="fp32"):
         parallel=parallel,
         pipeline=pipeline,
         training={"microbatch_size": 1},
-        remat={"mode": mode},
+        activation_checkpoint={"mode": mode},
         precision={"dtype": dtype},
     )
 

@@ -20,7 +20,7 @@ PLAIN = {"tp": 2, "sequence_parallel": False}
 # [parallel], query groups, more sections.
 COMPILED = {"compile": {"enabled": True, "objective": False}}
 FP64 = {"precision": {"dtype": "fp64"}}
-RECOMPUTED = {"remat": {"mode": "full"}}
+RECOMPUTED = {"activation_checkpoint": {"mode": "full"}}
 CASES = {
     2: [(RING, 2, COMPILED), (RING, 0, RECOMPUTED), (ULYSSES, 1, {}), (TP, 2, {}), (PP, 2, {})],
     4: [(RING | TP, 2, {}), (RING | {"cp": 4}, 2, FP64)],
@@ -50,9 +50,9 @@ def config_of(layout, groups, folder, dropout=0.2, **sections):
     tables = {
         "model": {
             "name": "decoder:DecoderConfig",
-            "hidden": 32,
-            "layers": 2,
-            "heads": 4,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
             "context": 24,
             "groups": groups,
             "dropout": dropout,

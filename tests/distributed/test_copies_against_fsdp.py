@@ -14,7 +14,7 @@ from titan_dit.trainer import Trainer
 CASES = (
     (tiny_config, {}),
     (tiny_config, {"training": {"microbatch_size": 4}}),
-    (tiny_config, {"remat": {"mode": "full"}}),
+    (tiny_config, {"activation_checkpoint": {"mode": "full"}}),
     (tiny_config, {"precision": {"dtype": "bf16", "float8": "rowwise", "float8_emulate": True}}),
     (tiny_config, {"precision": {"dtype": "fp32"}}),
     (tiny_config, {"precision": {"dtype": "fp16"}}),

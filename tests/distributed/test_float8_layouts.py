@@ -51,7 +51,7 @@ def run(world, float8, **sections):
 def one_process(world):
     found = {float8: run(world, float8) for float8 in ("off", *RECIPES)}
     for mode in ("attention", "selective", "full"):
-        found[f"tensorwise {mode}"] = run(world, "tensorwise", remat={"mode": mode})
+        found[f"tensorwise {mode}"] = run(world, "tensorwise", activation_checkpoint={"mode": mode})
     return found
 
 

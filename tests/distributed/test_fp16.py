@@ -257,7 +257,7 @@ def test_bad_steps_at_the_least_scale_roll_back_to_the_scale_of_the_checkpoint(t
 
 
 TEXT = {
-    "model": {"vocabulary": 2048, "sequence_length": 32},
+    "model": {"vocab_size": 2048, "sequence_length": 32},
     "data": {"name": "plays", "sequence_length": 32},
 }
 

@@ -219,7 +219,7 @@ def test_what_does_not_fit_is_one_line(runs):
     assert (
         f"{CLASS_TABLE} would get new values and never be trained: [lora] freezes it" in untrained
     )
-    others = "he weights were trained with others: [model] heads: 4 -> 2"
+    others = "he weights were trained with others: [model] num_heads: 4 -> 2"
     assert by_number == "classes: all 7 by number, because only one side has names"
     assert warning == f"warning: [checkpoint] init: t{others}"
     assert untrained.endswith(f"T{others}.")
@@ -279,7 +279,7 @@ def test_other_units_networks_or_predictions_are_named():
     assert differences(now | {"scale": 0.25}) == ["[data] scale: 0.5 -> 0.25"]
     # The shapes are the same.
     assert differences(model={"heads": 2, "timestep_frequencies": "diffusers"}) == [
-        "[model] heads: 4 -> 2",
+        "[model] num_heads: 4 -> 2",
         '[model] timestep_frequencies: "dit" -> "diffusers"',
     ]
     assert differences(objective={"learn_sigma": False, "label_dropout": 0.5}) == [

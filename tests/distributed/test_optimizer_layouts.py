@@ -47,7 +47,9 @@ def trained(world, parallel, pipeline, optimizer):
         optimizer=optimizer,
         training={"microbatch_size": 2},
         # A split backward does not recompute blocks.
-        remat={"mode": "full" if "tp" in parallel and "pp" not in parallel else "none"},
+        activation_checkpoint={
+            "mode": "full" if "tp" in parallel and "pp" not in parallel else "none"
+        },
     )
     trainer = Trainer(config, world)
     randomize(trainer.parameters)

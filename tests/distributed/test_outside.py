@@ -48,7 +48,13 @@ OWN = {
 
 def config_of(names, layout, folder, **sections):
     tables = {
-        "model": {"name": names["model"], "hidden": 32, "layers": 2, "heads": 4, "context": 8},
+        "model": {
+            "name": names["model"],
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "context": 8,
+        },
         "objective": {"name": names["objective"]},
         "data": {"name": names["data"], "path": str(folder / "text"), "context": 8},
         "parallel": {"tensor_plan": names["plan"], **layout},
@@ -109,7 +115,7 @@ def trained(world, folder, layout, steps, name):
         "training": {"steps": steps, "global_batch_size": 8, "microbatch_size": 2},
         "checkpoint": {"every": 2},
         "optimizer": {"lr": 1e-3},
-        "lr_schedule": {"warmup_steps": 1},
+        "lr_scheduler": {"warmup_steps": 1},
         "job": {"name": name},
     }
     trainer = Trainer(config_of(OWN, layout, folder, **sections), world)

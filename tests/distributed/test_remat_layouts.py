@@ -51,7 +51,7 @@ def run(world, layout, schedule, mode, *, compiled=False):
         parallel=layout,
         pipeline={"schedule": schedule},
         training={"microbatch_size": 8 if compiled else 2 if schedule in V_SHAPED else 4},
-        remat={"mode": mode},
+        activation_checkpoint={"mode": mode},
         # Blocks alone: a compiled objective rounds its timesteps otherwise.
         compile={"enabled": compiled, "objective": False},
     )
@@ -71,7 +71,7 @@ def frozen_beginning(world):
             config = tiny_config(
                 model={"layers": 2},
                 training={"microbatch_size": 8, "frozen": ["embed.*", "blocks.0.*"]},
-                remat={"mode": mode},
+                activation_checkpoint={"mode": mode},
                 compile={"enabled": True, "objective": False},
             )
             trainer = Trainer(config, world)

@@ -48,7 +48,7 @@ def random_case(number, ranks):
 
 def config_of(parallel, pipeline, training, layers):
     return tiny_config(
-        model={"layers": layers, "hidden": 16},
+        model={"num_layers": layers, "hidden_size": 16},
         parallel=parallel,
         pipeline=pipeline,
         training=training,

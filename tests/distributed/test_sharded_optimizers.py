@@ -10,11 +10,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
+from titan_dit.optim.adamw import AdamWConfig
+from titan_dit.optim.muon import MuonConfig
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer, optimizer_tensors
 from titan_dit.optim.sections import AdamWConfig, MuonConfig
 from titan_dit.parallel import tensor
 
-SPEC = DiTConfig(size="S/2", latent_size=32, channels=4, num_classes=10).spec()
+SPEC = DiTConfig(size="S/2", latent_size=32, in_channels=4, num_classes=10).spec()
 SETTINGS = {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": 0.1}
 MUON = {"lr": 0.02, "weight_decay": 0.1, "ns_dtype": "fp32", "matrices": ("*",), "fused_qkv": ()}
 SKIPPED = 2

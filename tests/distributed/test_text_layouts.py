@@ -30,11 +30,11 @@ CONFIGS = {
 def preview(world, layout, folder):
     """The text of a preview with random weights, on every rank."""
     parallel = {"dp_shard": 1} | layout
-    keys = {"training": {"microbatch_size": 2}, "model": {"positions": "rotary"}}
+    keys = {"training": {"microbatch_size": 2}, "model": {"position_embedding_type": "rotary"}}
     config = gpt_config(parallel=parallel, sampling=SAMPLING, **keys)
     trainer = Trainer(config, world)
     randomize(trainer.parameters)
-    given = config.sampling, config.job.seed, trainer.data_share
+    given = config.sampling, config.generation, config.job.seed, trainer.data_share
     file = Path(folder) / f"{world.size}-{world.rank}.txt"
     trainer.objective.preview(trainer.executor.predict, *given).write(file)
     return file.read_text()

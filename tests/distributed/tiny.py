@@ -12,12 +12,12 @@ from titan_dit.parallel.init import put
 TABLES = {
     "model": {
         "name": "dit",
-        "hidden": 32,
-        "layers": 3,
-        "heads": 4,
-        "patch": 2,
+        "hidden_size": 32,
+        "num_layers": 3,
+        "num_heads": 4,
+        "patch_size": 2,
         "latent_size": 8,
-        "channels": 1,
+        "in_channels": 1,
         "num_classes": 10,
     },
     "objective": {"name": "rectified_flow", "label_dropout": 0.25},

@@ -14,10 +14,10 @@ LENGTH = 16
 TABLES = {
     "model": {
         "name": "bert",
-        "hidden": 32,
-        "layers": 3,
-        "heads": 4,
-        "vocabulary": VOCABULARY,
+        "hidden_size": 32,
+        "num_layers": 3,
+        "num_heads": 4,
+        "vocab_size": VOCABULARY,
         "sequence_length": LENGTH,
         "norm_eps": 1e-5,
     },

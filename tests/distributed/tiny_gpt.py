@@ -12,10 +12,10 @@ VOCABULARY = 200  # Tables have 256 rows: padding counts in every layout.
 TABLES = {
     "model": {
         "name": "gpt",
-        "hidden": 32,
-        "layers": 3,
-        "heads": 4,
-        "vocabulary": VOCABULARY,
+        "hidden_size": 32,
+        "num_layers": 3,
+        "num_heads": 4,
+        "vocab_size": VOCABULARY,
         "sequence_length": 16,
     },
     "objective": {"name": "next_token"},

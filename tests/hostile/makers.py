@@ -29,12 +29,12 @@ FIXTURES = ROOT / "tests" / "fixtures"
 TRAINED = """
 [model]
 name = "dit"
-hidden = 8
-layers = 1
-heads = 1
-patch = 4
+hidden_size = 8
+num_layers = 1
+num_heads = 1
+patch_size = 4
 latent_size = 8
-channels = 1
+in_channels = 1
 num_classes = 10
 
 [objective]
@@ -68,10 +68,10 @@ TUNED = TRAINED.partition("[checkpoint]")[0]
 LANGUAGE = """
 [model]
 name = "gpt"
-hidden = 8
-layers = 1
-heads = 1
-vocabulary = 300
+hidden_size = 8
+num_layers = 1
+num_heads = 1
+vocab_size = 300
 sequence_length = 16
 
 [objective]
@@ -296,7 +296,7 @@ def pipeline(folder):
 def weights(folder):
     """Weights of the original DiT."""
     vae = exports.save_vae(folder / "vae")
-    sizes = {"hidden": 8, "heads": 2, "layers": 1, "timestep_frequencies": "dit"}
+    sizes = {"hidden_size": 8, "num_heads": 2, "num_layers": 1, "timestep_frequencies": "dit"}
     exports.save_run(folder / "run", vae, "ddpm", **sizes)
     exports.converted(folder / "run", folder / "dit.pt")
     exports.converted(folder / "run", folder / "dit.safetensors")
@@ -307,7 +307,7 @@ def weights(folder):
 def sit_weights(folder):
     """Weights of SiT, as a file of its own and without the arguments of its script."""
     vae = exports.save_vae(folder / "vae")
-    sizes = {"hidden": 8, "heads": 2, "layers": 1, "timestep_frequencies": "dit"}
+    sizes = {"hidden_size": 8, "num_heads": 2, "num_layers": 1, "timestep_frequencies": "dit"}
     exports.save_run(folder / "run", vae, "sit", **sizes)
     exports.converted(folder / "run", folder / "sit.pt", format="sit")
     exports.converted(folder / "run", folder / "sit.safetensors", format="sit")

@@ -9,13 +9,20 @@ from titan_dit.commands import convert
 from titan_dit.commands.flags import ConvertFlags
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.interop import imported
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.pictures import autoencoder
 
 CPU = torch.device("cpu")
 CLASSES = 7
 NAMES = tuple(f"kind {number}" for number in range(CLASSES))
-SIZES = {"hidden": 48, "layers": 2, "heads": 4, "patch": 2, "latent_size": 8, "channels": 4}
+SIZES = {
+    "hidden_size": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "patch_size": 2,
+    "latent_size": 8,
+    "in_channels": 4,
+}
 OBJECTIVES = {
     "ddpm": {"name": "ddpm"},
     "cosine v": {

@@ -7,14 +7,21 @@ import sys
 import commands
 import pytest
 
-SIZES = {"hidden": 1024, "layers": 14, "heads": 16, "patch": 2, "latent_size": 32, "channels": 4}
+SIZES = {
+    "hidden_size": 1024,
+    "num_layers": 14,
+    "num_heads": 16,
+    "patch_size": 2,
+    "latent_size": 32,
+    "in_channels": 4,
+}
 MAKE = f"""
 import torch
 from pathlib import Path
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.interop import imported
 from titan_dit.interop.tensor_file import OnDemand
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 config = DiTConfig(**{SIZES}, num_classes=1000, timestep_frequencies="FREQUENCIES")
 with torch.device("meta"):
     outline = dict(config.build(8).named_parameters())

@@ -16,7 +16,7 @@ from titan_dit.diffusion import drawing
 from titan_dit.diffusion.guidance import Guidance
 from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.interop import diffusers_dit, hugging_face
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.pictures.library import diffusers
 from titan_dit.trained_model import load_trained, open_weights
 

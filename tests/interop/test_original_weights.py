@@ -8,8 +8,7 @@ from safetensors.torch import load_file
 from titan_dit.config.section import UserError
 from titan_dit.interop import original_dit
 from titan_dit.interop.original_dit import Original, infer
-from titan_dit.models.dit import DiTConfig
-from titan_dit.models.dit_sizes import SIZES
+from titan_dit.models.dit_config import SIZES, DiTConfig
 
 FIXTURE = Path(__file__).resolve().parent.parent / "fixtures" / "dit_reference.safetensors"
 STATE = {
@@ -40,7 +39,7 @@ def test_every_bit_comes_back():
 @pytest.mark.parametrize("mlp_ratio", [4.0, 2.5])
 def test_our_weights_come_back_through_the_originals_names(outputs, patch, mlp_ratio):
     config = DiTConfig(
-        hidden=48, layers=2, heads=6, patch=patch, mlp_ratio=mlp_ratio, latent_size=8, channels=3,
+        hidden_size=48, num_layers=2, num_heads=6, patch_size=patch, mlp_ratio=mlp_ratio, latent_size=8, in_channels=3,
         num_classes=7,
     )  # fmt: skip
     original, state = originals(config, outputs)
@@ -60,7 +59,7 @@ def test_our_weights_come_back_through_the_originals_names(outputs, patch, mlp_r
 def test_the_named_sizes_are_recognised(size):
     hidden, layers, heads = SIZES[size]
     with torch.device("meta"):
-        config = DiTConfig(size=f"{size}/4", latent_size=32, channels=4, num_classes=1000)
+        config = DiTConfig(size=f"{size}/4", latent_size=32, in_channels=4, num_classes=1000)
         shapes = Original(config, 8).shapes()
         state = {name: torch.empty(shape) for name, shape in shapes.items()}
     found = infer(state, heads=None)
@@ -157,12 +156,12 @@ def test_weights_of_other_precision_become_fp32(dtype):
 
 def test_a_network_the_original_does_not_have_is_not_written():
     config = DiTConfig(
-        hidden=48,
-        layers=1,
-        heads=4,
-        patch=2,
+        hidden_size=48,
+        num_layers=1,
+        num_heads=4,
+        patch_size=2,
         latent_size=8,
-        channels=4,
+        in_channels=4,
         num_classes=3,
         qk_norm=True,
     )

@@ -19,14 +19,14 @@ from titan_dit.diffusion import drawing
 from titan_dit.execution.base import first_of
 from titan_dit.interop import original_dit
 from titan_dit.interop.original_dit import Original
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.rng import SampleRNG
 from titan_dit.trained_model import load_trained
 
 CPU = torch.device("cpu")
 HEADS, LAYERS, CHANNELS, PATCH = 4, 2, 4, 2
 CONFIG = DiTConfig(
-    hidden=48, layers=LAYERS, heads=HEADS, patch=PATCH, latent_size=8, channels=CHANNELS,
+    hidden_size=48, num_layers=LAYERS, num_heads=HEADS, patch_size=PATCH, latent_size=8, in_channels=CHANNELS,
     num_classes=7,
 )  # fmt: skip
 ARGUMENTS = {
@@ -263,15 +263,15 @@ def test_a_flow_of_before_these_keys_is_no_file_of_sit(tmp_path):
 
 
 def test_a_run_starts_at_the_weights_and_goes_back_into_a_file(files, tmp_path):
-    shape = {"latent_size": 8, "channels": CHANNELS, "num_classes": 7}
-    sizes = {"hidden": 48, "layers": LAYERS, "heads": HEADS, "patch": PATCH}
+    shape = {"latent_size": 8, "in_channels": CHANNELS, "num_classes": 7}
+    sizes = {"hidden_size": 48, "num_layers": LAYERS, "num_heads": HEADS, "patch_size": PATCH}
     flags = (
         *("--objective.name", "rectified_flow", "--objective.timesteps", "uniform"),
         *("--objective.learn_sigma", "true", "--data.name", "synthetic", "--data.count", 64),
         *(word for key, value in (sizes | shape).items() for word in (f"--model.{key}", value)),
         *(word for key, value in shape.items() for word in (f"--data.{key}", value)),
         *("--training.global_batch_size", 8, "--training.steps", 2, "--optimizer.lr", 1e-6),
-        *("--lr_schedule.warmup_steps", 0, "--metrics.tensorboard", "false"),
+        *("--lr_scheduler.warmup_steps", 0, "--metrics.tensorboard", "false"),
         *("--sampling.every", 2, "--sampling.steps", 2, "--sampling.num", 4),
         *("--checkpoint.init", files / "plain"),
     )

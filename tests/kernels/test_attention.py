@@ -9,7 +9,7 @@ import torch
 from tiny import assert_same_gradients, inputs_of, randomize, tiny_config
 from torch.profiler import profile
 
-from titan_dit.config.layout import CompileConfig, RematConfig
+from titan_dit.config.layout import ActivationCheckpointConfig, CompileConfig
 from titan_dit.config.section import UserError
 from titan_dit.kernels import attention
 from titan_dit.kernels.attention_choice import AttentionShape
@@ -30,7 +30,7 @@ def gradients(key, mode="none", compiled=False):
     model = config.build(1)
     randomize(dict(model.named_parameters()))
     attention.apply(model, attention.attend_by(key))
-    remat.apply(model, RematConfig(mode=mode))
+    remat.apply(model, ActivationCheckpointConfig(mode=mode))
     compile_blocks(model, CompileConfig(enabled=compiled))
     with profile() as trace:
         model(inputs_of(config), config.static(CPU)).square().sum().backward()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from harness import on_ranks
 from tiny import gradients, graphs_alone, randomize, tiny_config
 
-from titan_dit.config.layout import CompileConfig, PrecisionConfig, RematConfig
+from titan_dit.config.layout import ActivationCheckpointConfig, CompileConfig, PrecisionConfig
 from titan_dit.kernels import short_attention
 from titan_dit.models import layers
 from titan_dit.parallel.compile import num_graphs
@@ -75,12 +75,14 @@ def test_what_is_masked_by_lengths_is_left_to_torch(monkeypatch):
 def test_it_is_for_compiled_bf16_on_a_cpu_alone():
     bf16, compiled = PrecisionConfig(dtype="bf16"), CompileConfig(enabled=True)
     suits = short_attention.suits
-    assert suits("cpu", bf16, RematConfig(), compiled)
-    assert not suits("cuda", bf16, RematConfig(), compiled)
-    assert not suits("cpu", PrecisionConfig(dtype="fp32"), RematConfig(), compiled)
-    assert not suits("cpu", PrecisionConfig(attention="flash"), RematConfig(), compiled)
-    assert not suits("cpu", bf16, RematConfig(mode="attention"), compiled)
-    assert not suits("cpu", bf16, RematConfig(), CompileConfig())
+    assert suits("cpu", bf16, ActivationCheckpointConfig(), compiled)
+    assert not suits("cuda", bf16, ActivationCheckpointConfig(), compiled)
+    assert not suits("cpu", PrecisionConfig(dtype="fp32"), ActivationCheckpointConfig(), compiled)
+    assert not suits(
+        "cpu", PrecisionConfig(attention="flash"), ActivationCheckpointConfig(), compiled
+    )
+    assert not suits("cpu", bf16, ActivationCheckpointConfig(mode="attention"), compiled)
+    assert not suits("cpu", bf16, ActivationCheckpointConfig(), CompileConfig())
 
 
 LAYOUTS = [{"dp_shard": 2}, {"tp": 2}, {"cp": 2, "cp_method": "ulysses"}]

@@ -13,7 +13,7 @@ PORT = 29511
 FLAGS = ("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0)
 FLAGS += ("--precision.dtype", "fp32", "--training.deterministic", "true")
 FLAGS += ("--training.global_batch_size", 24, "--faults.log_samples", "true")
-FLAGS += ("--model.hidden", 16, "--model.layers", 1, "--checkpoint.keep", 2)
+FLAGS += ("--model.hidden_size", 16, "--model.num_layers", 1, "--checkpoint.keep", 2)
 
 
 class Pair:

@@ -10,7 +10,7 @@ import forked
 from commands import environment, train_command
 
 QUICK = ("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0)
-QUICK += ("--model.hidden", 16, "--model.layers", 1, "--training.global_batch_size", 8)
+QUICK += ("--model.hidden_size", 16, "--model.num_layers", 1, "--training.global_batch_size", 8)
 
 
 class Running:

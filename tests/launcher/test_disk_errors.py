@@ -95,6 +95,6 @@ def test_the_paths_of_a_run_have_their_keys():
 
 
 def test_full_shared_memory_says_what_helps():
-    line = shared_memory_is_full("--data.workers 0")
+    line = shared_memory_is_full("--data.num_workers 0")
     assert line.startswith("/dev/shm is full (")
-    assert line.endswith("MB): docker run --shm-size=8g, or --data.workers 0")
+    assert line.endswith("MB): docker run --shm-size=8g, or --data.num_workers 0")

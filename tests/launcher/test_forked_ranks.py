@@ -206,7 +206,7 @@ def test_what_ranks_import_leaves_no_thread_at_a_fork_and_asks_for_no_gpu():
 
 def test_a_killed_rank_is_forked_again_and_goes_on(tmp_path):
     flags = ("--training.steps", 400, "--checkpoint.every", 10, "--metrics.every", 1)
-    flags += ("--model.hidden", 16, "--model.layers", 1, "--training.global_batch_size", 8)
+    flags += ("--model.hidden_size", 16, "--model.num_layers", 1, "--training.global_batch_size", 8)
     flags += ("--sampling.every", 0, "--metrics.tensorboard", "false")
     command = launcher("-m", "titan_dit.train", "--config", "digits", *flags, restarts=1)
     with Running(command, tmp_path, FORK=1) as run:

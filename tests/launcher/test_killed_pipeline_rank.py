@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from running import Running, have_ended, is_running, trainer
 
-FLAGS = ("--parallel.pp", 2, "--model.layers", 4, "--pipeline.virtual_stages", 2)
+FLAGS = ("--parallel.pp", 2, "--model.num_layers", 4, "--pipeline.virtual_stages", 2)
 FLAGS += ("--pipeline.schedule", "interleaved_zero_bubble", "--training.microbatch_size", 2)
 FLAGS += ("--training.steps", 900, "--checkpoint.every", 4, "--checkpoint.keep", 0)
 RUN_TIME = ("--pipeline.order", "run_time", "--pipeline.memory", 1.5)

@@ -14,7 +14,7 @@ pytestmark = [needs_hosts, pytest.mark.alone]
 
 FLAGS = ("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0)
 FLAGS += ("--training.microbatch_size", 8, "--training.global_batch_size", 32)
-FLAGS += ("--precision.dtype", "fp32", "--model.hidden", 32, "--model.layers", 4)
+FLAGS += ("--precision.dtype", "fp32", "--model.hidden_size", 32, "--model.num_layers", 4)
 # Ranks of each host, and what its flags are.
 MESHES = {
     "dp": (1, {}),

@@ -49,7 +49,7 @@ def test_a_run_that_is_told_to_stop_saves_and_the_same_command_goes_on(tmp_path)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_single_process_finishes_the_step_and_saves(number, code, tmp_path):
     """Terminals and Slurm also signal the loader's workers."""
-    with Running(alone(*ENDLESS, "--data.workers", 1), tmp_path) as run:
+    with Running(alone(*ENDLESS, "--data.num_workers", 1), tmp_path) as run:
         run.wait_for_step(3)
         (worker,) = run.children()
         os.kill(worker, number)

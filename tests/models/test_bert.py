@@ -11,7 +11,13 @@ from titan_dit.config.section import UserError
 from titan_dit.models.bert import BERTConfig, Block
 from titan_dit.parallel.init import initialize
 
-SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "vocabulary": 100, "sequence_length": 12}
+SHAPE = {
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 100,
+    "sequence_length": 12,
+}
 
 
 def built(config, num_scored=3, *, sentence_order=True):
@@ -25,9 +31,9 @@ def built(config, num_scored=3, *, sentence_order=True):
 def sample(config, lengths=(12, 7)):
     """Inputs and side inputs of samples with three masked tokens each."""
     size, n = len(lengths), config.sequence_length
-    tokens = torch.randint(config.vocabulary, (size, n))
+    tokens = torch.randint(config.vocab_size, (size, n))
     labels = torch.full((size, n), -1)
-    labels[:, 2:5] = torch.randint(config.vocabulary, (size, 3))
+    labels[:, 2:5] = torch.randint(config.vocab_size, (size, 3))
     order = torch.full((size, n), -1)
     order[:, 0] = torch.arange(size) % 2
     inputs = {"tokens": tokens, "types": (torch.arange(n) > 5).long().expand(size, n)}
@@ -97,7 +103,7 @@ def test_padding_changes_no_loss():
     model, (inputs, side) = built(config), sample(config)
     expected = model(inputs, side)
     changed = inputs["tokens"].clone()
-    changed[1, 7:] = (changed[1, 7:] + 1) % config.vocabulary
+    changed[1, 7:] = (changed[1, 7:] + 1) % config.vocab_size
     assert torch.equal(model(inputs | {"tokens": changed}, side), expected)
     longer = side | {"lengths": torch.tensor([12, 12])}
     assert not torch.allclose(model(inputs, longer)[1], expected[1])
@@ -159,9 +165,9 @@ def test_only_a_pre_norm_makes_initial_matrices_that_write_to_the_stream_smaller
     ("keys", "message"),
     [
         ({"size": "huge"}, '[model] size="huge" is not one of base, large, 336M, 1.3B, 3.9B. '),
-        ({"size": "base", "layers": 24}, "[model] layers=24 disagrees with size="),
-        ({"hidden": 30, "layers": 2}, "[model] heads missing. "),
-        ({"hidden": 30, "layers": 2, "heads": 4}, "Set hidden = 32."),
+        ({"size": "base", "num_layers": 24}, "[model] num_layers=24 disagrees with size="),
+        ({"hidden_size": 30, "num_layers": 2}, "[model] num_heads missing. "),
+        ({"hidden_size": 30, "num_layers": 2, "num_heads": 4}, "Set hidden_size = 32."),
     ],
 )
 def test_a_size_that_does_not_fit_is_refused(keys, message):

@@ -8,13 +8,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from titan_dit.config.section import UserError
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.parallel.init import initialize
 
 CPU = torch.device("cpu")
-IMAGENET = {"latent_size": 32, "channels": 4, "num_classes": 1000}
-TINY = {"latent_size": 8, "channels": 3, "num_classes": 5}
-TINY_SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "patch": 2}
+IMAGENET = {"latent_size": 32, "in_channels": 4, "num_classes": 1000}
+TINY = {"latent_size": 8, "in_channels": 3, "num_classes": 5}
+TINY_SHAPE = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "patch_size": 2}
 
 
 def tiny(**changes):
@@ -78,12 +78,14 @@ def test_xl_2_takes_the_flops_that_the_design_names(tokens, gigaflops):
     assert model.flops_per_sample(tokens) / 1e9 == pytest.approx(gigaflops, abs=5e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"mlp_ratio": 2.5, "layers": 3}, {"patch": 4, "heads": 2}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"mlp_ratio": 2.5, "num_layers": 3}, {"patch_size": 4, "num_heads": 2}]
+)
 @pytest.mark.parametrize("learned_sigma", [False, True])
 def test_flops_are_what_torch_counts(learned_sigma, changes):
     config = tiny(**changes)
     # fp64: fp32 goes through an operator of oneDNN that torch does not count.
-    model = scrambled(config, config.channels * (2 if learned_sigma else 1)).double()
+    model = scrambled(config, config.in_channels * (2 if learned_sigma else 1)).double()
     latents, timestep, labels = inputs_for(config)
     # Only the plain attention is made of matmuls that torch counts on a CPU.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -104,7 +106,7 @@ def test_at_the_start_the_prediction_is_zero_and_every_block_the_identity():
 
 
 def test_every_weight_starts_as_in_the_original():
-    config = tiny(hidden=128, qk_norm=True)
+    config = tiny(hidden_size=128, qk_norm=True)
     state = {name: p.detach() for name, p in initial(config, 3).named_parameters()}
     for name, values in state.items():
         if name.endswith(".bias") or "modulation" in name or name.startswith("head.out"):
@@ -122,7 +124,7 @@ def test_every_weight_starts_as_in_the_original():
 
 def test_initial_weights_depend_on_seed_and_name_alone():
     first, again, other = (initial(tiny(), 3, seed=seed) for seed in (0, 0, 1))
-    deeper = initial(tiny(layers=3), 3)
+    deeper = initial(tiny(num_layers=3), 3)
     for name, values in first.state_dict().items():
         assert torch.equal(values, again.state_dict()[name])
         # Another block, as on another pipeline stage, does not change the others.
@@ -139,7 +141,7 @@ def test_there_is_a_law_for_every_parameter_and_buffer(qk_norm):
     assert set(model.initializers()) == set(model.state_dict())
 
 
-@pytest.mark.parametrize("changes", [{}, {"patch": 4, "heads": 2}, {"channels": 1}])
+@pytest.mark.parametrize("changes", [{}, {"patch_size": 4, "num_heads": 2}, {"in_channels": 1}])
 def test_the_token_shape_is_that_of_its_tokens(changes):
     config = tiny(**changes)
     tokens = config.tokenize(torch.zeros(2, *config.sample_shape))
@@ -189,7 +191,7 @@ def test_qk_norm_adds_its_weights_and_is_used():
 
 def test_a_learned_sigma_comes_as_channels_behind_the_first():
     config = tiny()
-    tokens = torch.randn(2, (config.latent_size // config.patch) ** 2, 4 * 6)
+    tokens = torch.randn(2, (config.latent_size // config.patch_size) ** 2, 4 * 6)
     latents = config.detokenize(tokens)
     assert latents.shape == (2, 6, 8, 8)
     mean, sigma = (part.flatten(-2) for part in tokens.unflatten(-1, (4, 6)).split(3, -1))
@@ -199,26 +201,32 @@ def test_a_learned_sigma_comes_as_channels_behind_the_first():
 
 def test_a_size_is_short_for_its_numbers():
     named = DiTConfig(size="B/4", **IMAGENET)
-    explicit = DiTConfig(hidden=768, layers=12, heads=12, patch=4, **IMAGENET)
+    explicit = DiTConfig(hidden_size=768, num_layers=12, num_heads=12, patch_size=4, **IMAGENET)
     assert named.shape == explicit.shape == (768, 12, 12, 4)
     assert named.sample_shape == explicit.sample_shape
-    assert named == DiTConfig(size="B/4", hidden=768, patch=4, **IMAGENET)
+    assert named == DiTConfig(size="B/4", hidden_size=768, patch_size=4, **IMAGENET)
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({**TINY_SHAPE, "heads": 5}, ["hidden=32", "heads=5", "heads = 4", "hidden = 40"]),
-        ({**TINY_SHAPE, "hidden": 30, "heads": 5}, ["hidden=30", "multiple of 4", "hidden = 32"]),
-        ({**TINY_SHAPE, "patch": 3}, ["latent_size=8", "patch=3", "latent_size = 9"]),
+        (
+            {**TINY_SHAPE, "num_heads": 5},
+            ["hidden_size=32", "num_heads=5", "num_heads = 4", "hidden_size = 40"],
+        ),
+        (
+            {**TINY_SHAPE, "hidden_size": 30, "num_heads": 5},
+            ["hidden_size=30", "multiple of 4", "hidden_size = 32"],
+        ),
+        ({**TINY_SHAPE, "patch_size": 3}, ["latent_size=8", "patch_size=3", "latent_size = 9"]),
         ({"size": "XXL/2"}, ['size="XXL/2"', "XL", "3B", "patch of 2, 4, 8"]),
         ({"size": "XL/3"}, ['size="XL/3"', "2, 4, 8"]),
         ({"size": "XL"}, ['size="XL"', "XL/2"]),
-        ({"size": "S/2", "hidden": 64}, ["hidden=64", 'size="S/2"', "hidden=384"]),
-        ({"size": "S/2", "patch": 4}, ["patch=4", 'size="S/2"', "patch=2"]),
-        ({"hidden": 32, "heads": 4}, ["layers, patch missing", "size"]),
-        ({}, ["hidden, layers, heads, patch missing", "size"]),
-        ({**TINY_SHAPE, "layers": 0}, ["layers=0", "at least 1"]),
+        ({"size": "S/2", "hidden_size": 64}, ["hidden_size=64", 'size="S/2"', "hidden_size=384"]),
+        ({"size": "S/2", "patch_size": 4}, ["patch_size=4", 'size="S/2"', "patch_size=2"]),
+        ({"hidden_size": 32, "num_heads": 4}, ["num_layers, patch_size missing", "size"]),
+        ({}, ["hidden_size, num_layers, num_heads, patch_size missing", "size"]),
+        ({**TINY_SHAPE, "num_layers": 0}, ["num_layers=0", "at least 1"]),
         ({**TINY_SHAPE, "mlp_ratio": 0}, ["mlp_ratio=0", "above 0"]),
     ],
 )
@@ -233,7 +241,13 @@ def test_impossible_shapes_name_section_values_and_fix(values, words):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"heads": 5}, {"heads": 30}, {"heads": 7, "hidden": 100}, {"patch": 3}, {"patch": 16}],
+    [
+        {"num_heads": 5},
+        {"num_heads": 30},
+        {"num_heads": 7, "hidden_size": 100},
+        {"patch_size": 3},
+        {"patch_size": 16},
+    ],
 )
 def test_every_fix_that_a_message_names_works(changes):
     with pytest.raises(UserError) as caught:

@@ -7,13 +7,19 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from titan_dit.config.section import UserError
-from titan_dit.models.gpt import GPTConfig
+from titan_dit.models.gpt_config import GPTConfig
 from titan_dit.parallel.init import initialize
 
 # Parameters in millions, with tables of 50,304 rows where the publication has 50,257.
 PUBLISHED = {"124M": 124.476, "355M": 354.871, "774M": 774.090, "1.5B": 1557.686}
-TINY = {"hidden": 32, "layers": 2, "heads": 4, "vocabulary": 200, "sequence_length": 16}
-LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tied": False}
+TINY = {
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 200,
+    "sequence_length": 16,
+}
+LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "bias": False, "tie_word_embeddings": False}
 
 
 def built(**keys):
@@ -112,11 +118,22 @@ def test_initial_matrices_that_write_to_the_stream_are_smaller(keys):
     ("keys", "words"),
     [
         ({"size": "7B"}, 'size="7B" is not one of 124M'),
-        ({"size": "124M", "hidden": 8}, "hidden=8 disagrees"),
-        ({"hidden": 32, "layers": 2}, "heads missing"),
-        ({"hidden": 33, "layers": 2, "heads": 4}, "Set hidden = 36"),
-        ({"hidden": 32, "layers": 2, "heads": 4, "query_groups": 3}, "does not divide heads=4"),
-        ({"hidden": 12, "layers": 2, "heads": 4, "positions": "rotary"}, "rotates pairs"),
+        ({"size": "124M", "hidden_size": 8}, "hidden_size=8 disagrees"),
+        ({"hidden_size": 32, "num_layers": 2}, "num_heads missing"),
+        ({"hidden_size": 33, "num_layers": 2, "num_heads": 4}, "Set hidden_size = 36"),
+        (
+            {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_key_value_heads": 3},
+            "does not divide num_heads=4",
+        ),
+        (
+            {
+                "hidden_size": 12,
+                "num_layers": 2,
+                "num_heads": 4,
+                "position_embedding_type": "rotary",
+            },
+            "rotates pairs",
+        ),
     ],
 )
 def test_sizes_that_cannot_be_built_are_refused(keys, words):

@@ -11,7 +11,7 @@ from titan_dit.models.rotary import rotary_of, rotate
 
 def layer_of(groups, **options):
     torch.manual_seed(0)
-    return Attention(32, 4, query_groups=groups, mask="causal", **options).double()
+    return Attention(32, 4, num_key_value_heads=groups, mask="causal", **options).double()
 
 
 def tokens(n=6):

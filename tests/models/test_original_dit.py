@@ -110,7 +110,7 @@ def as_ours(original, pick):
 def compare_with_the_original(learned_sigma):
     """The largest difference of the predictions, and of the gradients."""
     config = tiny()
-    out_channels = config.channels * (2 if learned_sigma else 1)
+    out_channels = config.in_channels * (2 if learned_sigma else 1)
     torch.manual_seed(0)
     original = OriginalDiT(8, 2, 3, out_channels, hidden=32, depth=2, heads=4, classes=5)
     for parameter in original.parameters():

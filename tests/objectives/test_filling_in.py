@@ -7,6 +7,8 @@ from test_masked_token import batch_of, rng_of
 from titan_dit.data.token_windows import TokenFacts
 from titan_dit.models.bert import BERTConfig
 from titan_dit.objectives.sections import MaskedTokenConfig
+from titan_dit.models.bert_config import BERTConfig
+from titan_dit.objectives.masked_token import MaskedTokenConfig
 
 N, IDS, MASK = 12, 16, 16
 """Every token of a sample comes twice in a row. Of one token alone the entropy is log 16 = 2.8."""
@@ -22,10 +24,10 @@ def twins(num, seed):
 @pytest.mark.parametrize("norm_place", ["post", "pre"])
 def test_a_masked_token_is_filled_in_from_its_twin(norm_place):
     config = BERTConfig(
-        hidden=32,
-        layers=1,
-        heads=1,
-        vocabulary=IDS + 1,
+        hidden_size=32,
+        num_layers=1,
+        num_heads=1,
+        vocab_size=IDS + 1,
         sequence_length=N,
         norm_place=norm_place,
         init_std=0.2,

@@ -14,11 +14,16 @@ from titan_dit.models.bert import BERTConfig
 from titan_dit.models.dit import DiTConfig
 from titan_dit.objectives.masked_token import pairs_of
 from titan_dit.objectives.sections import MaskedTokenConfig
+from titan_dit.models.bert_config import BERTConfig
+from titan_dit.models.dit_config import DiTConfig
+from titan_dit.objectives.masked_token import MaskedTokenConfig, pairs_of
 from titan_dit.rng import SampleRNG
 
 N, VOCABULARY, END = 64, 1000, 7
 CLS, SEP, MASK = 1, 2, 3
-MODEL = BERTConfig(hidden=32, layers=2, heads=4, vocabulary=VOCABULARY, sequence_length=N)
+MODEL = BERTConfig(
+    hidden_size=32, num_layers=2, num_heads=4, vocab_size=VOCABULARY, sequence_length=N
+)
 WINDOWS = TokenFacts(count=1, sequence_length=N, vocabulary=VOCABULARY - 1, end_of_document=END)
 PAIRS = PairFacts(count=1, sequence_length=N, vocabulary=VOCABULARY, cls=CLS, sep=SEP, mask=MASK)
 
@@ -203,7 +208,15 @@ def test_dropout_is_off_in_evaluations():
 
 
 LATENTS = LatentFacts(count=1, shape=(1, 8, 8), num_classes=10)
-DIT = DiTConfig(hidden=32, layers=2, heads=4, patch=2, latent_size=8, channels=1, num_classes=10)
+DIT = DiTConfig(
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    patch_size=2,
+    latent_size=8,
+    in_channels=1,
+    num_classes=10,
+)
 LONG = TokenFacts(count=1, sequence_length=2 * N, vocabulary=10)
 FULL = TokenFacts(count=1, sequence_length=N, vocabulary=VOCABULARY)
 
@@ -216,8 +229,8 @@ FULL = TokenFacts(count=1, sequence_length=N, vocabulary=VOCABULARY)
         ({"sentence_order": True}, MODEL, WINDOWS, 'Set [data] name = "sentence_pairs".'),
         ({}, DIT, WINDOWS, 'Set [model] name = "bert".'),
         ({}, MODEL, LONG, "[data] sequence_length=128 and [model] sequence_length=64 differ."),
-        ({}, MODEL, FULL, "Set [model] vocabulary = 1001."),
-        ({"mask_id": 2000}, MODEL, WINDOWS, "Set [model] vocabulary = 2001."),
+        ({}, MODEL, FULL, "Set [model] vocab_size = 1001."),
+        ({"mask_id": 2000}, MODEL, WINDOWS, "Set [model] vocab_size = 2001."),
     ],
 )
 def test_data_and_models_that_do_not_fit_are_refused(keys, model, facts, message):

@@ -10,6 +10,8 @@ from titan_dit.data.base import Batch
 from titan_dit.data.token_windows import TokenFacts
 from titan_dit.models.bert import BERTConfig
 from titan_dit.objectives.sections import NextTokenConfig
+from titan_dit.models.bert_config import BERTConfig
+from titan_dit.objectives.next_token import NextTokenConfig
 from titan_dit.rng import SampleRNG
 
 MODEL = gpt_config().model
@@ -62,7 +64,9 @@ def test_other_data_and_other_models_are_refused():
     with pytest.raises(UserError, match=r'Set .model. name = "gpt"'):
         NextTokenConfig().model_spec(digits.model)
     sizes = {"vocabulary": 200, "sequence_length": 16}
-    bert = BERTConfig(hidden=32, layers=2, heads=4, **sizes)  # It has a causal model's keys.
+    bert = BERTConfig(
+        hidden_size=32, num_layers=2, num_heads=4, **sizes
+    )  # It has a causal model's keys.
     with pytest.raises(UserError, match=r'name="bert" is no causal language model.* = "gpt"'):
         NextTokenConfig().model_spec(bert)
     with pytest.raises(UserError, match=r'Set .data. name = "tokens"'):

@@ -7,7 +7,7 @@ from titan_dit.config.section import UserError
 from titan_dit.config.training import SamplingConfig
 from titan_dit.data.codec import NumberCodec, codec_of
 from titan_dit.data.token_windows import TokenFacts
-from titan_dit.models.gpt import GPTConfig
+from titan_dit.models.gpt_config import GPTConfig
 from titan_dit.objectives import text_drawing
 from titan_dit.objectives.base import DataShare
 from titan_dit.objectives.text_drawing import Writer, prompt_ids, titled, written
@@ -17,7 +17,9 @@ FACTS = TokenFacts(count=1, sequence_length=WINDOW, vocabulary=VOCABULARY, end_o
 GREEDY = SamplingConfig(length=8, temperature=0.0)
 
 
-MODEL = GPTConfig(hidden=8, layers=1, heads=2, vocabulary=VOCABULARY, sequence_length=WINDOW)
+MODEL = GPTConfig(
+    hidden_size=8, num_layers=1, num_heads=2, vocab_size=VOCABULARY, sequence_length=WINDOW
+)
 
 
 def forward(inputs, static):
@@ -49,7 +51,9 @@ def writer(is_executor, seen=None):
 @pytest.mark.parametrize("is_executor", [True, False])
 def test_the_window_slides_over_a_text_that_is_longer(is_executor):
     seen = []
-    found = writer(is_executor, seen).extend([3, 1], torch.arange(2), 0, GREEDY, None)
+    found = writer(is_executor, seen).extend(
+        [3, 1], torch.arange(2), 0, GREEDY, GREEDY.max_new_tokens, None
+    )
     assert found.tolist() == [expected([3, 1], 8)] * 2
     widths = [WINDOW] * 8 if is_executor else [2, 3, 4, 5, 6, 6, 6, 6]
     assert seen == [(2, width) for width in widths]
@@ -61,9 +65,13 @@ def test_a_text_depends_on_seed_and_number_alone():
 
     drawing = SamplingConfig(length=12)
     even = Writer(flat, MODEL, torch.device("cpu"), is_executor=True)
-    whole = even.extend([1], torch.arange(4), 5, drawing, None)
-    assert torch.equal(whole[2:], even.extend([1], torch.arange(2, 4), 5, drawing, None))
-    assert not torch.equal(whole, even.extend([1], torch.arange(4), 6, drawing, None))
+    whole = even.extend([1], torch.arange(4), 5, drawing, drawing.max_new_tokens, None)
+    assert torch.equal(
+        whole[2:], even.extend([1], torch.arange(2, 4), 5, drawing, drawing.max_new_tokens, None)
+    )
+    assert not torch.equal(
+        whole, even.extend([1], torch.arange(4), 6, drawing, drawing.max_new_tokens, None)
+    )
     assert len({tuple(row) for row in whole.tolist()}) == 4
     assert len(set(whole[0, 1:].tolist())) > 3  # Each token has a draw of its own.
 
@@ -132,7 +140,7 @@ BAD = {
 def test_a_bad_prompt_is_one_clear_error(case):
     text, facts, wanted = BAD[case]
     with pytest.raises(UserError, match=wanted):
-        prompt_ids(text, NumberCodec(), facts, "[sampling] prompt")
+        prompt_ids(text, NumberCodec(), facts, "[generation] prompt")
 
 
 def test_an_empty_prompt_begins_a_document():

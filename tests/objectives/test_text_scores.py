@@ -10,9 +10,11 @@ from titan_dit.data.base import DataFacts
 from titan_dit.data.token_windows import TokenFacts
 from titan_dit.models.gpt import GPTConfig
 from titan_dit.objectives.sections import NextTokenConfig
+from titan_dit.models.gpt_config import GPTConfig
+from titan_dit.objectives.next_token import NextTokenConfig
 
 SIZES = {"sequence_length": 4, "vocabulary": 10}
-MODEL = GPTConfig(hidden=8, layers=1, heads=2, **SIZES)
+MODEL = GPTConfig(hidden_size=8, num_layers=1, num_heads=2, **SIZES)
 TRAINED_ON = TokenFacts(count=1, bytes_per_token=9.0, **SIZES)
 OBJECTIVE = NextTokenConfig().build(MODEL, TRAINED_ON)
 

@@ -3,14 +3,14 @@ import math
 import pytest
 
 from titan_dit.config.section import UserError
-from titan_dit.config.training import LRScheduleConfig
+from titan_dit.config.training import LRSchedulerConfig
 from titan_dit.optim.lr_schedule import check, learning_rate
 
 PEAK, STEPS = 3e-4, 1000
 
 
 def rates(steps=STEPS, **settings):
-    config = LRScheduleConfig(**settings)
+    config = LRSchedulerConfig(**settings)
     return [learning_rate(config, PEAK, step, steps) for step in range(1, steps + 1)]
 
 
@@ -131,7 +131,7 @@ def test_a_law_of_the_users_own_is_named_by_its_module():
 )
 def test_schedules_that_contradict_themselves_are_refused(settings, message):
     with pytest.raises(UserError) as caught:
-        LRScheduleConfig(**settings)
+        LRSchedulerConfig(**settings)
     assert message in str(caught.value)
 
 
@@ -148,5 +148,5 @@ def test_schedules_that_contradict_themselves_are_refused(settings, message):
 )
 def test_rates_that_a_run_cannot_have_are_refused_before_the_first_step(keys, message):
     with pytest.raises(UserError, match=message):
-        check(LRScheduleConfig(warmup_steps=10, **keys), 100)
-    check(LRScheduleConfig(warmup_steps=10, decay="wsd", wsd_decay_steps=90), 100)
+        check(LRSchedulerConfig(warmup_steps=10, **keys), 100)
+    check(LRSchedulerConfig(warmup_steps=10, decay="wsd", wsd_decay_steps=90), 100)

@@ -12,10 +12,12 @@ from titan_dit.config.parameter_groups import GroupConfig
 from titan_dit.config.section import UserError
 from titan_dit.models.dit import DiTConfig
 from titan_dit.optim.muon import balanced, orthogonalized, places
+from titan_dit.models.dit_config import DiTConfig
+from titan_dit.optim.muon import MuonConfig, balanced, orthogonalized, places
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
 from titan_dit.optim.sections import MuonConfig
 
-SPEC = DiTConfig(size="S/2", latent_size=32, channels=4, num_classes=10).spec()
+SPEC = DiTConfig(size="S/2", latent_size=32, in_channels=4, num_classes=10).spec()
 GO, SKIP = torch.tensor(False), torch.tensor(True)
 SHAPES = {
     "blocks.0.a": (8, 6),
@@ -164,7 +166,7 @@ def test_grouped_queries_are_no_fused_projections_even_if_the_rows_divide():
     """3 groups of 4 heads: 3 x (4 + 2) head_dim rows would pass as 6 heads of q, k and v."""
     shapes = {"blocks.0.attn.qkv.weight": torch.Size((18 * SPEC.head_dim, 768))}
     MuonConfig().check(shapes, SPEC)
-    grouped = replace(SPEC, num_heads=12, query_groups=3)
+    grouped = replace(SPEC, num_heads=12, num_key_value_heads=3)
     with pytest.raises(UserError, match=r"not \[heads, 3, 64\]"):
         MuonConfig().check(shapes, grouped)
     MuonConfig(fused_qkv=()).check(shapes, grouped)

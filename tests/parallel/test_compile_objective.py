@@ -17,14 +17,22 @@ from titan_dit.data.base import Batch
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.sections import DDPMConfig, RectifiedFlowConfig
 from titan_dit.execution.base import by_name, scored
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel.compile import compile_function, compile_prepare, compile_score, num_graphs
 from titan_dit.rng import SampleRNG
 
 ENABLED = CompileConfig(enabled=True)
 CPU = torch.device("cpu")
-MODEL = DiTConfig(hidden=8, layers=1, heads=2, patch=2, latent_size=6, channels=3, num_classes=10)
+MODEL = DiTConfig(
+    hidden_size=8,
+    num_layers=1,
+    num_heads=2,
+    patch_size=2,
+    latent_size=6,
+    in_channels=3,
+    num_classes=10,
+)
 PATHS = {
     "rectified flow": RectifiedFlowConfig(shift=3.0),
     "ddpm": DDPMConfig(min_snr_gamma=5.0),

@@ -9,7 +9,7 @@ from commands import ROOT
 from harness import on_ranks
 from tiny import assert_same_gradients, graphs_alone, inputs_of, randomize, tiny_config
 
-from titan_dit.config.layout import CompileConfig, RematConfig
+from titan_dit.config.layout import ActivationCheckpointConfig, CompileConfig
 from titan_dit.parallel import remat
 from titan_dit.parallel.compile import compile_blocks
 
@@ -25,7 +25,7 @@ def gradients(mode, qk_norm=False, change=None, compiled=False, dtype=torch.floa
     randomize(dict(model.named_parameters()))
     model.to(dtype)
     names = list(dict(model.named_parameters()))
-    remat.apply(model, RematConfig(mode=mode))
+    remat.apply(model, ActivationCheckpointConfig(mode=mode))
     assert list(dict(model.named_parameters())) == names
     if change:
         change(model)
@@ -61,7 +61,7 @@ def forwards(mode):
             block.attn.attend = attend
         # Again, around the counting function.
         if mode == "attention":
-            remat.apply(model, RematConfig(mode=mode))
+            remat.apply(model, ActivationCheckpointConfig(mode=mode))
 
     gradients(mode, change=change)
     return counts["attention"] / 3, counts["up"] / 3

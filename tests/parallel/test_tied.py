@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from titan_dit.config.section import UserError
 from titan_dit.dry_run.fake_step import fake_world
 from titan_dit.models.base import Model
-from titan_dit.models.gpt import GPTConfig
+from titan_dit.models.gpt_config import GPTConfig
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.parallel.plans import gpt
 from titan_dit.parallel.tensor import check_tied
@@ -96,14 +96,23 @@ def test_only_a_stage_without_the_owner_has_copies():
 
 
 def test_a_plan_that_shards_the_two_ends_differently_is_refused():
-    keys = {"hidden": 8, "layers": 1, "heads": 2, "vocabulary": 100, "sequence_length": 4}
+    keys = {
+        "hidden_size": 8,
+        "num_layers": 1,
+        "num_heads": 2,
+        "vocab_size": 100,
+        "sequence_length": 4,
+    }
     plan = gpt.plan(sequence_parallel=False)
     by_columns = replace(plan, head={**plan.head, "out": RowwiseParallel()})
     one_end = replace(plan, embed={})
     with fake_world(0, 2):
         mesh = Mesh(AxisSizes(tp=2), "cpu").axis("tp")
         with torch.device("meta"):
-            model, untied = GPTConfig(**keys).build(), GPTConfig(tied=False, **keys).build()
+            model, untied = (
+                GPTConfig(**keys).build(),
+                GPTConfig(tie_word_embeddings=False, **keys).build(),
+            )
         check_tied(model, mesh, plan)
         check_tied(untied, mesh, by_columns)
         assert model.head.out.weight is model.embed.token.weight  # Only a copy was sharded.

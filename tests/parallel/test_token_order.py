@@ -43,7 +43,7 @@ LOCAL = MICROBATCH * TOKENS // TP * HIDDEN
 
 def copies_of_a_step(layers, **sections):
     """Copies as large as a rank's tokens, in two microbatches on one of two fake ranks."""
-    model = {"hidden": HIDDEN, "layers": layers, "heads": 2, "latent_size": 32}
+    model = {"hidden_size": HIDDEN, "num_layers": layers, "num_heads": 2, "latent_size": 32}
     training = {"global_batch_size": 2 * MICROBATCH, "microbatch_size": MICROBATCH}
     config = tiny_config(model=model, parallel={"tp": TP}, training=training, **sections)
     with fake_world(0, TP), unchecked():

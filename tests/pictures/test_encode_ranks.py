@@ -74,7 +74,7 @@ def config_of(root, folder, **sections):
     return tiny_config(
         job={"dir": str(folder)},
         data={"name": "latents", "path": str(root / "one" / "set")},
-        model={"latent_size": 4, "channels": 2, "num_classes": 3},
+        model={"latent_size": 4, "in_channels": 2, "num_classes": 3},
         checkpoint={"every": 2},
         **({"training": {"steps": 2}} | vae | sections),
     )
@@ -107,7 +107,7 @@ def trained(world, root):
     wrong = {"every": 2, "steps": 2, "vae": other}
     sampling = config_of(root, root / "run2", sampling=wrong)
     assert "[sampling] vae" in refused(lambda: Trainer(sampling, world))
-    # The scores of [evaluation] are of the run's own autoencoder, with previews or without.
+    # The scores of [fid] are of the run's own autoencoder, with previews or without.
     np.savez(root / "real.npz", arr_0=found)
     scored = {"every": 2, "reference": str(root / "real.npz"), "features": "efficientnet:32"}
     sampling = {"sampling": wrong | {"every": 0}, "evaluation": scored}

@@ -53,7 +53,7 @@ def folder(tmp_path_factory):
 
     alone(*ENCODE, "--out", "one/set")
     flags = ("--data.name", "latents", "--data.path", "one/set", "--sampling.every", 0)
-    flags += ("--model.latent_size", 4, "--model.channels", 2, "--model.num_classes", 3)
+    flags += ("--model.latent_size", 4, "--model.in_channels", 2, "--model.num_classes", 3)
     flags += ("--training.steps", 2, "--metrics.tensorboard", "false")
     done = train(*flags, cwd=folder)
     assert done.returncode == 0, done.stderr

@@ -3,9 +3,9 @@
 from titan_dit.planner.work import AttentionCall, Counts, Message, Part, Product, Work
 
 AGAIN = {"none": 0.0, "attention": 0.1, "selective": 0.3, "full": 1.0}
-"""[remat] mode -> share of forward that backward repeats."""
+"""[activation_checkpoint] mode -> share of forward that backward repeats."""
 KEPT = {"none": 40.0, "attention": 38.0, "selective": 20.0, "full": 2.0}
-"""[remat] mode -> bytes per token and channel."""
+"""[activation_checkpoint] mode -> bytes per token and channel."""
 NOTHING = Work()
 
 
@@ -45,7 +45,7 @@ def counts_of(plan):
             kernels=10 * times,
         )
 
-    mode = plan.remat.mode
+    mode = plan.activation_checkpoint.mode
     parameters = 12 * hidden * hidden / sizes.tp
     block = Part(
         forward=passed(1.0, backward=False),

@@ -17,7 +17,7 @@ FLOAT8 = {"bf16": 100.0, "float8": 200.0}
 
 
 def tiny(**sections):
-    given = {"model": {"layers": 4, "latent_size": 32}, "precision": {"dtype": "bf16"}}
+    given = {"model": {"num_layers": 4, "latent_size": 32}, "precision": {"dtype": "bf16"}}
     for section, table in sections.items():
         given[section] = {**given.get(section, {}), **table}
     return tiny_config(**given)
@@ -111,7 +111,7 @@ def test_a_schedule_has_only_numbers_of_microbatches_that_it_runs(space, found):
         ("parallel.dp_shard", {"parallel": {"dp_shard": 2}}, "dp_shard", 2),
         ("pipeline.schedule", {"pipeline": {"schedule": "gpipe"}}, "schedule", "gpipe"),
         ("training.microbatch_size", {"training": {"microbatch_size": 4}}, "microbatch_size", 4),
-        ("remat.mode", {"remat": {"mode": "full"}}, "mode", "full"),
+        ("activation_checkpoint.mode", {"activation_checkpoint": {"mode": "full"}}, "mode", "full"),
     ],
 )
 def test_a_fixed_key_keeps_its_value(fixed, sections, field, value):
@@ -148,7 +148,7 @@ def test_tp_stays_inside_a_node_unless_it_is_fixed():
     assert {one.tp for one in across} == {4}
     # Two nodes of 6: the second of three groups of 4 has ranks on both.
     odd = easy(gpus_per_node=6, inner_gb_per_s={2: 50.0})
-    model = {"heads": 4, "hidden": 64}
+    model = {"num_heads": 4, "hidden_size": 64}
     assert {one.tp for one in Space(tiny(model=model), 12, odd)} == {1, 2}
     fixed = Space(tiny(model=model, parallel={"tp": 4}), 12, odd, ["parallel.tp"])
     assert {one.tp for one in fixed} == {4}
@@ -174,7 +174,7 @@ def test_flags_turn_the_config_into_the_layout(space, found):
     flags = space.flags(candidate)
     assert "--parallel.tp 2" in flags
     assert "--parallel.pp 2" in flags
-    assert "--remat.mode full" in flags
+    assert "--activation_checkpoint.mode full" in flags
     assert len(KEYS) == len(candidate)
 
 

@@ -136,7 +136,7 @@ def test_nothing_that_fits_after_all_is_an_error_that_names_more_gpus():
 
 def test_a_layout_that_does_not_fit_after_all_leaves_its_mesh_to_another():
     config = tiny_config(
-        model={"hidden": 64, "heads": 4, "layers": 4, "latent_size": 64},
+        model={"hidden_size": 64, "num_heads": 4, "num_layers": 4, "latent_size": 64},
         training={"global_batch_size": 8},
     )
     space, model = Space(config, 4, DEVICE), CostModel(counts=counts_of)
@@ -159,7 +159,7 @@ def test_a_layout_that_does_not_fit_after_all_leaves_its_mesh_to_another():
 
 def test_where_no_fake_step_fits_the_search_ends_after_a_few_rounds():
     config = tiny_config(
-        model={"hidden": 64, "heads": 4, "layers": 4, "latent_size": 64},
+        model={"hidden_size": 64, "num_heads": 4, "num_layers": 4, "latent_size": 64},
         training={"global_batch_size": 8},
     )
     space, rounds, steps = Space(config, 4, DEVICE), [], []

@@ -108,7 +108,7 @@ def counted_flops(config):
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_products_are_those_that_a_step_computes_and_computes_again(mode):
-    config = gpt_config(**BF16, remat={"mode": mode})
+    config = gpt_config(**BF16, activation_checkpoint={"mode": mode})
     work = whole(run(counts, config), 3, "forward", "backward", "update")
     found = sum(n * product.flops for product, n in work.products.items())
     assert found == run(counted_flops, config)
@@ -142,7 +142,11 @@ SENDING = [
 @pytest.mark.parametrize(("name", "mode", "sizes"), SENDING)
 def test_messages_are_those_of_a_dry_run(name, mode, sizes):
     """To the byte. Two data ranks: one would share its groups with tp or cp."""
-    changes = {"parallel": {"dp_shard": 2, **sizes}, "remat": {"mode": mode}, **BF16}
+    changes = {
+        "parallel": {"dp_shard": 2, **sizes},
+        "activation_checkpoint": {"mode": mode},
+        **BF16,
+    }
     make = {"dit": tiny_config, "gpt": gpt_config, "bert": bert_config}[name]
     config = make(model={"layers": 2}, training={"microbatch_size": 2}, **changes)
     world = 2 * sizes.get("tp", 1) * sizes.get("cp", 1)
@@ -212,7 +216,7 @@ def test_products_in_bf16_are_not_cast():
 
 def on_device(device):
     """In float8 on a device: a block's linears of DiT-XL, and the formats of their products."""
-    shape = {"hidden": 1152, "heads": 16, "latent_size": 64, "layers": 1}
+    shape = {"hidden_size": 1152, "num_heads": 16, "latent_size": 64, "num_layers": 1}
     precision = {"dtype": "bf16", "float8": "tensorwise"}
     config = tiny_config(model=shape, precision=precision, training={"global_batch_size": 32})
     plan = replace(resolve(config, 1), device=device)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import limits
 
 H, TOKENS, B = 128, 256, 4
-DIT = {"hidden": H, "heads": 8, "latent_size": 32, "layers": 3}
+DIT = {"hidden_size": H, "num_heads": 8, "latent_size": 32, "num_layers": 3}
 """Its tokens are many beside its vectors of one sample."""
 
 
@@ -52,7 +52,10 @@ def test_blocks_move_what_was_counted_by_hand(ratio):
 
 
 def test_selective_recomputation_moves_what_it_computes_again():
-    again, plain = (run(counts, dit(remat={"mode": mode})).block for mode in ("selective", "none"))
+    again, plain = (
+        run(counts, dit(activation_checkpoint={"mode": mode})).block
+        for mode in ("selective", "none")
+    )
     # Eager, 3 h of the last gate more than needed: it has run when torch's checkpoint stops.
     for key, field, last in (("eager", "moved", 3), ("compiled", "fused", 0)):
         more = getattr(again.backward, field) - getattr(plain.backward, field)
@@ -116,7 +119,7 @@ MEMORY = [
 @pytest.mark.parametrize(("name", "mode", "dtype"), MEMORY)
 def test_what_parts_keep_and_use_adds_up_to_the_dry_runs_peak(name, mode, dtype):
     """One rank and microbatch, as the docstrings of `Part` say."""
-    sections = {"remat": {"mode": mode}, "precision": {"dtype": dtype}}
+    sections = {"activation_checkpoint": {"mode": mode}, "precision": {"dtype": dtype}}
     long = {"sequence_length": 256, "hidden": 64}
     config = dit(**sections) if name == "dit" else gpt_config(model=long, **sections)
     found, [rank] = run(counts, config), run(dry_run, config, 1).ranks

@@ -69,7 +69,7 @@ CASES = {
     "V of stages": (
         4,
         {
-            "model": {**EVEN, "layers": 5},
+            "model": {**EVEN, "num_layers": 5},
             "parallel": {"pp": 2},
             "pipeline": {"schedule": "zbv_zero_bubble"},
             "precision": {"dtype": "bf16"},

@@ -9,7 +9,7 @@ from titan_dit.planner.candidates import Candidate, Space
 from titan_dit.planner.counts import Derived, Rehearsals
 from titan_dit.planner.links import Network
 
-MODEL = {"hidden": 256, "heads": 8, "latent_size": 64, "channels": 4}
+MODEL = {"hidden_size": 256, "num_heads": 8, "latent_size": 64, "in_channels": 4}
 START = Candidate(1, 1, 8, 1, 1, "ring", True, "auto", "1f1b", 1, 4, "none", "off")
 DEVICE = hardware.device_of("h100")
 
@@ -26,7 +26,9 @@ def setting():
     asked = []
 
     def counting(plan):
-        asked.append((plan.sizes.tp, plan.sizes.cp, plan.remat.mode, plan.microbatch_size))
+        asked.append(
+            (plan.sizes.tp, plan.sizes.cp, plan.activation_checkpoint.mode, plan.microbatch_size)
+        )
         return exact(plan)
 
     return Space(config, 8, DEVICE), exact, Derived(counting), asked

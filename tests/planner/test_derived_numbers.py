@@ -18,7 +18,7 @@ NEAR = 0.01
 """Of a number, relative to the largest of the three parts."""
 TOKENS = {"sequence_length": 1024, "vocabulary": 512}
 GPT = {
-    "model": {"name": "gpt", "hidden": 256, "heads": 8, "layers": 2, **TOKENS},
+    "model": {"name": "gpt", "hidden_size": 256, "num_heads": 8, "num_layers": 2, **TOKENS},
     "objective": {"name": "next_token"},
     "data": {"name": "tokens", "paths": ["nowhere"], **TOKENS},
     "training": {"steps": 1, "global_batch_size": 64},
@@ -29,7 +29,7 @@ WORDS = {"sequence_length": 512, "vocabulary": 30522}
 WIDE = GPT | {"model": GPT["model"] | WORDS, "data": GPT["data"] | WORDS}
 WIDE |= {"training": {"steps": 1, "global_batch_size": 128}}
 DIT = {
-    "model": {"hidden": 256, "heads": 8, "latent_size": 64, "channels": 4},
+    "model": {"hidden_size": 256, "num_heads": 8, "latent_size": 64, "in_channels": 4},
     "data": {"name": "latents", "path": "nowhere"},
     "precision": {"dtype": "bf16"},
     "training": {"global_batch_size": 64},

@@ -1,4 +1,4 @@
-"""Counts of [remat] over slices, derived, against rehearsals of them."""
+"""Counts of [activation_checkpoint] over slices, derived, against rehearsals of them."""
 
 import pytest
 from tiny import tiny_config
@@ -14,7 +14,7 @@ MODES = "attention", "selective", "full"
 @pytest.fixture(scope="module")
 def setting():
     config = tiny_config(
-        model={"hidden": 256, "heads": 8, "latent_size": 64, "channels": 4},
+        model={"hidden_size": 256, "num_heads": 8, "latent_size": 64, "in_channels": 4},
         data={"name": "latents", "path": "nowhere"},
         precision={"dtype": "bf16"},
         training={"global_batch_size": 64},

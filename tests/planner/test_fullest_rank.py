@@ -15,7 +15,7 @@ SCHEDULES = {"1f1b": 1, "gpipe": 1, "interleaved_1f1b": 2, "zbv_zero_bubble": 2,
 @pytest.mark.parametrize("layers", [16, 21])
 def test_ranks_that_an_earlier_one_exceeds_do_not_change_the_highest(schedule, layers, monkeypatch):
     config = tiny_config(
-        model={"hidden": 64, "heads": 4, "layers": layers, "latent_size": 64},
+        model={"hidden_size": 64, "num_heads": 4, "num_layers": layers, "latent_size": 64},
         training={"global_batch_size": 32},
     )
     candidate = Candidate(

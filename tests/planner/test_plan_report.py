@@ -32,7 +32,7 @@ def no_fake_step(plan, rank):
 
 def choice_of(gpus, fixed, device=DEVICE, **parallel):
     config = tiny_config(
-        model={"hidden": 64, "heads": 4, "layers": 4, "latent_size": 64},
+        model={"hidden_size": 64, "num_heads": 4, "num_layers": 4, "latent_size": 64},
         training={"global_batch_size": 24, "steps": 10},
         parallel=parallel,
     )

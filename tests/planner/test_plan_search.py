@@ -201,7 +201,9 @@ def test_few_splits_are_rehearsed_to_rule_out_the_others():
     space, asked = space_of(), set()
 
     def counts(plan):
-        asked.add((plan.sizes.tp, plan.sizes.cp, plan.remat.mode, plan.precision.float8))
+        asked.add(
+            (plan.sizes.tp, plan.sizes.cp, plan.activation_checkpoint.mode, plan.precision.float8)
+        )
         return counts_of(plan)
 
     Search(space, DEVICE, CostModel(counts=counts)).run(top=1)

@@ -58,7 +58,7 @@ def counts(embed=None, block=None, head=None, stream=0.0, tied=0.0):
 
 
 def plan_of(world=1, model=DIT, samples=16, size=4, **sections):
-    layers = {"model": {"layers": 8}}
+    layers = {"model": {"num_layers": 8}}
     batch = {"training": {"global_batch_size": samples, "microbatch_size": size}}
     config = config_file.build(tables(model, **layers, **batch, **sections), catalog.variant)
     return resolve(config, world)

@@ -4,18 +4,27 @@ import pytest
 from test_planner_memory_steps import DIT, GPT, parallel, pipeline, remat, tables
 from whole_steps import comparing
 
-XL = {**DIT, "model": {**DIT["model"], "hidden": 1152, "layers": 8, "heads": 16, "latent_size": 64}}
+XL = {
+    **DIT,
+    "model": {
+        **DIT["model"],
+        "hidden_size": 1152,
+        "num_layers": 8,
+        "num_heads": 16,
+        "latent_size": 64,
+    },
+}
 WIDE = {
     **GPT,
     "model": {
         **GPT["model"],
-        "hidden": 1536,
-        "layers": 8,
-        "heads": 16,
-        "vocabulary": 50257,
+        "hidden_size": 1536,
+        "num_layers": 8,
+        "num_heads": 16,
+        "vocab_size": 50257,
         "sequence_length": 2048,
     },
-    "data": {**GPT["data"], "vocabulary": 50257, "sequence_length": 2048},
+    "data": {**GPT["data"], "vocab_size": 50257, "sequence_length": 2048},
 }
 
 
@@ -115,7 +124,7 @@ LAYOUTS = {
     ),
     "gpt, tp 2 x dp 2, float8": (WIDE, 4, batch(8, 2), float8("tensorwise"), parallel(tp=2)),
     "gpt, 1f1b 4 x dp 8, fp16, recomputed": (
-        {**WIDE, "model": {**WIDE["model"], "layers": 16}},
+        {**WIDE, "model": {**WIDE["model"], "num_layers": 16}},
         32,
         batch(512, 2),
         pipeline(4, "1f1b"),

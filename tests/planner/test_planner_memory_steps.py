@@ -6,12 +6,12 @@ from whole_steps import comparing
 DIT = {
     "model": {
         "name": "dit",
-        "hidden": 128,
-        "layers": 4,
-        "heads": 8,
-        "patch": 2,
+        "hidden_size": 128,
+        "num_layers": 4,
+        "num_heads": 8,
+        "patch_size": 2,
         "latent_size": 32,
-        "channels": 1,
+        "in_channels": 1,
         "num_classes": 10,
     },
     "objective": {"name": "rectified_flow", "label_dropout": 0.25},
@@ -22,14 +22,14 @@ DIT = {
 GPT = {
     "model": {
         "name": "gpt",
-        "hidden": 128,
-        "layers": 4,
-        "heads": 4,
-        "vocabulary": 2000,
+        "hidden_size": 128,
+        "num_layers": 4,
+        "num_heads": 4,
+        "vocab_size": 2000,
         "sequence_length": 256,
     },
     "objective": {"name": "next_token"},
-    "data": {"name": "tokens", "paths": [], "vocabulary": 2000, "sequence_length": 256},
+    "data": {"name": "tokens", "paths": [], "vocab_size": 2000, "sequence_length": 256},
     "training": {"steps": 4, "global_batch_size": 16, "microbatch_size": 4},
     "ema": {"decays": []},
 }
@@ -59,7 +59,7 @@ def pipeline(pp, schedule, stages=1, **sizes):
 
 
 def remat(mode):
-    return {"remat": {"mode": mode}}
+    return {"activation_checkpoint": {"mode": mode}}
 
 
 SHORT = {

@@ -82,13 +82,15 @@ def test_full_shared_memory_ends_the_run_at_once(disk):
     latents, labels = torch.zeros(32, 4, 128, 128).half(), torch.arange(32) % 10
     folder = disk.parent / "latents"
     write_shards(folder, latents, labels, num_classes=10, source="x")
-    flags = ["--data.name", "latents", "--data.path", str(folder), "--data.workers", "2"]
-    flags += ["--model.latent_size", "128", "--model.channels", "4", "--model.patch", "16"]
+    flags = ["--data.name", "latents", "--data.path", str(folder), "--data.num_workers", "2"]
+    flags += ["--model.latent_size", "128", "--model.in_channels", "4", "--model.patch_size", "16"]
     flags += ["--training.global_batch_size", "32", "--training.steps", "2"]
     script = 'mount -t tmpfs -o size=1m none /dev/shm && "$@"; echo "code $?"'
     done = train(script, disk, *flags)
     assert done.stdout.endswith("code 1\n")
-    line = "error: [data] /dev/shm is full (1 MB): docker run --shm-size=8g, or --data.workers 0\n"
+    line = (
+        "error: [data] /dev/shm is full (1 MB): docker run --shm-size=8g, or --data.num_workers 0\n"
+    )
     assert done.stderr == line
 
 

@@ -8,13 +8,16 @@ from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.store import location
 from titan_dit.config import config_file
 from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
+from titan_dit.optim.adamw import AdamWConfig
+from titan_dit.optim.muon import MuonConfig
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer, optimizer_tensors
 from titan_dit.optim.sections import AdamWConfig, MuonConfig
 from titan_dit.recovery import resume
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-SPEC = DiTConfig(size="S/2", latent_size=32, channels=4, num_classes=10).spec()
+SPEC = DiTConfig(size="S/2", latent_size=32, in_channels=4, num_classes=10).spec()
 SHAPES = {"blocks.0.mlp.weight": (4, 3), "head.weight": (2, 3)}
 
 

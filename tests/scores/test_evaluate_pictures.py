@@ -1,4 +1,4 @@
-"""`evaluate --reference` and [evaluation]: the same scores from any number of ranks."""
+"""`evaluate --reference` and [fid]: the same scores from any number of ranks."""
 
 import dataclasses
 import hashlib
@@ -19,7 +19,7 @@ from titan_dit.commands import evaluate
 from titan_dit.commands.flags import EvaluateFlags
 from titan_dit.config.dotted_names import imported
 from titan_dit.config.section import UserError
-from titan_dit.config.training import EvaluationConfig, SamplingConfig
+from titan_dit.config.training import FIDConfig, SamplingConfig
 from titan_dit.data.latent_facts import VAEFacts
 from titan_dit.scores import pictures, score
 from titan_dit.scores.moments import Moments
@@ -68,7 +68,7 @@ def config(folder, reference="real.npz", **parallel):
         checkpoint={"every": 2},
         training={"steps": 2, "global_batch_size": 8},
         sampling={"steps": 2},
-        evaluation=every | {"metrics": ("fid", "prdc")},
+        fid=every | {"metrics": ("fid", "prdc")},
         parallel=parallel,
     )
 
@@ -258,7 +258,7 @@ def test_a_reference_of_other_classes_is_reported(folder, monkeypatch, capsys):
         section = dataclasses.replace(chosen.evaluation, reference=reference)
         open_evaluation(section, chosen.sampling, objective, torch.device("cpu"))
     [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("[evaluation] reference has other classes than [data] (90, 91, ")
+    assert line.startswith("[fid] reference has other classes than [data] (90, 91, ")
 
 
 def test_flags_that_cannot_work_are_one_line(folder, monkeypatch):
@@ -288,7 +288,7 @@ def test_flags_that_cannot_work_are_one_line(folder, monkeypatch):
     for given in ({"samples": "one.npz", "run": ""}, {}):
         with pytest.raises(UserError, match=rf"^--metrics {said}"):
             scored(metrics="fid,is", features=plain, **given)
-    asked = EvaluationConfig(reference="real.npz", features=plain, metrics=("fid", "is"))
+    asked = FIDConfig(reference="real.npz", features=plain, metrics=("fid", "is"))
     tables = config("x")
     facts = dataclasses.replace(tables.objective.example(tables.model)[0], value_range=(-1.0, 1.0))
     drawing = tables.objective.build(tables.model, facts)

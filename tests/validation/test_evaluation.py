@@ -1,10 +1,11 @@
-"""[evaluation]: samples that are no numbers are not scored."""
+"""[fid]: samples that are no numbers are not scored."""
 
 import pytest
 import torch
 
 from titan_dit.config.section import UserError
 from titan_dit.config.training import EvaluationConfig, SamplingConfig
+from titan_dit.config.training import FIDConfig, SamplingConfig
 from titan_dit.objectives.base import DataShare, Objective
 from titan_dit.scores.features import Features
 from titan_dit.scores.score import statistics_of
@@ -33,7 +34,7 @@ class Drawing(Objective):
 
 
 def scores(objective):
-    config = EvaluationConfig(every=1, reference="x", num=70, metrics=("fid",))
+    config = FIDConfig(every=1, reference="x", num=70, metrics=("fid",))
     network = Features("own", "0", lambda pictures: (pictures.flatten(1).float(), None))
     real = statistics_of(torch.rand(70, 12), None)
     chosen = evaluation.Evaluation(

@@ -266,7 +266,7 @@ def test_what_cannot_be_validated_on_is_refused(tmp_path):
 
 
 def test_a_key_of_an_older_format_is_read_under_its_name_of_today(monkeypatch):
-    monkeypatch.setitem(config_file.RENAMED, "training.accumulate", "microbatch_size")
+    monkeypatch.setitem(config_file.RENAMED, "training.accumulate", "training.microbatch_size")
     assert tiny_config(training={"accumulate": 4}).training.microbatch_size == 4
     written = {"objective": {"name": "ddpm", "schedule": "cosine"}}
     assert build_sections(written, variant)["objective"].noise_schedule == "cosine"

@@ -175,7 +175,7 @@ def with_kernel(plan: RunPlan, device: torch.device) -> RunPlan:
 
 def attention_kernel(plan: RunPlan, device: torch.device) -> str:
     """The kernel that attention runs, as a key or, on a CPU, as "matmuls"."""
-    if short_attention.suits(device.type, plan.precision, plan.remat, plan.compile):
+    if short_attention.suits(device.type, plan.precision, plan.activation_checkpoint, plan.compile):
         few = plan.spec.mask != "lengths" and plan.spec.num_tokens <= short_attention.MAX_TOKENS
         return "matmuls" if few else "flash"
     return attention.kernel_of(plan.precision.attention, attention_shape(plan, device))

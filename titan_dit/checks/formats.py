@@ -38,20 +38,20 @@ def check_compile(plan: RunPlan) -> None:
 
 def check_remat(plan: RunPlan) -> None:
     """Refuse modes that torch cannot run, or that would recompute a block several times."""
-    config, sizes = plan.remat, plan.sizes
+    config, sizes = plan.activation_checkpoint, plan.sizes
     if config.mode in ("selective", "full") and plan.splits_backward:
         # selective: "Trying to backward an extra time". full: correct, but each partial backward
         # (one for the inputs, one per linear layer) recomputes the whole forward.
         key, other = plan.what_splits
         raise UserError(
-            f'[remat] mode="{config.mode}" does not work with [pipeline] {key}: its backward is '
+            f'[activation_checkpoint] mode="{config.mode}" does not work with [pipeline] {key}: its backward is '
             "split, and torch would recompute a block for each part. "
             f'Set mode = "attention" or {other}.'
         )
     if config.mode in ("attention", "full") and plan.compile.enabled and sizes.tp > 1:
         # torch 2.13: "expected all tensors_saved_with_vc_check to be Tensors, got DeviceMesh".
         raise UserError(
-            f'[remat] mode="{config.mode}" does not work with [compile] enabled=true and '
+            f'[activation_checkpoint] mode="{config.mode}" does not work with [compile] enabled=true and '
             f"[parallel] tp={sizes.tp}: torch cannot compile the recomputed all-gather. "
             'Set mode = "selective" or [compile] enabled = false.'
         )
@@ -114,9 +114,9 @@ def check_transformer_engine(plan: RunPlan) -> None:
             f"[precision] float8={float8} does not work with [compile] enabled=true: Transformer "
             'Engine\'s layers break the graph. Set enabled = false or float8 = "tensorwise".'
         )
-    if plan.remat.mode in ("selective", "full"):
+    if plan.activation_checkpoint.mode in ("selective", "full"):
         raise UserError(
-            f"[precision] float8={float8} does not work with [remat] mode={show(plan.remat.mode)}:"
+            f"[precision] float8={float8} does not work with [activation_checkpoint] mode={show(plan.activation_checkpoint.mode)}:"
             " a recomputed forward would record every amax twice. "
             'Set mode = "attention" or "none", or float8 = "tensorwise".'
         )

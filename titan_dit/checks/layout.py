@@ -161,11 +161,11 @@ def check_tensor(plan: RunPlan) -> None:
             f"the model {show(plan.model_name)} has {len(model_spec.stream)}: "
             f"{', '.join(model_spec.stream)}."
         )
-    heads, groups = model_spec.num_heads, model_spec.query_groups or model_spec.num_heads
+    heads, groups = model_spec.num_heads, model_spec.num_key_value_heads or model_spec.num_heads
     if heads % groups:
         raise UserError(
-            f"[model] query_groups={groups} does not divide heads={heads}. "
-            f"Set query_groups = {largest_divisor(heads, below=groups)}, or 0 for one per head."
+            f"[model] num_key_value_heads={groups} does not divide num_heads={heads}. "
+            f"Set num_key_value_heads = {largest_divisor(heads, below=groups)}, or leave it out."
         )
     shards = {"heads": heads, "query groups": groups, "MLP width": model_spec.ffn}
     for what, count in shards.items():

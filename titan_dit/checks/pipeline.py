@@ -123,7 +123,7 @@ def order_hint(plan: RunPlan) -> str | None:
 def check_transport(pipeline: PipelineConfig) -> None:
     """Refuse both keys unless order="run_time", and `network` unless the transport is nixl."""
     keys = {"transport": pipeline.transport, "network": pipeline.network}
-    defaults = {"transport": "auto", "network": ""}
+    defaults = {"transport": "auto", "network": None}
     set_keys = {key: value for key, value in keys.items() if value != defaults[key]}
     if set_keys and pipeline.order != "run_time":
         shown = ", ".join(f"{key}={show(value)}" for key, value in set_keys.items())
@@ -134,7 +134,7 @@ def check_transport(pipeline: PipelineConfig) -> None:
     if pipeline.network and pipeline.transport not in ("auto", "nixl"):
         raise UserError(
             f"[pipeline] network={show(pipeline.network)} is for nixl, but transport="
-            f'{show(pipeline.transport)}. Set transport = "nixl", or network = "".'
+            f'{show(pipeline.transport)}. Set transport = "nixl", or leave network out.'
         )
 
 
@@ -151,7 +151,7 @@ def check_transport_of_host(pipeline: PipelineConfig) -> None:
     if not has_nixl:
         raise UserError(
             f"[pipeline] network={show(pipeline.network)} is for nixl, which is not installed. "
-            f'Run {install}, or set network = "".'
+            f"Run {install}, or leave network out."
         )
     names = [name for _, name in socket.if_nameindex()]  # Also those without an IPv4 address.
     if pipeline.network not in names and address_of(pipeline.network) is None:

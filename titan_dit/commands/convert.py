@@ -40,7 +40,7 @@ from titan_dit.interop.original_dit import SCALE, Original
 from titan_dit.interop.tensor_file import OnDemand, dtypes, numel, writing
 from titan_dit.models import lora
 from titan_dit.models.base import ModelConfig
-from titan_dit.models.dit import DiTConfig
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.observe import console
 from titan_dit.pictures import autoencoder
 from titan_dit.recovery.initial_weights import names_in
@@ -222,7 +222,7 @@ def class_names(labels: Any) -> tuple[str, ...]:
 
 def objective_of_pipeline(whole: bool, source: Path, found: DiffusersDiT) -> dict[str, Any]:
     """The [objective] table: a pipeline's by its scheduler; else DDPM, as released weights."""
-    learn_sigma = found.output_channels == 2 * found.config.channels
+    learn_sigma = found.output_channels == 2 * found.config.in_channels
     if not whole:
         return {"name": "ddpm", "learn_sigma": learn_sigma}
     scheduler = hugging_face.read_json(source / "scheduler" / diffusers_dit.SCHEDULER)
@@ -334,10 +334,10 @@ def read_language_model(source: Path, target: Path) -> None:
     facts, _ = objective.example(model)
     given = {ours: config.get(theirs) for theirs, ours in family.special.items()}
     own = {f.name for f in fields(facts)}
-    ids = {k: v for k, v in given.items() if k in own and type(v) is int and v < model.vocabulary}
+    ids = {k: v for k, v in given.items() if k in own and type(v) is int and v < model.vocab_size}
     facts = replace(facts, tokenizer=named, **ids)
     # A checkpoint needs the section; the dataset of imported weights is unknown.
-    sizes = {key: getattr(model, key) for key in ("sequence_length", "vocabulary")}
+    sizes = {key: getattr(model, key) for key in ("sequence_length", "vocab_size")}
     name = "sentence_pairs" if isinstance(facts, PairFacts) else "tokens"
     data = {"name": name, "paths": (), "tokenizer": named, **sizes}
     tokenizer = tokenizer_in(files)
@@ -429,7 +429,7 @@ def say_tokenizer(files: Mapping[str, Path]) -> None:
 
 def described(model: ModelConfig, ours: Mapping[str, Tensor]) -> str:
     """Describe a network in one line."""
-    keys = ("hidden", "layers", "heads", "vocabulary", "sequence_length")
+    keys = ("hidden_size", "num_layers", "num_heads", "vocab_size", "sequence_length")
     sizes = ", ".join(f"{key} {getattr(model, key)}" for key in keys)
     return f"{sizes}; {numel(ours):,} parameters"
 
@@ -584,7 +584,7 @@ def metadata_of(original: Original, objective: Mapping[str, Any]) -> dict[str, s
         "format": "pt",
         "input_size": str(config.latent_size),
         "patch_size": str(patch),
-        "in_channels": str(config.channels),
+        "in_channels": str(config.in_channels),
         "hidden_size": str(hidden),
         "depth": str(layers),
         "num_heads": str(heads),
@@ -601,7 +601,7 @@ def describe(original: Original, tensors: OnDemand) -> str:
     size = name or "hidden {}, layers {}, heads {}, patch {}".format(*config.shape)
     sigma = "learned sigma" if original.learn_sigma else "no learned sigma"
     return (
-        f"{size}, {numel(tensors):,} parameters, {config.channels}x{config.latent_size}x"
+        f"{size}, {numel(tensors):,} parameters, {config.in_channels}x{config.latent_size}x"
         f"{config.latent_size}, {config.num_classes} classes, {sigma}"
     )
 

@@ -41,7 +41,7 @@ from titan_dit.config.section import (
     hints_of,
 )
 from titan_dit.data.tokenizing.chunks import Limits
-from titan_dit.models.dit_sizes import SIZES
+from titan_dit.models.dit_config import SIZES
 
 NAMES: tuple[str, ...] = get_args(hints_of(PrecisionConfig)["attention"])
 """Values of [precision] attention."""

@@ -124,7 +124,7 @@ def main(options: ReplayFlags) -> None:
     tables = config_file.of_run(run / CONFIG)
     dotted_names.check_trusted(tables, f"--run {run}", options.trust)
     config = config_file.build(tables, catalog.variant)
-    is_shown = check_taken(run, options.step, config.metrics.every, config.training.steps)
+    is_shown = check_taken(run, options.step, config.metrics.every, config.training.num_steps)
     saved = tables_of(run, options.step)
     # A run of before the key `objective` compiled only its blocks.
     compiled = CompileConfig(**{"objective": False} | saved.get("compile", {}))

@@ -56,7 +56,7 @@ def main(run: TrainedModel, objective: NextToken, flags: TextFlags) -> None:
     progress = ProgressLine(num * flags.length, "tokens")
     for numbers in torch.split(torch.arange(num), size):
         report = partial(report_tokens, progress, len(texts) * flags.length, len(numbers))
-        drawn = writer.extend(prompt, numbers, flags.seed, flags, end, report)
+        drawn = writer.extend(prompt, numbers, flags.seed, flags, flags.length, end, report)
         texts += [text_drawing.written(ids, len(prompt), codec, end) for ids in drawn.tolist()]
     progress.end()
     text = text_drawing.titled(texts)

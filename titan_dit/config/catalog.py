@@ -20,9 +20,9 @@ if TYPE_CHECKING:  # Reading a config must not import torch.
 
 SECTIONS = {
     "model": {
-        "bert": "titan_dit.models.bert:BERTConfig",
-        "dit": "titan_dit.models.dit:DiTConfig",
-        "gpt": "titan_dit.models.gpt:GPTConfig",
+        "bert": "titan_dit.models.bert_config:BERTConfig",
+        "dit": "titan_dit.models.dit_config:DiTConfig",
+        "gpt": "titan_dit.models.gpt_config:GPTConfig",
     },
     "objective": {
         "ddpm": "titan_dit.diffusion.sections:DDPMConfig",
@@ -44,17 +44,6 @@ SECTIONS = {
     },
 }
 """Section -> name -> its dataclass."""
-
-KEYS = {
-    "model": {
-        "bert": "titan_dit.models.bert_sizes:BERTSizes",
-        "dit": "titan_dit.models.dit_sizes:DiTSizes",
-        "gpt": "titan_dit.models.gpt_sizes:GPTSizes",
-    },
-}
-"""Section -> name -> the base class of its dataclass with the keys, for a `--help` without torch.
-
-Optional: for a name without a row `--help` imports the dataclass itself."""
 
 SCHEDULES = {
     "gpipe": "titan_dit.schedules.looped:GPIPE",
@@ -84,7 +73,7 @@ LR_DECAYS = {
     name: f"titan_dit.optim.lr_schedule:{name}"
     for name in ("constant", "linear", "cosine", "wsd", "inverse_square_root")
 }
-"""Decays of the learning rate after warm-up, by [lr_schedule] decay."""
+"""Decays of the learning rate after warm-up, by [lr_scheduler] decay."""
 
 TENSOR_PLANS = {
     "bert": "titan_dit.parallel.plans.bert:plan",
@@ -127,14 +116,6 @@ def variant(section: str, name: str) -> type[Section]:
             )
     kind: type[Section] = found
     return kind
-
-
-def keys(section: str, name: str) -> type[Section]:
-    """The class with the keys of [section] for `name`: from `KEYS`, else from `SECTIONS`."""
-    if name not in KEYS.get(section, {}):
-        return variant(section, name)
-    found: type[Section] = dotted_names.look_up(KEYS[section], f"[{section}] name", name)
-    return found
 
 
 def tensor_plan(model: ModelConfig, chosen: str) -> Callable[[bool], TensorPlan] | None:

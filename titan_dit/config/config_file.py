@@ -7,7 +7,8 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from titan_dit.config import did_you_mean, dotted_names, flags, toml_text
 from titan_dit.config.catalog import DEFAULT_NAMES, SECTIONS
@@ -31,18 +32,59 @@ PACKAGE = Path(__file__).resolve().parent.parent
 INSTALLED = PACKAGE / "train_configs"
 CONFIG_DIR = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent / "train_configs"
 CHOSEN_BY_NAME = ("model", "objective", "data", "optimizer")
-FORMAT = 4
+FORMAT = 5
 """Format number of config.toml and of a checkpoint's config; the first format had none."""
 BEFORE_FORMAT_4 = {"data_order": "sort", "initial_weights": "generator"}
 """Keys of [job] that older formats lack, and what their runs did."""
-RENAMED = {"objective.schedule": "noise_schedule"}
-"""Renamed keys of older formats: "section.old" -> new."""
+RENAMED = {
+    "evaluation": "fid",
+    "lr_schedule": "lr_scheduler",
+    "remat": "activation_checkpoint",
+    "data.short_share": "data.short_seq_prob",
+    "data.vocabulary": "data.vocab_size",
+    "data.workers": "data.num_workers",
+    "model.channels": "model.in_channels",
+    "model.ffn": "model.intermediate_size",
+    "model.heads": "model.num_heads",
+    "model.hidden": "model.hidden_size",
+    "model.layers": "model.num_layers",
+    "model.patch": "model.patch_size",
+    "model.positions": "model.position_embedding_type",
+    "model.query_groups": "model.num_key_value_heads",
+    "model.rotary_base": "model.rope_theta",
+    "model.tied": "model.tie_word_embeddings",
+    "model.vocabulary": "model.vocab_size",
+    "objective.schedule": "objective.noise_schedule",
+    "sampling.length": "generation.max_new_tokens",
+    "sampling.prompt": "generation.prompt",
+    "sampling.temperature": "generation.temperature",
+    "sampling.top_k": "generation.top_k",
+    "sampling.top_p": "generation.top_p",
+}
+"""Sections and keys of older formats: "section" or "section.key" -> what it is called now.
+
+Configs, records and flags may have either; `--help` shows the new ones alone. A key keeps its old
+name in a class of the user's that declares it."""
+ZERO_WAS_UNSET = frozenset(
+    {
+        "model.intermediate_size",
+        "model.num_key_value_heads",
+        "parallel.blocks_per_fsdp_unit",
+        "parallel.prefetch",
+        "precision.loss_scale",
+        "training.epochs",
+        "training.steps",
+        "validation.samples",
+    }
+)
+"""Keys whose 0 meant "not set" up to format 4. A text that was not set was "" (`conform`)."""
 PROTOCOLS = ("ModelConfig", "ObjectiveConfig", "DataConfig", "OptimizerConfig")
 
 
 def load(arguments: Sequence[str], variant: Variant) -> JobConfig:
     """Read `--config FILE` and its overrides `--section.key value`."""
-    config_name, given = flags.split(arguments, (*plain_sections(), *CHOSEN_BY_NAME))
+    sections = (*plain_sections(), *CHOSEN_BY_NAME, *(old for old in RENAMED if "." not in old))
+    config_name, given = flags.split(arguments, sections)
     config_path = find_config(config_name)
     tables = overridden(read_toml(config_path), given, variant)
     tables.setdefault("job", {}).setdefault("name", config_path.stem)
@@ -53,25 +95,31 @@ def load(arguments: Sequence[str], variant: Variant) -> JobConfig:
 
 def overridden(tables: Tables, given: dict[str, list[str]], variant: Variant) -> Tables:
     """Set the keys of flags in the tables. `given`: "section.key" -> words of the flag."""
+    tables = in_new_sections(tables)
     for section in CHOSEN_BY_NAME:
         # First: the name decides the section's other keys.
         if chosen := given.pop(f"{section}.name", None):
             tables[section] = renamed(section, tables.get(section, {}), " ".join(chosen), variant)
+    by_section: dict[str, dict[str, list[str]]] = {}
     for key, texts in given.items():
-        section, dot, name = key.partition(".")
+        section, dot, name = new_path(key).partition(".")
         if not dot or not section:
             form = "flags have the form --section.key value, as in the TOML."
             hint = did_you_mean.for_flag(name or section, known_keys(tables, variant))
             raise UserError(f"--{key}: {form}{hint}")
-        kind = section_type(section, {section: {name: texts}} | tables, variant)
+        by_section.setdefault(section, {})[name] = texts
+    for section, written in by_section.items():
+        kind = section_type(section, {section: written} | tables, variant)
         hints = hints_of(kind)
-        (name,) = renamed_keys(section, {name: None}, hints)
-        if name not in hints:
-            raise unknown_key(section, name, tables, variant)
-        for rival in kind.replaces.get(name, ()):
-            if f"{section}.{rival}" not in given:
-                tables.get(section, {}).pop(rival, None)
-        tables.setdefault(section, {})[name] = flags.value_of(texts, hints[name])
+        table = tables[section] = renamed_keys(section, tables.get(section, {}), hints)
+        words = renamed_keys(section, written, hints)
+        for name, texts in words.items():
+            if name not in hints:
+                raise unknown_key(section, name, tables, variant)
+            for rival in kind.replaces.get(name, ()):
+                if rival not in words:
+                    table.pop(rival, None)
+            table[name] = flags.value_of(texts, hints[name])
     return tables
 
 
@@ -148,10 +196,31 @@ def of_run(path: Path) -> Tables:
 
 
 def of_format(number: int, tables: Tables) -> Tables:
-    """Tables of an older format with the keys of [job] that it lacks."""
+    """Tables of an older format in today's sections, with the keys of [job] that it lacks."""
+    tables = in_new_sections(tables)
     if number >= 4:
         return tables
     return tables | {"job": BEFORE_FORMAT_4 | tables.get("job", {})}
+
+
+def new_path(path: str) -> str:
+    """Today's "section.key" of one whose section has been renamed, or that has changed section."""
+    section, dot, key = path.partition(".")
+    moved = RENAMED.get(path, path)
+    if moved.partition(".")[0] != section:
+        return moved
+    return f"{RENAMED.get(section, section)}{dot}{key}"
+
+
+def in_new_sections(tables: Mapping[str, Mapping[str, Any]]) -> Tables:
+    """Tables with the sections that `RENAMED` gives them; what is in the new one wins."""
+    found: Tables = {RENAMED.get(section, section): {} for section in tables}
+    written = [(f"{name}.{key}", v) for name, table in tables.items() for key, v in table.items()]
+    # First those that are there already: they win.
+    for path, value in sorted(written, key=lambda item: new_path(item[0]) != item[0]):
+        section, _, key = new_path(path).partition(".")
+        found.setdefault(section, {}).setdefault(key, value)
+    return found
 
 
 def check_format(number: object, where: object) -> int:
@@ -175,10 +244,13 @@ def renamed_keys(
 ) -> dict[str, Any]:
     """A section's table with keys of older formats renamed; `hints`: the current keys."""
     found = dict(table)
-    for old, new in RENAMED.items():
-        where, _, key = old.partition(".")
-        if where == section and key in found and key not in hints:
+    for old, path in RENAMED.items():
+        (where, _, key), (_, _, new) = old.partition("."), path.partition(".")
+        if where == section and key in found and key not in hints and new in hints:
             found.setdefault(new, found.pop(key))
+    for key, value in found.items():
+        if type(value) in (int, float) and not value and f"{section}.{key}" in ZERO_WAS_UNSET:
+            found[key] = None if NoneType in get_args(hints.get(key)) else value
     return found
 
 
@@ -240,7 +312,7 @@ def unknown_key(
 
 def build(tables: Mapping[str, Mapping[str, Any]], variant: Variant) -> JobConfig:
     """Build the config; UserError on unknown keys and wrong values."""
-    plain = {section: dict(table) for section, table in tables.items()}
+    plain = in_new_sections(tables)
     for name in (*CHOSEN_BY_NAME, "training"):
         plain.setdefault(name, {})
     return JobConfig(**build_sections(plain, variant))
@@ -250,7 +322,7 @@ def build_sections(
     tables: Mapping[str, Mapping[str, Any]], variant: Variant, only: Collection[str] = ()
 ) -> dict[str, Any]:
     """Build the sections of `tables`; with `only`, import and check no others."""
-    plain = {section: dict(table) for section, table in tables.items()}
+    plain = in_new_sections(tables)
     built: dict[str, Any] = {}
     for name, written in plain.items():
         if only and name not in only:

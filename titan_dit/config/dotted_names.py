@@ -15,7 +15,7 @@ from titan_dit.config.section import UserError, show
 
 OF_RUN = {
     **{section: "name" for section in ("model", "objective", "data", "optimizer")},
-    "lr_schedule": "decay",
+    "lr_scheduler": "decay",
     "pipeline": "schedule",
     "parallel": "tensor_plan",
 }

@@ -26,11 +26,11 @@ WIDEST = 100
 
 BASIC = {
     "data": ("name", "path"),
-    "model": ("name", "size", "latent_size", "channels", "num_classes"),
+    "model": ("name", "size", "latent_size", "in_channels", "num_classes"),
     "objective": ("name",),
     "training": ("steps", "epochs", "global_batch_size", "microbatch_size"),
     "optimizer": ("name", "lr", "weight_decay"),
-    "lr_schedule": ("warmup_steps", "decay"),
+    "lr_scheduler": ("warmup_steps", "decay"),
     "sampling": ("every",),
     "validation": ("every", "samples"),
     "checkpoint": ("every", "resume"),
@@ -41,6 +41,9 @@ BASIC = {
     "parallel": ("dp_shard", "tp", "pp"),
 }
 """Keys that most runs set, in the order in which a newcomer needs them: section -> keys."""
+
+SERVE_OLD_RUNS = ("job.data_order", "job.initial_weights")
+"""Keys that are not listed: a run keeps its own, a new one leaves them at "auto"."""
 
 USAGE = """\
 ./run_train.sh --config FILE [--section.key VALUE ...]     or: titan_dit train ...
@@ -95,7 +98,8 @@ def listed(config: JobConfig, basic: bool) -> Iterator[str]:
         hints = hints_of(type(section))
         chosen = catalog.SECTIONS.get(name)
         first = [key for key in BASIC.get(name, ()) if key in hints]
-        keys = first if basic else [key for key in hints if key not in first]
+        hidden = {key for key in hints if f"{name}.{key}" in SERVE_OLD_RUNS}
+        keys = first if basic else [key for key in hints if key not in {*first, *hidden}]
         if keys or (basic and chosen):
             yield f"\n[{name}]  {(type(section).__doc__ or '').splitlines()[0]}"
         if basic and chosen:

@@ -8,20 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from titan_dit.config.layout import (
+    ActivationCheckpointConfig,
     CompileConfig,
     ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
-    RematConfig,
 )
 from titan_dit.config.operation import CheckpointConfig, FaultsConfig, MetricsConfig, ProfileConfig
 from titan_dit.config.parameter_groups import with_frozen
 from titan_dit.config.section import Bound, FilePath, Section, UserError, paths_of, show
 from titan_dit.config.training import (
     EMAConfig,
-    EvaluationConfig,
+    FIDConfig,
+    GenerationConfig,
     LoRAConfig,
-    LRScheduleConfig,
+    LRSchedulerConfig,
     SamplingConfig,
     TrainingConfig,
     ValidationConfig,
@@ -45,17 +46,17 @@ class RunConfig(Section):
     section = "job"
 
     name: str = ""
-    """Run name; empty is the config file's name."""
-    dir: FilePath = ""
-    """Run directory; empty is outputs/<name>."""
+    """Run name. Left out: the config file's name."""
+    dir: FilePath | None = None
+    """Run directory. Unset: outputs/<name>."""
     seed: Annotated[int, Bound(least=0, below=2**63)] = 0
     """Seed of initial weights, data order, noise and previews."""
     data_order: Literal["auto", "feistel", "sort"] = "auto"
-    """Permutation of an epoch. feistel: by a Feistel network, in O(batch) memory; below 65,536 rows
+    """Serves old runs. Permutation of an epoch. feistel: by a Feistel network, in O(batch) memory; below 65,536 rows
     by sorting. sort: always by sorting, in O(rows), as older runs do. auto: a started run keeps its
     own, a new one takes feistel."""
     initial_weights: Literal["auto", "counter", "generator"] = "auto"
-    """Initial weights by a counter, equal on every device, or by the device's generator, as older
+    """Serves old runs. Initial weights by a counter, equal on every device, or by the device's generator, as older
     runs do. auto: a started run keeps its own, a new one takes counter."""
     hooks: tuple[str, ...] = ()
     """Your hook classes, "package.module:Class": see docs/extending.md."""
@@ -99,18 +100,21 @@ class JobConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     training: TrainingConfig
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    remat: RematConfig = field(default_factory=RematConfig)
+    activation_checkpoint: ActivationCheckpointConfig = field(
+        default_factory=ActivationCheckpointConfig
+    )
     compile: CompileConfig = field(default_factory=CompileConfig)
     optimizer: OptimizerConfig
     lora: LoRAConfig = field(default_factory=LoRAConfig)
-    lr_schedule: LRScheduleConfig = field(default_factory=LRScheduleConfig)
+    lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     ema: EMAConfig = field(default_factory=EMAConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    fid: FIDConfig = field(default_factory=FIDConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def paths(self) -> Iterator[tuple[str, str]]:
@@ -131,8 +135,8 @@ class JobConfig:
 
 FREE_ON_RESUME = frozenset(
     {"job.name", "job.dir", "job.hooks"}
-    | {"parallel", "pipeline", "remat", "compile"}
-    | {"checkpoint", "faults", "metrics", "sampling", "evaluation", "profile"}
+    | {"parallel", "pipeline", "activation_checkpoint", "compile"}
+    | {"checkpoint", "faults", "metrics", "sampling", "generation", "fid", "profile"}
     | {"ema.snapshots"}
     | {"training.steps", "training.microbatch_size", "training.deterministic", "training.gc_every"}
     | {"precision.attention"}
@@ -142,7 +146,7 @@ FREE_ON_RESUME = frozenset(
     # The numbers behind a size are compared instead.
     | {"model.size"}
     # The dataset is compared by its digest; its path and how it is read may change.
-    | {"data.name", "data.path", "data.paths", "data.workers", "data.verify"}
+    | {"data.name", "data.path", "data.paths", "data.num_workers", "data.verify"}
     | {"data.tokenizer"}
     # `ValidationConfig.num_held_out` is compared instead.
     | {"validation.every", "validation.samples", "validation.path"}

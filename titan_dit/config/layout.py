@@ -10,7 +10,6 @@ from titan_dit.config.section import (
     Bound,
     Dim,
     Few,
-    NonNegativeInt,
     OneOf,
     PositiveInt,
     Section,
@@ -51,12 +50,12 @@ class ParallelConfig(Section):
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Free all-gathered parameters after forward and gather them again in backward. auto does so
     for the blocks if there is more than one shard, but not in a pipeline. One rank has no FSDP2."""
-    blocks_per_fsdp_unit: NonNegativeInt = 0
+    blocks_per_fsdp_unit: PositiveInt | None = None
     """Blocks per FSDP unit, all-gathered and reduced together. Fewer need less memory, more need
-    less time on the host. 0 takes up to 4 small blocks, or 1 large one (docs/performance.md). No
+    less time on the host. Unset: up to 4 small blocks, or 1 large one (docs/performance.md). No
     effect on one rank."""
-    prefetch: NonNegativeInt = 0
-    """FSDP units to all-gather ahead; 0 uses FSDP2's implicit prefetch of the next one."""
+    prefetch: PositiveInt | None = None
+    """FSDP units to all-gather ahead. Unset: FSDP2's implicit prefetch of the next one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +78,7 @@ class PipelineConfig(Section):
     transport: Literal["auto", "process_group", "shared_memory", "nixl"] = "auto"
     """run_time: how streams travel between ranks. auto takes shared memory within a host; between
     hosts nixl (RDMA, an extra) if it is installed, else the process group."""
-    network: str = ""
+    network: str | None = None
     """run_time with nixl: network interface, if hosts have several; or each host's own address."""
 
 
@@ -99,8 +98,8 @@ class PrecisionConfig(Section):
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "bf16"
     """Format of activations and matmuls. fp16 is for GPUs without bf16 (T4, V100) and has a loss
     scale. fp64 is for comparing layouts."""
-    loss_scale: Annotated[float, Bound(least=0, most=MAX_LOSS_SCALE)] = 0.0
-    """fp16: constant loss scale; 0 adapts it to the gradients (docs/fp16.md)."""
+    loss_scale: LossScaleValue | None = None
+    """fp16: constant loss scale. Unset: adapted to the gradients (docs/fp16.md)."""
     loss_scale_init: LossScaleValue = 4096.0
     """fp16: initial loss scale; a resumed run takes the checkpoint's."""
     loss_scale_window: PositiveInt = 1000
@@ -155,10 +154,10 @@ class CompileConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RematConfig(Section):
+class ActivationCheckpointConfig(Section):
     """Activation recomputation in backward: less memory, more time. See docs/remat.md."""
 
-    section = "remat"
+    section = "activation_checkpoint"
 
     mode: Literal["none", "attention", "selective", "full"] = "none"
     """none saves all activations. attention recomputes attention from q, k and v. selective saves

@@ -33,13 +33,13 @@ class CheckpointConfig(Section):
     """Write in the background: training waits only for the copy of the state to host memory."""
     max_failures: NonNegativeInt = 3
     """Stop after this many consecutive failed saves (disk full, no permission); 0 never stops."""
-    dir: FilePath = ""
-    """Folder or URL (s3://bucket/run) of the checkpoints; empty is RUN/checkpoints."""
+    dir: FilePath | None = None
+    """Folder or URL (s3://bucket/run) of the checkpoints. Unset: RUN/checkpoints."""
     resume: FilePath = "auto"
     """auto: the run's newest checkpoint, if any. never: step 0, an error if there are checkpoints.
     A path or URL of a run (its newest checkpoint), its checkpoints folder, or one checkpoint:
     another run's initialises this run, one of its own rolls it back."""
-    init: FilePath = ""
+    init: FilePath | None = None
     """Weights at which a new run starts: path or URL of a run, its checkpoints folder, or one
     checkpoint. Step, data position and optimizer state start anew; `resume` loads them, too."""
     init_weights: Literal["ema", "model"] = "ema"
@@ -104,8 +104,8 @@ class MetricsConfig(Section):
     """Metrics and previews for wandb (Weights & Biases); needs a package: pip install wandb."""
     wandb_project: str = "titan_dit"
     """Project of the wandb run."""
-    wandb_entity: str = ""
-    """User or team of the wandb run; empty is your default."""
+    wandb_entity: str | None = None
+    """User or team of the wandb run. Unset: your default."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,7 +139,9 @@ def conform(value: object, hint: Any, where: str) -> Any:
         return follow_rules(conform(value, args[0], where), args[1:], where)
     if origin in (Union, UnionType):
         inner = next(arg for arg in args if arg is not NoneType)
-        return None if value is None else conform(value, inner, where)
+        # Up to format 4 a text that was not set was "".
+        is_unset = value is None or (value == "" and str in (inner, *get_args(inner)))
+        return None if is_unset else conform(value, inner, where)
     if origin is Literal:
         if value not in args:
             choices = ", ".join(show(arg) for arg in args)

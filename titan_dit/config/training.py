@@ -35,9 +35,9 @@ class TrainingConfig(Section):
     section = "training"
     replaces = {"steps": ("epochs",), "epochs": ("steps",)}
 
-    steps: NonNegativeInt = 0
+    steps: PositiveInt | None = None
     """Optimizer steps of the whole run; or set epochs."""
-    epochs: NonNegativeFloat = 0.0
+    epochs: PositiveFloat | None = None
     """Passes over the training rows, in place of steps. The run's config.toml has the steps."""
     global_batch_size: BatchSize
     """Samples per step over all ranks = microbatch_size x microbatches x data-parallel ranks."""
@@ -66,19 +66,24 @@ class TrainingConfig(Section):
                 "one of them."
             )
 
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole run; 0 while only epochs are set, see `resolved`."""
+        return self.steps or 0
+
     def resolved(self, num_rows: int) -> TrainingConfig:
         """Replace `epochs` by `steps` = ceil(epochs x num_rows / global_batch_size)."""
         if self.steps:
             return self
-        steps = math.ceil(self.epochs * num_rows / self.global_batch_size)
-        return replace(self, steps=steps, epochs=0.0)
+        steps = math.ceil((self.epochs or 0) * num_rows / self.global_batch_size)
+        return replace(self, steps=steps, epochs=None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LRScheduleConfig(Section):
+class LRSchedulerConfig(Section):
     """Linear warm-up, then decay until the last step."""
 
-    section = "lr_schedule"
+    section = "lr_scheduler"
 
     warmup_steps: NonNegativeInt = 0
     warmup_fraction: Fraction | None = None
@@ -100,17 +105,17 @@ class LRScheduleConfig(Section):
         super().__post_init__()
         if self.warmup_steps and self.warmup_fraction is not None:
             raise UserError(
-                f"[lr_schedule] warmup_steps={self.warmup_steps} and warmup_fraction="
+                f"[lr_scheduler] warmup_steps={self.warmup_steps} and warmup_fraction="
                 f"{show(self.warmup_fraction)} are both set. Keep one of them."
             )
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
             raise UserError(
-                f"[lr_schedule] decay_steps={self.decay_steps} counts from the first step of the "
+                f"[lr_scheduler] decay_steps={self.decay_steps} counts from the first step of the "
                 f"run: it must be above warmup_steps={self.warmup_steps}."
             )
         if (self.decay == "wsd") != (self.wsd_decay_steps is not None):
             raise UserError(
-                f"[lr_schedule] decay={show(self.decay)} and wsd_decay_steps="
+                f"[lr_scheduler] decay={show(self.decay)} and wsd_decay_steps="
                 f'{show(self.wsd_decay_steps)}: decay = "wsd" needs wsd_decay_steps, others do not.'
             )
 
@@ -207,17 +212,17 @@ class ValidationConfig(Section):
 
     every: NonNegativeInt = 0
     """Steps between validations; the last step is validated, too. 0 disables validation."""
-    samples: NonNegativeInt = 0
+    samples: PositiveInt | None = None
     """Rows of [data] held out from training, chosen by the seed, evenly over the classes. With
-    `path`, or if [data] has a part for validation: rows read from there, 0 for all."""
-    path: FilePath = ""
-    """Another dataset of the same kind. Empty: rows of [data] are held out, or its part for
+    `path`, or if [data] has a part for validation: rows read from there. Unset: none, or all."""
+    path: FilePath | None = None
+    """Another dataset of the same kind. Unset: rows of [data] are held out, or its part for
     validation is used."""
 
     @property
     def num_held_out(self) -> int:
         """Rows held out from [data], if it has no part for validation."""
-        return 0 if self.path else self.samples
+        return 0 if self.path else self.samples or 0
 
     def held_out_of(self, *, has_part: bool) -> int:
         """Rows held out from [data]; `has_part`: True if it has a part for validation."""
@@ -234,7 +239,7 @@ class ValidationConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(Section):
-    """Previews: samples drawn during training."""
+    """Previews: samples drawn during training, and how pictures are drawn. Texts: [generation]."""
 
     section = "sampling"
 
@@ -242,16 +247,6 @@ class SamplingConfig(Section):
     """Steps between previews; the last step has one, too. 0 disables previews."""
     num: Few | None = None
     """Samples per preview. Unset: 40 pictures, or 4 texts."""
-    prompt: str = ""
-    """Text: prompt of every sample. Empty begins a document. Without a tokenizer, token ids."""
-    length: Annotated[int, Bound(least=1, most=10**6)] = 100
-    """Text: tokens to draw; each takes a forward pass."""
-    temperature: NonNegativeFloat = 1.0
-    """Text: divides the logits; 0 takes the most likely token."""
-    top_k: PositiveInt | None = None
-    """Text: draw from the most likely tokens only; unset draws from all."""
-    top_p: Annotated[float, Bound(above=0, most=1)] = 1.0
-    """Text: draw from the fewest most likely tokens whose probabilities add up to this."""
     sampler: str = "auto"
     """heun, euler or dpmpp_2m for rectified_flow; ddim, ddpm or dpmpp_2m for ddpm; auto takes the
     first. Or "diffusers:CLASS", a scheduler of diffusers."""
@@ -268,26 +263,44 @@ class SamplingConfig(Section):
     cfg_rescale: Fraction = 0.0
     """Rescale the guided prediction to the std of the prediction with the label: 0 is off, 1 is
     all the way (phi of arXiv:2305.08891 sec. 3.4)."""
-    vae: FilePath = ""
+    vae: FilePath | None = None
     """Pictures of a latent model: folder or name of the autoencoder (diffusers) that decodes
-    previews. Empty shows channels of the latents."""
+    previews. Unset: channels of the latents are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationConfig(Section):
-    """Scores of pictures drawn by the first EMA during training, with the keys of [sampling]."""
+class GenerationConfig(Section):
+    """How the texts of a preview are drawn from a language model."""
 
-    section = "evaluation"
+    section = "generation"
+
+    prompt: str = ""
+    """Prompt of every text. Empty begins a document. Without a tokenizer, token ids."""
+    max_new_tokens: Annotated[int, Bound(least=1, most=10**6)] = 100
+    """Tokens to draw; each takes a forward pass."""
+    temperature: NonNegativeFloat = 1.0
+    """Divides the logits; 0 takes the most likely token."""
+    top_k: PositiveInt | None = None
+    """Draw from the most likely tokens only; unset draws from all."""
+    top_p: Annotated[float, Bound(above=0, most=1)] = 1.0
+    """Draw from the fewest most likely tokens whose probabilities add up to this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FIDConfig(Section):
+    """FID and other scores of pictures that the first EMA draws during training, as [sampling]."""
+
+    section = "fid"
 
     every: NonNegativeInt = 0
-    """Steps between evaluations; the last step has one, too. 0 disables them."""
+    """Steps between scores; the last step has them, too. 0 disables them."""
     num: Annotated[int, Bound(least=1, most=10**6)] = 1000
     """Pictures to draw."""
-    reference: FilePath = ""
+    reference: FilePath | None = None
     """Real pictures: a folder, or FILE.npz as `evaluate --reference` takes it."""
     features: str = "inception"
     """inception (FID), efficientnet, efficientnet:PIXELS, or your own module:function."""
-    feature_weights: FilePath = ""
+    feature_weights: FilePath | None = None
     """File with the weights of inception."""
     metrics: tuple[str, ...] = ("fid",)
     """Metrics to compute: fid, kid, is, prdc."""
@@ -296,6 +309,6 @@ class EvaluationConfig(Section):
         """Require a reference."""
         if self.every and not self.reference:
             raise UserError(
-                f"[evaluation] every={self.every} has nothing to compare with. Set reference: a "
+                f"[fid] every={self.every} has nothing to compare with. Set reference: a "
                 "folder of pictures or a .npz file."
             )

@@ -33,9 +33,9 @@ T = TypeVar("T")
 Inspect: TypeAlias = Callable[[Fields], None]
 """Validates loaded fields; raises UserError."""
 SMALL_BYTES = 1 << 16
-NO_WORKERS = "--data.workers 0"
+NO_WORKERS = "--data.num_workers 0"
 KILLED = (
-    "[data] a data worker was killed: not enough memory? Set fewer [data] workers; the same "
+    "[data] a data worker was killed: not enough memory? Set fewer [data] num_workers; the same "
     "command resumes from the last checkpoint."
 )
 
@@ -213,7 +213,7 @@ def load(
     with warnings.catch_warnings():
         # torchdata 0.11 calls a function that torch 2.13 deprecates.
         warnings.filterwarnings("ignore", message="'set_vital'")
-        # Two long lines about cores; [data] workers is the user's choice.
+        # Two long lines about cores; [data] num_workers is the user's choice.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         loader: StatefulDataLoader[Any] = StatefulDataLoader(
             NumberedSamples(source, inspect),

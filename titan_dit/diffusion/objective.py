@@ -15,6 +15,7 @@ from torch import Tensor
 
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import SamplingConfig
+from titan_dit.config.training import FIDConfig, GenerationConfig, SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.data.latent_facts import LatentFacts, shown
 from titan_dit.diffusion.base import NO_LABEL, Corrupted, LatentModel, Predict
@@ -72,7 +73,7 @@ def check_data(facts: DataFacts, model: LatentModel, objective: str) -> LatentFa
     shape, num_classes = model.sample_shape, model.num_classes
     if shape not in facts.latent_shapes:
         raise UserError(
-            f"[model] channels={shape[0]} and latent_size={shape[1]} make samples of "
+            f"[model] in_channels={shape[0]} and latent_size={shape[1]} make samples of "
             f"{list(shape)}, but [data] holds {what_fits(facts)}"
         )
     if facts.num_classes != num_classes:
@@ -250,7 +251,12 @@ class Diffusion(Objective, ABC):
         return {"sampling": drawing.sampler_of(self.config, sampling.sampler)}
 
     def preview(
-        self, forward: Forward, sampling: SamplingConfig, seed: int, share: DataShare
+        self,
+        forward: Forward,
+        sampling: SamplingConfig,
+        generation: GenerationConfig,
+        seed: int,
+        share: DataShare,
     ) -> Preview:
         """One picture with samples of up to ten classes; with [sampling] vae they are decoded."""
         from titan_dit.diffusion import drawing
@@ -261,13 +267,13 @@ class Diffusion(Objective, ABC):
 
     def picture_size(self, sampling: SamplingConfig) -> int:
         """Height of a latent, times the autoencoder's factor. Checks [sampling] vae."""
-        self.check_preview(sampling)
+        self.check_autoencoder(sampling)
         height = self.model.sample_shape[1]
         if self.data.value_range is not None:
             return height
         if not sampling.vae:
             raise UserError(
-                "[evaluation] needs pictures, but the run trains on latents: set [sampling] vae, "
+                "[fid] needs pictures, but the run trains on latents: set [sampling] vae, "
                 "the autoencoder that decodes them."
             )
         return height * self.autoencoder(sampling).facts.factor
@@ -313,7 +319,11 @@ class Diffusion(Objective, ABC):
                 else:
                     yield vae.decode(samples).permute(0, 2, 3, 1), finite
 
-    def check_preview(self, sampling: SamplingConfig) -> None:
+    def check_preview(self, sampling: SamplingConfig, generation: GenerationConfig) -> None:
+        """Check [sampling] vae."""
+        self.check_autoencoder(sampling)
+
+    def check_autoencoder(self, sampling: SamplingConfig) -> None:
         """Load [sampling] vae; UserError if it did not make the data's latents."""
         if sampling.vae:
             self.autoencoder(sampling).check_fits(self.data, "[sampling] vae", self.channels)
@@ -364,9 +374,9 @@ def check_std(stored: Shaped[Tensor, "b k h w"], facts: LatentFacts, channels: i
     """Raise UserError if a stored std is below 0. Takes CPU tensors: a GPU would synchronise."""
     if is_mean_and_std(facts, channels) and stored[:, channels:].min() < 0:
         raise UserError(
-            f"[data] holds {2 * channels} channels and [model] channels={channels}: they are read "
+            f"[data] holds {2 * channels} channels and [model] in_channels={channels}: they are read "
             "as mean and std, but a std is below 0. If they are mean and log variance, store "
-            f"exp(0.5 * logvar); otherwise set [model] channels = {2 * channels}."
+            f"exp(0.5 * logvar); otherwise set [model] in_channels = {2 * channels}."
         )
 
 

@@ -88,7 +88,7 @@ def verdicts(peak: int) -> Iterator[list[str]]:
         yield [name, f"{usable:.1f}", f"{needed:.2f}", fits]
 
 
-LESS = "more ranks, a larger dp_shard, --remat.mode full, or a smaller --training.microbatch_size"
+LESS = "more ranks, a larger dp_shard, --activation_checkpoint.mode full, or a smaller --training.microbatch_size"
 JITTER = 0.3
 """Standard deviation of the log of action times in the simulation of unequal microbatches."""
 UNITS = {"GiB": 2**30, "MiB": 2**20}
@@ -105,7 +105,7 @@ def lines(report: Report) -> Iterator[str]:
     yield f"sent by a rank per step, {unit} (calls):"
     yield from traffic(report, UNITS[unit])
     yield ""
-    recomputed = report.plan.remat.mode != "none"
+    recomputed = report.plan.activation_checkpoint.mode != "none"
     without = " (without recomputation)" if recomputed else ""
     yield f"FLOPs of a rank per step{without}:"
     yield from work(report)

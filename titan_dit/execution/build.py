@@ -134,7 +134,7 @@ def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]
             plan.tensor_plan,
             plan.parallel,
             plan.precision,
-            plan.remat,
+            plan.activation_checkpoint,
             plan.compile,
             tokens=plan.microbatch_size * plan.tokens_per_rank,
             adapters=plan.lora,
@@ -160,12 +160,12 @@ def check_model(model: Model, model_spec: ModelSpec) -> None:
             f"{model_spec.num_layers - 1}."
         )
     heads = model_spec.num_heads
-    groups = model_spec.query_groups or heads
+    groups = model_spec.num_key_value_heads or heads
     for name, layer in model.named_modules():
         if not isinstance(layer, Attention):
             continue
-        wanted_of_layer = {"mask": model_spec.mask, "query_groups": groups}
-        found = {"mask": layer.mask, "query_groups": heads // layer.group_size}
+        wanted_of_layer = {"mask": model_spec.mask, "num_key_value_heads": groups}
+        found = {"mask": layer.mask, "num_key_value_heads": heads // layer.group_size}
         for key, value in wanted_of_layer.items():
             if found[key] != value:
                 raise UserError(

@@ -28,6 +28,8 @@ from titan_dit.interop.tensor_file import OnDemand
 from titan_dit.interop.tensor_layouts import ConvKernel, Copies, FilledTable, Same, SplitQKV
 from titan_dit.models.dit import DiTConfig
 from titan_dit.system.files import write_json
+from titan_dit.interop.tensor_layouts import Copies, FilledTable, Kernel, Same, SplitQKV
+from titan_dit.models.dit_config import DiTConfig
 
 KIND, PIPELINE = "DiTTransformer2DModel", "DiTPipeline"
 OLD_KIND = "Transformer2DModel"
@@ -155,7 +157,7 @@ class DiffusersDiT:
             **FIXED,
             "attention_head_dim": hidden // heads,
             "dropout": 0.0,
-            "in_channels": self.config.channels,
+            "in_channels": self.config.in_channels,
             "norm_eps": EPS,
             "norm_num_groups": 32,
             "num_attention_heads": heads,
@@ -206,12 +208,12 @@ def config_of(values: Mapping[str, Any], num_classes: int | None) -> DiffusersDi
         heads, channels = int(values["num_attention_heads"]), int(values["in_channels"])
         classes, eps = int(values["num_embeds_ada_norm"]), float(values.get("norm_eps", 1e-5))
         config = DiTConfig(
-            hidden=heads * int(values["attention_head_dim"]),
-            layers=int(values["num_layers"]),
-            heads=heads,
-            patch=int(values["patch_size"]),
+            hidden_size=heads * int(values["attention_head_dim"]),
+            num_layers=int(values["num_layers"]),
+            num_heads=heads,
+            patch_size=int(values["patch_size"]),
             latent_size=int(values["sample_size"]),
-            channels=channels,
+            in_channels=channels,
             num_classes=num_classes or classes,
             timestep_frequencies="diffusers",
         )

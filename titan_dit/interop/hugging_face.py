@@ -23,6 +23,9 @@ from titan_dit.models.base import ModelConfig
 from titan_dit.models.bert import BERTConfig
 from titan_dit.models.gpt import GPTConfig
 from titan_dit.system.files import sync_folder, write_whole
+from titan_dit.models.bert_config import BERTConfig
+from titan_dit.models.gpt_config import GPTConfig
+from titan_dit.system.files import sync_folder
 
 CONFIG = "config.json"
 WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -181,15 +184,15 @@ def settings(
 
 
 def width_of(ffn: int, hidden: int) -> int:
-    """[model] ffn for a width: 0 if it is the default, so that it equals a config without it."""
+    """[model] intermediate_size for a width: 0 if it is the default, so that it equals a config without it."""
     return 0 if ffn == 4 * hidden else ffn
 
 
 GPT2_KEYS = {
-    "hidden": "n_embd",
-    "layers": "n_layer",
-    "heads": "n_head",
-    "vocabulary": "vocab_size",
+    "hidden_size": "n_embd",
+    "num_layers": "n_layer",
+    "num_heads": "n_head",
+    "vocab_size": "vocab_size",
     "sequence_length": "n_positions",
 }
 GPT2_DEFAULTS = {"layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": True}
@@ -246,10 +249,10 @@ class GPT2Family(ModelFamily):
                     f"[model] {key}={show(getattr(model, key))}: GPT2LMHeadModel has only "
                     f"{key}={show(value)}."
                 )
-        if model.groups != model.heads:
+        if model.groups != model.num_heads:
             raise UserError(
-                f"[model] query_groups={model.groups}: GPT2LMHeadModel has none, only "
-                f"{model.heads} heads."
+                f"[model] num_key_value_heads={model.groups}: GPT2LMHeadModel has none, only "
+                f"{model.num_heads} heads."
             )
         return {
             "architectures": list(self.architectures),
@@ -258,7 +261,7 @@ class GPT2Family(ModelFamily):
             "n_inner": model.width,
             "layer_norm_epsilon": model.norm_eps,
             "initializer_range": model.init_std,
-            "tie_word_embeddings": model.tied,
+            "tie_word_embeddings": model.tie_word_embeddings,
             "activation_function": "gelu_new",
             "resid_pdrop": model.dropout,
             "embd_pdrop": model.dropout,
@@ -268,7 +271,7 @@ class GPT2Family(ModelFamily):
     def layout(self, name: str, model: ModelConfig) -> Same:
         """The layout of our parameter `name` in transformers' tensors."""
         assert isinstance(model, GPTConfig)
-        padding = model.rows - model.vocabulary
+        padding = model.rows - model.vocab_size
         if name == "head.out.weight":
             return Padded(("lm_head.weight",), padding)
         if not (match := GPT2_BLOCK.fullmatch(name)):
@@ -283,11 +286,11 @@ class GPT2Family(ModelFamily):
 
 
 BERT_KEYS = {
-    "hidden": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "ffn": "intermediate_size",
-    "vocabulary": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "vocab_size": "vocab_size",
     "sequence_length": "max_position_embeddings",
 }
 BERT_DEFAULTS = {"layer_norm_eps": 1e-12, "initializer_range": 0.02}
@@ -390,7 +393,7 @@ class BERTFamily(ModelFamily):
         """The layout of our parameter `name` in transformers' tensors."""
         assert isinstance(model, BERTConfig)
         if name in BERT_OUTER:
-            padding = model.rows - model.vocabulary
+            padding = model.rows - model.vocab_size
             is_table = name in ("embed.token.weight", "head.out.bias")
             return Padded((BERT_OUTER[name],), padding) if is_table else Same((BERT_OUTER[name],))
         if not (match := BERT_BLOCK.fullmatch(name)):

@@ -26,6 +26,8 @@ from titan_dit.interop.tensor_file import OnDemand, writing
 from titan_dit.launcher import disk_errors
 from titan_dit.models.dit import DiTConfig
 from titan_dit.system.files import new_path
+from titan_dit.models.dit_config import DiTConfig
+from titan_dit.system.files import PARTIAL, reason_of, sync_folder
 
 
 @contextmanager
@@ -93,7 +95,14 @@ def dit_record(
 ) -> dict[str, Any]:
     """`record_of` for a DiT. [data] is a placeholder, as the data of the weights are unknown."""
     shape = {key: getattr(config, key) for key in ("latent_size", "channels", "num_classes")}
-    keys = ("hidden", "layers", "heads", "patch", "mlp_ratio", "timestep_frequencies")
+    keys = (
+        "hidden_size",
+        "num_layers",
+        "num_heads",
+        "patch_size",
+        "mlp_ratio",
+        "timestep_frequencies",
+    )
     sizes = {key: getattr(config, key) for key in keys}
     tables: config_file.Tables = {
         "model": {"name": "dit", **sizes, **shape},

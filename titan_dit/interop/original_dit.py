@@ -25,6 +25,8 @@ from titan_dit.interop.tensor_file import MAPPED, OnDemand, outline_of
 from titan_dit.interop.tensor_layouts import ConvKernel, RowsOfQKV, Same
 from titan_dit.models.dit import DiTConfig
 from titan_dit.models.dit_sizes import SIZES
+from titan_dit.interop.tensor_layouts import Kernel, RowsOfQKV, Same
+from titan_dit.models.dit_config import SIZES, DiTConfig
 
 
 def write_pickled(target: Path, source: Path, outline: Mapping[str, Tensor]) -> None:
@@ -164,7 +166,7 @@ class Original:
     @property
     def learn_sigma(self) -> bool:
         """True if the network also predicts a variance."""
-        return self.output_channels == 2 * self.config.channels
+        return self.output_channels == 2 * self.config.in_channels
 
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
@@ -280,13 +282,13 @@ def infer(tensors: Mapping[str, Tensor], heads: int | None) -> Original:
         )
     layers = len({match[1] for name in tensors if (match := BLOCK.match(name))})
     model = DiTConfig(
-        hidden=hidden,
-        layers=layers,
-        heads=heads or heads_of(hidden, layers),
-        patch=patch,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads or heads_of(hidden, layers),
+        patch_size=patch,
         mlp_ratio=fc1.shape[0] / hidden,
         latent_size=side * patch,
-        channels=channels,
+        in_channels=channels,
         num_classes=table.shape[0] - 1,
     )
     return Original(model, outputs)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from titan_dit.config.layout import CompileConfig, PrecisionConfig, RematConfig
+from titan_dit.config.layout import ActivationCheckpointConfig, CompileConfig, PrecisionConfig
 from titan_dit.kernels.recomputed import recomputed
 from titan_dit.models import layers
 
@@ -22,7 +22,10 @@ MAX_TOKENS = 512
 
 
 def suits(
-    device_type: str, precision: PrecisionConfig, recompute: RematConfig, compilation: CompileConfig
+    device_type: str,
+    precision: PrecisionConfig,
+    recompute: ActivationCheckpointConfig,
+    compilation: CompileConfig,
 ) -> bool:
     """True if "auto" takes this kernel: compiled (eager it is no faster) and without remat."""
     return (

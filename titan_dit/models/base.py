@@ -62,8 +62,8 @@ class ModelSpec:
     """Number of blocks."""
     num_heads: int
     """Attention heads per block."""
-    query_groups: int = 0
-    """Key and value heads per block (grouped queries); 0 means `num_heads`."""
+    num_key_value_heads: int | None = None
+    """Key and value heads per block (grouped queries). None: `num_heads`."""
     head_dim: int
     """Channels of an attention head."""
     ffn: int

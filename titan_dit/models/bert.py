@@ -8,16 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from titan_dit.models import initializers
-from titan_dit.models.base import Mask, Model, ModelSpec, SideInputs, Stream, TensorSpec
-from titan_dit.models.bert_sizes import BERTSizes
+from titan_dit.models.base import Mask, Model, SideInputs, Stream
+from titan_dit.models.bert_config import BERTConfig
 from titan_dit.models.initializers import Initializer
 from titan_dit.models.layers import MLP, Attention
 from titan_dit.models.sample_dropout import SampleDropout, dropped
@@ -37,56 +35,6 @@ class Task:
     def mask(self) -> Mask:
         """Attention mask: "lengths" if samples are padded, so that no query attends to padding."""
         return "lengths" if self.sentence_order else "none"
-
-
-@dataclass(frozen=True, kw_only=True)
-class BERTConfig(BERTSizes):
-    """The [model] section of a BERT, and the network that it describes."""
-
-    def spec(self) -> ModelSpec:
-        """Describe a network without a second task."""
-        return self.masked_spec(self.sequence_length, sentence_order=False)
-
-    def masked_spec(self, num_scored: int, *, sentence_order: bool) -> ModelSpec:
-        """Describe the network for a task, see `Task`."""
-        hidden, layers, heads = self.shape
-        n, task = self.sequence_length, Task(num_scored, sentence_order)
-        ids = TensorSpec((n,), token_dim=0, dtype=torch.int64)
-        number = TensorSpec((), dtype=torch.int64)
-        context = {"labels": ids}
-        if sentence_order:
-            context |= {"order": ids, "lengths": number}
-        if self.dropout:
-            context["dropout_keys"] = number
-        return ModelSpec(
-            build=partial(BERT, self, task),
-            inputs={"tokens": ids, "types": ids},
-            stream={"tokens": TensorSpec((n, hidden), token_dim=0)},
-            predictions={"logits": TensorSpec((n, self.vocabulary), token_dim=0)},
-            scores={"losses": TensorSpec((n,), token_dim=0, dtype=torch.float32)},
-            context=context,
-            static={"positions": ids},
-            num_layers=layers,
-            num_heads=heads,
-            head_dim=hidden // heads,
-            ffn=self.width,
-            num_tokens=n,
-            mask=task.mask,
-            head_cost=self.head_flops(num_scored) / self.block_flops(n),
-        )
-
-    def static(self, device: torch.device) -> dict[str, Tensor]:
-        """The position of every token, [n]."""
-        return {"positions": torch.arange(self.sequence_length, device=device)}
-
-    def block_flops(self, tokens: int) -> int:
-        """FLOPs of a block, forward and backward, per sample; see `BERT.flops_per_sample`."""
-        hidden = self.shape[0]
-        return 6 * tokens * hidden * (4 * hidden + 2 * self.width) + 12 * tokens**2 * hidden
-
-    def head_flops(self, num_scored: int) -> int:
-        """FLOPs of the head, forward and backward, per sample."""
-        return 6 * num_scored * self.shape[0] * (self.shape[0] + self.rows)
 
 
 def norm_of(config: BERTConfig) -> nn.LayerNorm:
@@ -163,7 +111,7 @@ class Head(nn.Module):
         self.dense = nn.Linear(hidden, hidden)
         self.dense_norm = norm_of(config)
         self.out = nn.Linear(hidden, config.rows)
-        self.vocabulary = Vocabulary(config.vocabulary, config.rows)
+        self.vocabulary = Vocabulary(config.vocab_size, config.rows)
         self.pooler = nn.Linear(hidden, hidden) if task.sentence_order else nn.Identity()
         self.order = nn.Linear(hidden, 2) if task.sentence_order else nn.Identity()
 
@@ -222,7 +170,7 @@ class BERT(Model):
         self.tie()
 
     def initializers(self) -> dict[str, Initializer]:
-        """N(0, init_std); see `BERTSizes.init_std`."""
+        """N(0, init_std); see `BERTConfig.init_std`."""
         std, layers = self.config.init_std, self.config.shape[1]
         table = super().initializers()
         for name, parameter in self.named_parameters():

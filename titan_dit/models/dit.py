@@ -6,81 +6,23 @@ Inputs are tokens [b, n, p*p*c], predictions [b, n, p*p*c_out], see `layers.patc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from titan_dit.models import initializers
-from titan_dit.models.base import Model, ModelSpec, SideInputs, Stream, TensorSpec
-from titan_dit.models.dit_sizes import DiTSizes
+from titan_dit.models.base import Model, SideInputs, Stream
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.models.initializers import Initializer
 from titan_dit.models.layers import (
     MLP,
     Attention,
     LabelEmbedder,
     TimestepEmbedder,
-    grid_positions,
     modulate,
-    patchify,
     scaled_add,
-    sincos_positions,
-    unpatchify,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiTConfig(DiTSizes):
-    """The [model] section of a DiT, and the network that it describes."""
-
-    def spec(self, output_channels: int | None = None) -> ModelSpec:
-        """Describe the network; `output_channels` defaults to the channels of a latent."""
-        outputs = output_channels or self.channels
-        hidden, layers, heads, patch = self.shape
-        n, values = self.token_shape
-        embed, head = self.edge_costs(outputs)
-        return ModelSpec(
-            build=partial(self.build, outputs),
-            inputs={
-                "tokens": TensorSpec((n, values), token_dim=0, dtype=torch.float32),
-                "timestep": TensorSpec((), dtype=torch.float32),
-                "labels": TensorSpec((), dtype=torch.int64),
-            },
-            stream={
-                "tokens": TensorSpec((n, hidden), token_dim=0),
-                "condition": TensorSpec((hidden,)),
-            },
-            predictions={"prediction": TensorSpec((n, patch * patch * outputs), token_dim=0)},
-            static={"positions": TensorSpec((n, hidden), token_dim=0, dtype=torch.float32)},
-            num_layers=layers,
-            num_heads=heads,
-            head_dim=hidden // heads,
-            ffn=self.ffn,
-            num_tokens=n,
-            embed_cost=embed,
-            head_cost=head,
-        )
-
-    def build(self, output_channels: int) -> DiT:
-        """Build the network; the objective determines `output_channels`."""
-        return DiT(self, output_channels)
-
-    def tokenize(self, latents: Float[Tensor, "b c h w"]) -> Float[Tensor, "b n d"]:
-        """Latents to tokens."""
-        return patchify(latents, self.shape[3])
-
-    def detokenize(self, tokens: Float[Tensor, "b n d"]) -> Float[Tensor, "b c h w"]:
-        """Tokens to latents; a learned sigma adds channels after the first `channels`."""
-        return unpatchify(tokens, self.shape[3], self.latent_size)
-
-    def static(self, device: torch.device) -> dict[str, Tensor]:
-        """The embedded (row, column) positions of the square token grid, [n, hidden]."""
-        side = self.latent_size // self.shape[3]
-        grid = grid_positions(side, side, device)
-        return {"positions": sincos_positions(grid, self.shape[0])}
 
 
 class Embed(nn.Module):
@@ -89,7 +31,7 @@ class Embed(nn.Module):
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         hidden, _, _, patch = config.shape
-        self.patch = nn.Linear(patch * patch * config.channels, hidden)
+        self.patch = nn.Linear(patch * patch * config.in_channels, hidden)
         reaches_period = config.timestep_frequencies == "diffusers"
         self.timestep = TimestepEmbedder(hidden, reaches_period)
         self.label = LabelEmbedder(config.num_classes, hidden)
@@ -182,7 +124,7 @@ class DiT(Model):
         h, layers, _, patch = self.config.shape
         n, ffn = tokens, self.config.ffn
         per_block = 24 * n * h * h + 12 * n * n * h + 12 * n * h * ffn + 36 * h * h
-        patch_in = 4 * n * h * patch**2 * self.config.channels
+        patch_in = 4 * n * h * patch**2 * self.config.in_channels
         patch_out = 6 * n * h * patch**2 * self.output_channels
         timestep = 1024 * h + 6 * h * h
         return layers * per_block + patch_in + patch_out + timestep + 12 * h * h

@@ -8,73 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from titan_dit.models import initializers
-from titan_dit.models.base import Model, ModelSpec, SideInputs, Stream, TensorSpec
-from titan_dit.models.gpt_sizes import GPTSizes
+from titan_dit.models.base import Model, SideInputs, Stream
+from titan_dit.models.gpt_config import GPTConfig
 from titan_dit.models.initializers import Initializer
 from titan_dit.models.layers import MLP, Attention, GatedMLP
-from titan_dit.models.rotary import rotary_of
 from titan_dit.models.sample_dropout import SampleDropout, dropped
 from titan_dit.models.vocabulary import Vocabulary
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPTConfig(GPTSizes):
-    """The [model] section of a GPT, and the network that it describes."""
-
-    def spec(self) -> ModelSpec:
-        """Describe the network."""
-        hidden, layers, heads = self.shape
-        n, size = self.sequence_length, self.vocabulary
-        block = self.block_flops(n)
-        tokens = TensorSpec((n,), token_dim=0, dtype=torch.int64)
-        angles = TensorSpec((n, hidden // heads // 2), token_dim=0, dtype=torch.float32)
-        rotary = {"cos": angles, "sin": angles} if self.positions == "rotary" else {}
-        keys = {"dropout_keys": TensorSpec((), dtype=torch.int64)} if self.dropout else {}
-        return ModelSpec(
-            build=self.build,
-            inputs={"tokens": tokens},
-            stream={"tokens": TensorSpec((n, hidden), token_dim=0)},
-            predictions={"logits": TensorSpec((n, size), token_dim=0)},
-            scores={"cross_entropy": TensorSpec((n,), token_dim=0, dtype=torch.float32)},
-            context={"next_tokens": tokens, **keys},
-            static={"positions": tokens, **rotary},
-            num_layers=layers,
-            num_heads=heads,
-            query_groups=self.query_groups,
-            head_dim=hidden // heads,
-            ffn=self.width,
-            num_tokens=n,
-            mask="causal",
-            head_cost=6 * n * hidden * self.rows / block,
-        )
-
-    def build(self) -> GPT:
-        """Build the network."""
-        return GPT(self)
-
-    def static(self, device: torch.device) -> dict[str, Tensor]:
-        """The position of every token, [n], and the cosines and sines of rotary angles."""
-        positions = torch.arange(self.sequence_length, device=device)
-        if self.positions == "learned":
-            return {"positions": positions}
-        hidden, _, heads = self.shape
-        cos, sin = rotary_of(positions, hidden // heads, self.rotary_base)
-        return {"positions": positions, "cos": cos, "sin": sin}
-
-    def block_flops(self, tokens: int) -> int:
-        """FLOPs of a block, forward and backward, per sample; see `GPT.flops_per_sample`."""
-        hidden, _, heads = self.shape
-        matrices = 2 if self.mlp == "gelu" else 3
-        projections = 2 * hidden + 2 * hidden // heads * self.groups
-        linear = hidden * (projections + matrices * self.width)
-        return 6 * tokens * linear + 12 * tokens**2 * hidden
 
 
 def norm_of(config: GPTConfig) -> nn.Module:
@@ -95,7 +39,7 @@ class Embed(nn.Module):
         super().__init__()
         hidden = config.shape[0]
         self.token = nn.Embedding(config.rows, hidden)
-        self.is_learned = config.positions == "learned"
+        self.is_learned = config.position_embedding_type == "learned"
         # The tensor plan names `position` in both cases.
         table = nn.Embedding(config.sequence_length, hidden) if self.is_learned else nn.Identity()
         self.position: nn.Module = table
@@ -115,9 +59,9 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         hidden, _, heads = config.shape
-        groups, bias = config.query_groups, config.bias
+        groups, bias = config.num_key_value_heads, config.bias
         self.attn_norm = norm_of(config)
-        self.attn = Attention(hidden, heads, mask="causal", query_groups=groups, bias=bias)
+        self.attn = Attention(hidden, heads, mask="causal", num_key_value_heads=groups, bias=bias)
         self.attn_dropout = dropout_of(config, layer, 0)
         self.mlp_norm = norm_of(config)
         kind = MLP if config.mlp == "gelu" else GatedMLP
@@ -140,7 +84,7 @@ class Head(nn.Module):
         super().__init__()
         self.norm = norm_of(config)
         self.out = nn.Linear(config.shape[0], config.rows, bias=False)
-        self.vocabulary = Vocabulary(config.vocabulary, config.rows)
+        self.vocabulary = Vocabulary(config.vocab_size, config.rows)
 
     def forward(self, stream: Stream, side: SideInputs) -> Float[Tensor, "b n *size"]:
         """The loss needs `next_tokens` [b, n] in `side`."""
@@ -162,7 +106,7 @@ class GPT(Model):
         layers = config.shape[1]
         self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in range(layers)})
         self.head = Head(config)
-        if config.tied:
+        if config.tie_word_embeddings:
             self.tied = {"head.out.weight": "embed.token.weight"}
         self.tie()
 

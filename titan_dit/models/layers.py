@@ -215,12 +215,12 @@ class Attention(nn.Module):
         heads: int,
         qk_norm: bool = False,
         mask: Mask = "none",
-        query_groups: int = 0,
+        num_key_value_heads: int | None = None,
         bias: bool = True,
     ) -> None:
-        """`query_groups`: key and value heads, a divisor of `heads`; 0 means `heads`."""
+        """`num_key_value_heads`: key and value heads, a divisor of `heads`. None: `heads`."""
         super().__init__()
-        groups = query_groups or heads
+        groups = num_key_value_heads or heads
         self.head_dim, self.mask, self.group_size = hidden // heads, mask, heads // groups
         self.qkv = TokenLinear(hidden, groups * (self.group_size + 2) * self.head_dim, bias)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()

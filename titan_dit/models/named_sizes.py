@@ -8,11 +8,11 @@ from titan_dit.config.section import Section, UserError, show
 
 
 def shape_of(size: str | None, sizes: Mapping[str, Sequence[int]]) -> Sequence[int] | None:
-    """hidden, layers and heads of a size; None without one. UserError if it is not in `sizes`."""
+    """hidden_size, num_layers and num_heads of a size; None without one. UserError if it is not in `sizes`."""
     if size is not None and size not in sizes:
         raise UserError(
             f"[model] size={show(size)} is not one of {', '.join(sizes)}. "
-            "Set one of them, or hidden, layers and heads."
+            "Set one of them, or hidden_size, num_layers and num_heads."
         )
     return None if size is None else sizes[size]
 

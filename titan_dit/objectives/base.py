@@ -15,6 +15,10 @@ from torch import Tensor, nn
 
 from titan_dit.config.training import SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Fields, Source
+from titan_dit.config.section import Named, UserError, show
+from titan_dit.config.training import FIDConfig, GenerationConfig, SamplingConfig
+from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
+from titan_dit.models.base import ModelConfig, ModelSpec
 from titan_dit.models.initializers import Initializer
 from titan_dit.objectives.sections import ObjectiveConfig as ObjectiveConfig
 from titan_dit.rng import SampleRNG
@@ -180,13 +184,18 @@ class Objective:
         """
         return {}
 
-    def check_preview(self, sampling: SamplingConfig) -> None:
+    def check_preview(self, sampling: SamplingConfig, generation: GenerationConfig) -> None:
         """Raise UserError if `preview` cannot draw with the data, before training starts."""
 
     def preview(
-        self, forward: Forward, sampling: SamplingConfig, seed: int, share: DataShare
+        self,
+        forward: Forward,
+        sampling: SamplingConfig,
+        generation: GenerationConfig,
+        seed: int,
+        share: DataShare,
     ) -> Preview:
-        """Draw the preview of [sampling], on every rank. Needs `ObjectiveConfig.previews`."""
+        """Draw the preview of [sampling] or [generation], on every rank. Needs `ObjectiveConfig.previews`."""
         raise NotImplementedError
 
 

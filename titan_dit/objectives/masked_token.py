@@ -85,7 +85,7 @@ class MaskedModel(Protocol):
         """Tokens of a sample."""
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """Number of token ids; ids are below it."""
 
     def masked_spec(self, num_scored: int, *, sentence_order: bool) -> ModelSpec:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from titan_dit.config.section import UserError, show
-from titan_dit.config.training import SamplingConfig
+from titan_dit.config.training import GenerationConfig, SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field
 from titan_dit.data.codec import codec_of
 from titan_dit.data.token_windows import TokenFacts
@@ -130,13 +130,19 @@ class NextToken(Objective):
             found["bits_per_byte"] = nats / math.log(2) / facts.bytes_per_token
         return found
 
-    def check_preview(self, sampling: SamplingConfig) -> None:
+    def check_preview(self, sampling: SamplingConfig, generation: GenerationConfig) -> None:
         """Refuse a prompt that the data's tokenizer cannot encode."""
         codec = codec_of(self.data.tokenizer)
-        text_drawing.prompt_ids(sampling.prompt, codec, self.data, "[sampling] prompt")
+        text_drawing.prompt_ids(generation.prompt, codec, self.data, "[generation] prompt")
 
     def preview(
-        self, forward: Forward, sampling: SamplingConfig, seed: int, share: DataShare
+        self,
+        forward: Forward,
+        sampling: SamplingConfig,
+        generation: GenerationConfig,
+        seed: int,
+        share: DataShare,
     ) -> Preview:
-        """Continuations of the prompt of [sampling]."""
-        return text_drawing.preview(forward, self.model, self.data, sampling, seed, share)
+        """Continuations of the prompt of [generation]."""
+        num = sampling.num or text_drawing.NUM
+        return text_drawing.preview(forward, self.model, self.data, num, generation, seed, share)

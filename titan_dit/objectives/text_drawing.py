@@ -12,7 +12,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.config.training import SamplingConfig
+from titan_dit.config.training import GenerationConfig
 from titan_dit.data.codec import Codec, codec_of
 from titan_dit.data.token_windows import TokenFacts
 from titan_dit.models.base import ModelSpec
@@ -23,7 +23,7 @@ from titan_dit.system.files import write_whole
 
 @runtime_checkable
 class Choice(Protocol):
-    """Settings for drawing a token: keys of [sampling] and flags of `sample`."""
+    """Settings for drawing a token: keys of [generation] and flags of `sample`."""
 
     @property
     def temperature(self) -> float:
@@ -77,15 +77,6 @@ NUM = 4
 
 
 @runtime_checkable
-class Drawing(Choice, Protocol):
-    """Keys of [sampling] and flags of `sample`."""
-
-    @property
-    def length(self) -> int:
-        """Tokens to draw."""
-
-
-@runtime_checkable
 class Windowed(Protocol):
     """A [model] section from which text can be drawn."""
 
@@ -94,7 +85,7 @@ class Windowed(Protocol):
         """Tokens of a window."""
 
     @property
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """Number of token ids; ids are below it."""
 
     def spec(self) -> ModelSpec:
@@ -135,20 +126,21 @@ class Writer:
         prompt: Sequence[int],
         numbers: Int64[Tensor, " b"],
         seed: int,
-        drawing: Drawing,
+        choice: Choice,
+        num_tokens: int,
         end: int | None,
         report: Callable[[int], None] = lambda tokens: None,
     ) -> Int64[Tensor, "b t"]:
-        """The prompt and the tokens drawn after it, on the CPU, one row per sample number.
+        """The prompt and up to `num_tokens` drawn after it, on the CPU, one row per sample number.
 
         Token k of sample i depends only on (seed, i, k) and the tokens before it. `end`: a token
         after which nothing more is needed. `report` gets the tokens drawn so far.
         """
         rng = SampleRNG(seed, numbers.cpu())
         ids = torch.tensor(prompt).repeat(len(numbers), 1)
-        for k in range(drawing.length):
+        for k in range(num_tokens):
             uniform = rng.uniform("text", (1,), first=k)[:, 0]
-            drawn = choose(self.next_logits(ids), uniform, drawing)
+            drawn = choose(self.next_logits(ids), uniform, choice)
             ids = torch.cat((ids, drawn[:, None]), 1)
             report(k + 1)
             has_ended = end is not None and bool((ids[:, len(prompt) :] == end).any(1).all())
@@ -159,7 +151,7 @@ class Writer:
     @property
     def most_rows(self) -> int:
         """Texts to draw at a time."""
-        return max(1, MOST_LOGITS // (self.model.sequence_length * self.model.vocabulary))
+        return max(1, MOST_LOGITS // (self.model.sequence_length * self.model.vocab_size))
 
 
 def first_tokens(
@@ -209,19 +201,19 @@ def preview(
     forward: Forward,
     model: Windowed,
     facts: TokenFacts,
-    sampling: SamplingConfig,
+    num: int,
+    generation: GenerationConfig,
     seed: int,
     share: DataShare,
 ) -> Preview:
-    """Continue the prompt of [sampling] `num` times; data ranks draw shares, then all-gather."""
+    """Continue the prompt of [generation] `num` times; data ranks draw shares, then all-gather."""
     codec, end = codec_of(facts.tokenizer), facts.end_of_document
-    prompt = prompt_ids(sampling.prompt, codec, facts, "[sampling] prompt")
+    prompt = prompt_ids(generation.prompt, codec, facts, "[generation] prompt")
     writer = Writer(forward, model, share.device, is_executor=True)
-    num = sampling.num or NUM
     rows = -(-num // share.num_ranks)
     mine = torch.arange(share.rank * rows, (share.rank + 1) * rows)
     parts = [
-        writer.extend(prompt, part, seed, sampling, end)
+        writer.extend(prompt, part, seed, generation, generation.max_new_tokens, end)
         for part in torch.split(mine, writer.most_rows)
     ]
     whole = share.gather(torch.cat(parts).to(share.device))[:num].tolist()

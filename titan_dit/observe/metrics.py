@@ -143,7 +143,7 @@ def wandb_writer(
     try:
         wandb.init(
             project=project,
-            entity=entity or None,
+            entity=entity,
             name=name,
             id=identity.read_text(),
             dir=str(folder),
@@ -154,7 +154,7 @@ def wandb_writer(
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise UserError(
             f"[metrics] wandb=true, wandb_project={show(project)}, "
-            f"wandb_entity={show(entity)}: wandb did not start: {reason}. Run `wandb login`, "
+            f"wandb_entity={show(entity or '')}: wandb did not start: {reason}. Run `wandb login`, "
             "correct the names, set WANDB_MODE=offline, or set wandb = false."
         ) from None
 

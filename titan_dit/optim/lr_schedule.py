@@ -12,13 +12,13 @@ from typing import TypeAlias
 
 from titan_dit.config import catalog, dotted_names
 from titan_dit.config.section import UserError
-from titan_dit.config.training import LRScheduleConfig
+from titan_dit.config.training import LRSchedulerConfig
 
-Law: TypeAlias = Callable[[float, float, float, LRScheduleConfig], float]
-"""(step, warm-up steps, last step of the decay, [lr_schedule]) -> learning rate over the peak."""
+Law: TypeAlias = Callable[[float, float, float, LRSchedulerConfig], float]
+"""(step, warm-up steps, last step of the decay, [lr_scheduler]) -> learning rate over the peak."""
 
 
-def learning_rate(config: LRScheduleConfig, peak: float, step: int, steps: int) -> float:
+def learning_rate(config: LRSchedulerConfig, peak: float, step: int, steps: int) -> float:
     """The learning rate of step `step` (1-based) of `steps`.
 
     Warm-up starts at peak / warmup_steps. A decay ends at peak * min_lr_ratio, and stays there.
@@ -29,46 +29,46 @@ def learning_rate(config: LRScheduleConfig, peak: float, step: int, steps: int) 
     return peak * law_of(config)(step, warmup, end, config)
 
 
-def bounds(config: LRScheduleConfig, steps: int) -> tuple[float, float]:
+def bounds(config: LRSchedulerConfig, steps: int) -> tuple[float, float]:
     """The last steps of the warm-up and of the decay."""
     end = config.decay_steps or steps
     # Megatron's lr-warmup-fraction is one of lr-decay-iters, too.
     return config.warmup_fraction * end if config.warmup_fraction else config.warmup_steps, end
 
 
-def law_of(config: LRScheduleConfig) -> Law:
-    """The decay function of [lr_schedule] decay. Raises UserError if there is none."""
-    law: Law = dotted_names.look_up(catalog.LR_DECAYS, "[lr_schedule] decay", config.decay)
+def law_of(config: LRSchedulerConfig) -> Law:
+    """The decay function of [lr_scheduler] decay. Raises UserError if there is none."""
+    law: Law = dotted_names.look_up(catalog.LR_DECAYS, "[lr_scheduler] decay", config.decay)
     return law
 
 
-def check(config: LRScheduleConfig, steps: int) -> None:
+def check(config: LRSchedulerConfig, steps: int) -> None:
     """Raise UserError if a run of `steps` steps cannot have these rates."""
     law_of(config)
     warmup, end = bounds(config, steps)
     if config.wsd_decay_steps and config.wsd_decay_steps > end - warmup:
         raise UserError(
-            f"[lr_schedule] wsd_decay_steps={config.wsd_decay_steps} begins before the end of the "
+            f"[lr_scheduler] wsd_decay_steps={config.wsd_decay_steps} begins before the end of the "
             f"warm-up, step {warmup:g} of {end:g}. Set at most {max(1, int(end - warmup))}."
         )
 
 
-def constant(step: float, warmup: float, end: float, config: LRScheduleConfig) -> float:
+def constant(step: float, warmup: float, end: float, config: LRSchedulerConfig) -> float:
     """The peak."""
     return 1.0
 
 
-def linear(step: float, warmup: float, end: float, config: LRScheduleConfig) -> float:
+def linear(step: float, warmup: float, end: float, config: LRSchedulerConfig) -> float:
     """A line from the peak at the end of the warm-up to the minimum rate at `end`."""
     return between(1 - progress(step, warmup, end), config)
 
 
-def cosine(step: float, warmup: float, end: float, config: LRScheduleConfig) -> float:
+def cosine(step: float, warmup: float, end: float, config: LRSchedulerConfig) -> float:
     """Half a cosine (arXiv:1608.03983 sec. 3, without restarts)."""
     return between((1 + math.cos(math.pi * progress(step, warmup, end))) / 2, config)
 
 
-def wsd(step: float, warmup: float, end: float, config: LRScheduleConfig) -> float:
+def wsd(step: float, warmup: float, end: float, config: LRSchedulerConfig) -> float:
     """Warm-up, stable, decay: the peak until `wsd_decay_steps` before `end` (arXiv:2404.06395)."""
     done = progress(step, end - (config.wsd_decay_steps or 0), end)
     left = {
@@ -80,7 +80,7 @@ def wsd(step: float, warmup: float, end: float, config: LRScheduleConfig) -> flo
     return between(left[config.wsd_decay], config)
 
 
-def inverse_square_root(step: float, warmup: float, end: float, config: LRScheduleConfig) -> float:
+def inverse_square_root(step: float, warmup: float, end: float, config: LRSchedulerConfig) -> float:
     """sqrt(warm-up / step), but no less than the minimum rate (arXiv:1706.03762 sec. 5.3)."""
     if step > end:
         return config.min_lr_ratio
@@ -92,6 +92,6 @@ def progress(step: float, begin: float, end: float) -> float:
     return min(1.0, max(0.0, (step - begin) / max(1, end - begin)))
 
 
-def between(left: float, config: LRScheduleConfig) -> float:
+def between(left: float, config: LRSchedulerConfig) -> float:
     """Interpolate from the minimum rate (`left` = 0) to the peak (1)."""
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * left

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from titan_dit.config.layout import CompileConfig, ParallelConfig, PrecisionConfig, RematConfig
+from titan_dit.config.layout import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    ParallelConfig,
+    PrecisionConfig,
+)
 from titan_dit.config.training import LoRAConfig
 from titan_dit.kernels import attention, cross_entropy, linear, short_attention
 from titan_dit.models.base import Model
@@ -20,7 +25,7 @@ def parallelize(
     styles: TensorPlan,
     parallel: ParallelConfig,
     precision: PrecisionConfig,
-    recompute: RematConfig,
+    recompute: ActivationCheckpointConfig,
     compilation: CompileConfig,
     tokens: int = 0,
     adapters: LoRAConfig = NONE,

@@ -62,11 +62,11 @@ def shard(
             # The loss is already divided by the global token count: gradients are summed.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum.
-    set_prefetch([part[0] for part in parts], parallel.prefetch)
+    set_prefetch([part[0] for part in parts], parallel.prefetch or 0)
 
 
-def units(blocks: Sequence[nn.Module], size: int) -> list[list[nn.Module]]:
-    """Consecutive blocks, `size` to a unit; 0 takes sizes that double from 1 up to LARGEST_UNIT.
+def units(blocks: Sequence[nn.Module], size: int | None) -> list[list[nn.Module]]:
+    """Consecutive blocks, `size` to a unit; None takes sizes that double from 1 up to LARGEST_UNIT.
 
     The first all-gather of a step and its last reduce-scatter overlap with no work. Both belong to
     the first unit, so it is the smallest. Those of later units overlap with the work on the units
@@ -77,14 +77,15 @@ def units(blocks: Sequence[nn.Module], size: int) -> list[list[nn.Module]]:
     return [list(blocks[first:last]) for first, last in itertools.pairwise(ends)]
 
 
-def unit_sizes(num_blocks: int, parameters: float, size: int) -> tuple[int, ...]:
+def unit_sizes(num_blocks: int, parameters: float, size: int | None) -> tuple[int, ...]:
     """Blocks of each unit.
 
     `parameters`: elements of the largest block on a tp rank. `size`: [parallel]
     blocks_per_fsdp_unit.
     """
-    most, step = size, size
-    if not size:
+    if size:
+        most, step = size, size
+    else:
         most, step = max(1, min(LARGEST_UNIT[0], int(LARGEST_UNIT[1] // max(1, parameters)))), 1
     found, left = [], num_blocks
     while left > 0:

@@ -52,7 +52,7 @@ SAVES_PARTS_OF_ADDCMUL = torch.__version__ < "2.12"
 3 x hidden elements per token instead of 1 x. With contexts each operator gets its own mark."""
 
 
-def apply(model: Model, config: RematConfig) -> None:
+def apply(model: Model, config: ActivationCheckpointConfig) -> None:
     """Set up recomputation: after attention is chosen, before blocks are compiled and sharded."""
     blocks = model.blocks.values()
     if config.mode == "attention":

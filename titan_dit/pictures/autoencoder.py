@@ -118,7 +118,7 @@ class Autoencoder:
         if channels not in (None, self.channels):
             raise UserError(
                 f"{where} {self.source} has {self.channels} latent channels, but the model draws "
-                f"samples with {channels}. Train it with [model] channels = {self.channels}."
+                f"samples with {channels}. Train it with [model] in_channels = {self.channels}."
             )
 
 

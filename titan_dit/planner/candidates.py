@@ -15,10 +15,10 @@ from titan_dit.checks import formats, layout
 from titan_dit.config.catalog import SCHEDULES
 from titan_dit.config.job import JobConfig
 from titan_dit.config.layout import (
+    ActivationCheckpointConfig,
     ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
-    RematConfig,
     as_planned,
 )
 from titan_dit.config.section import UserError
@@ -74,7 +74,7 @@ SECTIONS = {
     "parallel": Candidate._fields[:8],
     "pipeline": ("schedule", "virtual_stages"),
     "training": ("microbatch_size",),
-    "remat": ("mode",),
+    "activation_checkpoint": ("mode",),
     "precision": ("float8",),
 }
 KEYS = tuple(f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys)
@@ -117,7 +117,7 @@ class Space:
             parallel=self.parallel_of(candidate),
             pipeline=self.pipeline_of(candidate),
             wanted_microbatch_size=candidate.microbatch_size,
-            remat=self.remat_of(candidate),
+            activation_checkpoint=self.remat_of(candidate),
             precision=self.precision_of(candidate),
         )
 
@@ -129,7 +129,7 @@ class Space:
             parallel=self.parallel_of(candidate),
             pipeline=self.pipeline_of(candidate),
             training=training,
-            remat=self.remat_of(candidate),
+            activation_checkpoint=self.remat_of(candidate),
             precision=self.precision_of(candidate),
         )
 
@@ -185,11 +185,13 @@ class Space:
         )
         return found
 
-    def remat_of(self, candidate: Candidate) -> RematConfig:
-        """[remat] of a layout."""
+    def remat_of(self, candidate: Candidate) -> ActivationCheckpointConfig:
+        """[activation_checkpoint] of a layout."""
         mode: Any = candidate.mode
-        own = self.config.remat
-        found: RematConfig = self._section(("remat", mode), lambda: replace(own, mode=mode))
+        own = self.config.activation_checkpoint
+        found: ActivationCheckpointConfig = self._section(
+            ("activation_checkpoint", mode), lambda: replace(own, mode=mode)
+        )
         return found
 
     def precision_of(self, candidate: Candidate) -> PrecisionConfig:
@@ -319,7 +321,7 @@ class Space:
         read = staged.pp > 1, staged.schedule, staged.tp, staged.cp, staged.sequence_parallel
         passes = self.base.global_batch_size // (staged.dp_shard * staged.dp_replicate)
         passes //= staged.microbatch_size
-        for mode in self._options("remat.mode", MODES):
+        for mode in self._options("activation_checkpoint.mode", MODES):
             for recipe in self._recipes():
                 found = staged._replace(mode=mode, float8=recipe)
                 own = (*read, passes > 1, mode, recipe)

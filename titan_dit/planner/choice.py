@@ -158,7 +158,7 @@ def small_layouts(
         "pipeline.schedule": "1f1b",
         "pipeline.virtual_stages": 1,
         "training.microbatch_size": 1,
-        "remat.mode": mode,
+        "activation_checkpoint.mode": mode,
         "precision.float8": "off",
     }
     for key, value in values.items():
@@ -424,7 +424,7 @@ def nothing_fits(
         head += f", though some do by composed memory; {dropped[0].why}"
     elif least:
         head += (
-            f"; the smallest, {least.candidate.sizes} with [remat] mode="
+            f"; the smallest, {least.candidate.sizes} with [activation_checkpoint] mode="
             f'"{least.candidate.mode}", needs {least.needed.total:.1f} of '
             f"{device.memory_gib:.1f} GiB"
         )
@@ -435,16 +435,16 @@ def nothing_fits(
 def fixes(space: Space, model: CostModel) -> Iterator[str]:
     """Fixes that make a layout fit, as clauses of an error."""
     device, gpus, config = space.device, space.gpus, space.config
-    for key in ("remat.mode", "training.microbatch_size"):
+    for key in ("activation_checkpoint.mode", "training.microbatch_size"):
         if key in space.fixed:
             free = space.fixed - {key}
             found = smallest(config, device, free, model, gpus)
             if found and memory_of.fits(found.needed, device):
-                value = found.candidate.mode if key == "remat.mode" else 1
+                value = found.candidate.mode if key == "activation_checkpoint.mode" else 1
                 yield f"set --fix {key}={value}"
     more = fewest(config, device, space.fixed, model, (gpus + 1, MAX_TIMES_GPUS * gpus))
     if more:
         yield (
-            f"take --gpus {more.gpus}, which hold it ({more.candidate.sizes}, [remat] mode="
+            f"take --gpus {more.gpus}, which hold it ({more.candidate.sizes}, [activation_checkpoint] mode="
             f'"{more.candidate.mode}", microbatches of {more.candidate.microbatch_size})'
         )

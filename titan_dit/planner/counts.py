@@ -1,6 +1,6 @@
 """Counts from the code: what each part of a model computes, moves, sends and keeps.
 
-Others are derived from few rehearsals: any microbatch size, any cp, [remat] with a ring.
+Others are derived from few rehearsals: any microbatch size, any cp, [activation_checkpoint] with a ring.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Rehearsals:
 
         Without FSDP and pipeline. UserError if the model cannot run like this.
         """
-        key = *self.layout_of(plan), plan.remat, plan.microbatch_size
+        key = *self.layout_of(plan), plan.activation_checkpoint, plan.microbatch_size
         if key not in self.found:
             self.found[key] = self.make(plan)
         return self.found[key]
@@ -408,9 +408,13 @@ class Derived:
         return min(logits) <= CHUNK_ON_DEVICE < max(logits)
 
     def _head(self, plan: RunPlan, cp: int, size: int) -> Part:
-        """The head at its own size; neither [remat] nor float8 changes it."""
+        """The head at its own size; neither [activation_checkpoint] nor float8 changes it."""
         precision = replace(plan.precision, float8="off")
-        plain = replace(plan, precision=precision, remat=replace(plan.remat, mode="none"))
+        plain = replace(
+            plan,
+            precision=precision,
+            activation_checkpoint=replace(plan.activation_checkpoint, mode="none"),
+        )
         as_many = size * SLICES / cp
         if cp > SLICES and as_many.is_integer():
             return sliced(self._rehearsed(plain, SLICES, int(as_many)), cp).head
@@ -462,7 +466,7 @@ def derived_key(plan: RunPlan) -> tuple[Any, ...]:
     """Cache key of derived counts, without cp and the microbatch size."""
     method = plan.parallel.cp_method if plan.sizes.cp > 1 else ""
     sequence = plan.parallel.sequence_parallel and plan.sizes.tp > 1
-    return plan.sizes.tp, method, sequence, plan.remat.mode, plan.precision.float8
+    return plan.sizes.tp, method, sequence, plan.activation_checkpoint.mode, plan.precision.float8
 
 
 def one_data_rank(plan: RunPlan, cp: int, size: int) -> RunPlan:

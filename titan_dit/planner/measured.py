@@ -181,7 +181,8 @@ def steps_of(report: Mapping[str, Any], source: str, trust: bool) -> Iterator[Me
         ]
         if not rows:
             continue
-        dotted_names.check_trusted(entry["tables"], source, trust)
+        tables = config_file.in_new_sections(entry["tables"])
+        dotted_names.check_trusted(tables, source, trust)
         config = config_file.build(entry["tables"], catalog.variant)
         yield MeasuredStep(
             name="{contender}, {model}, {tokens} tokens, batch {batch}".format(**key),

@@ -714,7 +714,7 @@ def sharding_of(plan: RunPlan, runtime: Runtime) -> Sharding:
         has_copies=replicas > 1,
         reshards=not keeps and wanted != "never",
         reshards_root=not keeps and wanted == "always",
-        prefetch=plan.parallel.prefetch,
+        prefetch=plan.parallel.prefetch or 0,
         accumulates=plan.num_microbatches > 1,
     )
 

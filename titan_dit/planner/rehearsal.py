@@ -811,7 +811,10 @@ class FakeParts:
         with torch.device("meta"):
             self.model: Model = plan.spec.build()
         self.model.cut(range(1), is_first=True, is_last=True)
-        model, own = self.model, (plan.parallel, plan.precision, plan.remat, plan.compile)
+        model, own = (
+            self.model,
+            (plan.parallel, plan.precision, plan.activation_checkpoint, plan.compile),
+        )
         with without_fsdp():
             tokens = plan.microbatch_size * plan.tokens_per_rank
             parallelize(

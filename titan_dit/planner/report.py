@@ -259,7 +259,7 @@ def cost(choice: Recommendation) -> Iterator[str]:
         hold = "GPU holds" if least.gpus == 1 else "GPUs hold"
         across = f" ({ACROSS})" if tp_crosses_nodes(one.sizes, choice.device) else ""
         yield (
-            f"fewest  {least.gpus} {hold} it: {one.sizes}{across}, [remat] mode="
+            f"fewest  {least.gpus} {hold} it: {one.sizes}{across}, [activation_checkpoint] mode="
             f'"{one.mode}", microbatches of {one.microbatch_size}: {least.needed.total:.1f} GiB '
             "composed"
         )
@@ -290,7 +290,7 @@ def as_json(choice: Recommendation, top: int, name: str) -> dict[str, Any]:
         "runner_up": of_layout(choice.runner_up, choice) if choice.runner_up else None,
         "layouts": [of_layout(row, choice) for row in choice.rows[:top]],
         "fewest_gpus": choice.fewest.gpus if choice.fewest else None,
-        "steps": choice.space.config.training.steps,
+        "steps": choice.space.config.training.num_steps,
         "gpu_hours": gpu_hours(choice),
         "notes": list(choice.notes),
         "command": command(choice, name),

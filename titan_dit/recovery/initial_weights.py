@@ -67,7 +67,9 @@ def load(
     [checkpoint] reinitialize names. Raises UserError on all ranks, with `model` unchanged, if
     weights do not fit.
     """
-    start = resume.first_undamaged(lambda: candidates(settings.init), "init")
+    chosen = settings.init
+    assert chosen
+    start = resume.first_undamaged(lambda: candidates(chosen), "init")
     path, record = start.path, start.record
     assert path
     saved = Weights(path, record, settings.init_weights)

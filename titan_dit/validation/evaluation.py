@@ -1,4 +1,4 @@
-"""[evaluation]: scores of drawn pictures against real ones, during training."""
+"""[fid]: scores of drawn pictures against real ones, during training."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from titan_dit.config.section import UserError
 from titan_dit.config.training import EvaluationConfig, SamplingConfig
+from titan_dit.config.training import FIDConfig, SamplingConfig
 from titan_dit.data.listing import few
 from titan_dit.launcher.ranks import Ranks
 from titan_dit.objectives.base import DataShare, Forward, Objective
@@ -22,7 +23,7 @@ from titan_dit.scores.features import Features
 from titan_dit.scores.pictures import Pictures
 from titan_dit.scores.score import Statistics
 
-WHERE = "[evaluation]"
+WHERE = "[fid]"
 BATCH = 64
 """Pictures that a data rank draws per batch."""
 
@@ -124,7 +125,7 @@ def drawing_pictures(objective: Objective) -> DrawsPictures:
 
 
 def open_evaluation(
-    config: EvaluationConfig, sampling: SamplingConfig, objective: Objective, device: torch.device
+    config: FIDConfig, sampling: SamplingConfig, objective: Objective, device: torch.device
 ) -> Evaluation:
     """Load the features and describe the reference. Collective."""
     draws = drawing_pictures(objective)

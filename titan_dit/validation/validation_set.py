@@ -119,15 +119,15 @@ def open_set(
     except (OSError, UserError) as error:
         raise UserError(f"{where}: {error}") from None
     check_alike(where, other, source)
-    if config.samples > len(other):
+    if config.samples and config.samples > len(other):
         raise UserError(
             f"{where} holds {len(other)} samples, but samples={config.samples}. "
-            f"Set samples = {len(other)}, or 0 for all."
+            f"Set samples = {len(other)}, or leave it out for all."
         )
-    part = 0 < config.samples < len(other)
-    if not part:
+    samples = config.samples or len(other)
+    if samples == len(other):
         return ValidationSet(other, range(len(other)))
-    rows = on_first(lambda: held_out_rows(other, job.seed, config.samples, job.data_order))
+    rows = on_first(lambda: held_out_rows(other, job.seed, samples, job.data_order))
     return ValidationSet(other, rows)
 
 

@@ -47,7 +47,7 @@ def ends_of(name: Name, peer: Peer, device: torch.device, agent: Agent | None) -
 
 def agent_of(
     name: Name,
-    network: str,
+    network: str | None,
     device: torch.device,
     peers: Iterable[Peer],
     group: dist.ProcessGroup,
@@ -64,7 +64,7 @@ def agent_of(
     agent, has_failed = None, False
     if name == "nixl" or not all(peer.is_local for peer in peers):
         try:
-            agent = Agent(device, network)
+            agent = Agent(device, network or "")
         except UserError:
             if name == "nixl":
                 raise
@@ -80,7 +80,7 @@ def open_transport(
     stream: Stream,
     device: torch.device,
     name: Name,
-    network: str,
+    network: str | None,
 ) -> tuple[Transport, str]:
     """The transport of this rank and the console line of all ranks. Collective along pp.
 
