@@ -28,9 +28,7 @@ from titan_dit.checkpoint.run_checkpoints import Checkpoints
 from titan_dit.checkpoint.staging import leaves
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.training import EMAConfig
-from titan_dit.models.dit import DiTConfig
 from titan_dit.models.dit_config import DiTConfig
-from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.ema import EMA
 from titan_dit.optim.optimizer import build_optimizer, optimizer_tensors
 from titan_dit.optim.sections import AdamWConfig

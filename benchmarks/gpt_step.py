@@ -22,11 +22,8 @@ from titan_dit.execution.base import Output
 from titan_dit.execution.local import LocalExecutor
 from titan_dit.kernels import cross_entropy, linear
 from titan_dit.launcher import process_group
-from titan_dit.models.gpt import GPTConfig
-from titan_dit.objectives.sections import NextTokenConfig
 from titan_dit.models.gpt_config import GPTConfig
-from titan_dit.objectives.next_token import NextTokenConfig
-from titan_dit.optim.adamw import AdamWConfig
+from titan_dit.objectives.sections import NextTokenConfig
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
 from titan_dit.optim.sections import AdamWConfig
 from titan_dit.parallel.init import initialize

@@ -23,10 +23,8 @@ from titan_dit.diffusion.sections import DiffusionConfig, RectifiedFlowConfig
 from titan_dit.kernels import attention
 from titan_dit.kernels.attention_choice import AttentionShape
 from titan_dit.launcher import allocator
-from titan_dit.models.dit import DiTConfig
-from titan_dit.optim.sections import MuonConfig
 from titan_dit.models.dit_config import DiTConfig
-from titan_dit.optim.muon import MuonConfig
+from titan_dit.optim.sections import MuonConfig
 from titan_dit.parallel.float8 import device_of, linears, suits
 from titan_dit.parallel.float8_gains import LinearShape
 from titan_dit.parallel.mesh import AxisSizes, Mesh

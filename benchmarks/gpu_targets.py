@@ -23,7 +23,7 @@ FLOAT8_FASTER = {("XL/2", 1024): 1.12, ("7B/2", 4096): 1.3}
 FLOAT8_LEAST = 1.0
 """Target speedup of each float8 recipe over bf16, in every cell."""
 TOKENS = {"none": 100_000, "full": 1_000_000}
-"""Target tokens of one sample, by [activation_checkpoint] mode, on a GPU with LARGE_GIB (141 GB)."""
+"""Target tokens of one sample, by [activation_checkpoint] mode, on a GPU of LARGE_GIB."""
 TOKENS_SMALL = {"none": 52_000, "full": 520_000}
 """Target on a smaller device (80 GB): the same share of the estimate of gpu_tokens.py."""
 

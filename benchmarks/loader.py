@@ -34,8 +34,6 @@ from titan_dit.data.latents import LatentShards, write_shards
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.data.sections import Latents
 from titan_dit.diffusion.sections import RectifiedFlowConfig
-from titan_dit.models.dit import DiTConfig
-from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.rng import SampleRNG
 

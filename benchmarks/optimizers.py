@@ -19,10 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from titan_dit.launcher import process_group
-from titan_dit.models.dit import DiTConfig
 from titan_dit.models.dit_config import DiTConfig
-from titan_dit.optim.adamw import AdamWConfig
-from titan_dit.optim.muon import MuonConfig
 from titan_dit.optim.optimizer import OptimizerConfig, apply_gradients, build_optimizer
 from titan_dit.optim.sections import AdamWConfig, MuonConfig
 from titan_dit.parallel.mesh import AxisSizes, Mesh

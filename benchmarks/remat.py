@@ -1,4 +1,4 @@
-"""Saved activations and CPU time of each [activation_checkpoint] mode: `python benchmarks/remat.py`.
+"""Activations and CPU time by [activation_checkpoint] mode: `python benchmarks/remat.py`.
 
 Elements per token and layer in units of h, fp32, one process: live storages after the forward of
 three blocks minus those of two. Saved-tensor hooks miss what selective recomputation saves; for

@@ -31,9 +31,7 @@ from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.execution.local import LocalExecutor
 from titan_dit.kernels import linear
 from titan_dit.launcher import process_group
-from titan_dit.models.dit import DiTConfig
 from titan_dit.models.dit_config import DiTConfig
-from titan_dit.optim.adamw import AdamWConfig
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
 from titan_dit.optim.sections import AdamWConfig
 from titan_dit.parallel.compile import compile_blocks

@@ -23,7 +23,12 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_dit.config.layout import CompileConfig, ParallelConfig, PrecisionConfig, RematConfig
+from titan_dit.config.layout import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    ParallelConfig,
+    PrecisionConfig,
+)
 from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.execution.local import LocalExecutor
 from titan_dit.launcher import process_group
@@ -85,7 +90,9 @@ class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def step_of(way: str, options: argparse.Namespace, mesh: Mesh) -> Callable[[], Tensor]:
     """Forward and backward of a network with this order of tokens."""
     device = torch.device(mesh.whole.device_type)
-    config = DiTConfig(size=options.size, latent_size=options.latent, channels=4, num_classes=1000)
+    config = DiTConfig(
+        size=options.size, latent_size=options.latent, in_channels=4, num_classes=1000
+    )
     model, objective = (
         network(config, RectifiedFlowConfig()),
         learning(config, RectifiedFlowConfig()),

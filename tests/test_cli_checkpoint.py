@@ -105,7 +105,10 @@ def test_a_run_its_checkpoints_folder_and_a_checkpoint_are_taken_alike(run, monk
         (("checkpoint", "list", f"--run={RUN}"), f"no flag here: checkpoint list {RUN}."),
         (("runs", "--run"), "--run: the path has no flag here: runs."),
         (("data", "show", "--path", "photos"), "no flag here: data show photos."),
-        (("convert", "--from", RUN, "--model.hidden", 3), "`convert` has --input, --out, --format"),
+        (
+            ("convert", "--from", RUN, "--model.hidden_size", 3),
+            "`convert` has --input, --out, --format",
+        ),
         (
             ("replay", "--run", "outputs", "--step", 3),
             "no config.toml found. It holds runs (digits",

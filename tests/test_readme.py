@@ -68,8 +68,8 @@ def test_the_readme_commands_train_and_draw(copy_of_the_checkout):
 
 
 SMALLER = {
-    "titan_dit.train": "--training.steps 2 --model.hidden_size 32 --model.num_layers 1 --sampling.every 0 "
-    "--training.global_batch_size 4 --metrics.tensorboard false",
+    "titan_dit.train": "--training.steps 2 --model.hidden_size 32 --model.num_layers 1 "
+    "--sampling.every 0 --training.global_batch_size 4 --metrics.tensorboard false",
     "titan_dit sample": "--steps 1 --device cpu",
 }
 

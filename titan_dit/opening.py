@@ -278,11 +278,11 @@ def open_run(config: JobConfig, world: World) -> OpenedRun:
     source = open_source(config.data)
     objective = open_objective(config, plan, source, previews=bool(config.sampling.every))
     if config.sampling.every:
-        objective.check_preview(config.sampling)
+        objective.check_preview(config.sampling, config.generation)
     held_out = rows_held_out(config, source)
     epochs = source.order(job.seed, held_out, job.data_order)
     config = replace(config, training=config.training.resolved(epochs.num_rows))
-    lr_schedule.check(config.lr_schedule, config.training.steps)
+    lr_schedule.check(config.lr_scheduler, config.training.num_steps)
     return OpenedRun(
         config=config,
         plan=plan,

@@ -49,6 +49,6 @@ def test_query_groups_divide_by_tp_and_heads_by_groups():
     with pytest.raises(UserError) as caught:
         check_tensor(with_spec(plan, num_key_value_heads=3))
     assert str(caught.value) == (
-        "[model] num_key_value_heads=3 does not divide heads=4. Set num_key_value_heads = 2, or 0 for one per "
-        "head."
+        "[model] num_key_value_heads=3 does not divide num_heads=4. Set num_key_value_heads = 2, "
+        "or leave it out for one per head."
     )

@@ -40,7 +40,8 @@ FLAGS = {
     "--checkpoint.interval 5": "[checkpoint] interval: unknown key. Did you mean every?",
     "--trainer.max_epochs 5": "Did you mean [training] epochs (--training.epochs)?",
     "--train-iters 5": "Did you mean [training] steps (--training.steps)?",
-    "--gradient_checkpointing": "Did you mean [activation_checkpoint] mode (--activation_checkpoint.mode)?",
+    "--gradient_checkpointing": "Did you mean [activation_checkpoint] mode "
+    "(--activation_checkpoint.mode)?",
     "--gradient_accumulation_steps 2": "set --training.microbatch_size",
     "--image-size 256": "Set --model.latent_size",
     "--vae DIR": "`data encode` makes latents with an autoencoder (docs/encoding.md)",

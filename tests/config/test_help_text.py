@@ -42,21 +42,6 @@ def test_help_of_every_recipe_imports_no_torch():
     assert not modules & {"torch", "tyro", "numpy", "jaxtyping", "titan_dit.models.dit"}
 
 
-@pytest.mark.parametrize(
-    ("section", "name"), [(s, name) for s, table in catalog.KEYS.items() for name in table]
-)
-def test_the_keys_of_the_help_are_those_of_the_config(section, name):
-    keys, whole = catalog.keys(section, name), catalog.variant(section, name)
-    assert issubclass(whole, keys)
-    assert keys.name == whole.name
-    assert keys.section == whole.section
-
-    def defaults(kind):
-        return {f.name: f.default for f in dataclasses.fields(kind)}
-
-    assert defaults(keys) == defaults(whole)
-
-
 def test_every_key_stands_in_the_help_once():
     said = help_text.help_of(["--config", "sit_xl2", "--optimizer.name", "muon"])
     listed = re.findall(r"^  --(\w+\.\w+) ", said, re.MULTILINE)

@@ -16,7 +16,6 @@ from titan_dit.diffusion.guidance import Guidance
 from titan_dit.diffusion.samplers.discrete import ddim, ddpm
 from titan_dit.diffusion.samplers.ode import euler, heun
 from titan_dit.diffusion.sections import DDPMConfig, RectifiedFlowConfig
-from titan_dit.models.dit import DiTConfig
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.objectives.base import DataShare
 from titan_dit.rng import SampleRNG

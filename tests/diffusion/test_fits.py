@@ -11,7 +11,8 @@ from titan_dit.models.dit_config import DiTConfig
 def model_of(shape, num_classes):
     channels, size, _ = shape
     return DiTConfig(
-        hidden_size=8, num_layers=1, num_heads=1, patch_size=2, latent_size=size, in_channels=channels,
+        hidden_size=8, num_layers=1, num_heads=1, patch_size=2, latent_size=size,
+        in_channels=channels,
         num_classes=num_classes,
     )  # fmt: skip
 

@@ -16,8 +16,6 @@ from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.data.sections import Latents
 from titan_dit.diffusion.objective import check_data, check_std, scale_hint, to_model_units
 from titan_dit.diffusion.sections import DDPMConfig, RectifiedFlowConfig
-from titan_dit.models.dit import DiTConfig
-from titan_dit.diffusion.rectified_flow import RectifiedFlow
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.rng import SampleRNG
 

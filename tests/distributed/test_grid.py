@@ -41,13 +41,13 @@ UNTIED = {
     "mlp": "swiglu",
     "bias": False,
     "positions": "rotary",
-    "query_groups": 2,
+    "num_key_value_heads": 2,
 }
 # Of a BERT: norms after or before, and whether the order of spans is a second task, on padded
 # samples, then with dropout if norms are after.
 POST, PRE = ["post", False], ["pre", False]
 POST_PAIRS, PRE_PAIRS = ["post", True], ["pre", True]
-# By model and number of ranks: [parallel], [pipeline], the kind, the mode of [remat] if any.
+# By model and number of ranks: [parallel], [pipeline], the kind, recomputation mode if any.
 CASES = {
     "dit": {
         2: [
@@ -195,7 +195,7 @@ def case_config(model, parallel, pipeline, kind, dtype="fp32", mode="none", laye
         "parallel": parallel,
         "pipeline": pipeline,
         "precision": {"dtype": dtype},
-        "remat": {"mode": mode},
+        "activation_checkpoint": {"mode": mode},
         # Several microbatches on every rank, and as many as its schedule needs.
         "training": {"global_batch_size": 8, "microbatch_size": 1 if data_ranks > 1 else 2},
     }
@@ -262,7 +262,7 @@ MODELS = tuple(CASES)
 
 
 def cases_of(model, num_ranks, is_long=False):
-    """(model, [parallel], [pipeline], kind, dtype, mode of [remat]) of every case."""
+    """(model, [parallel], [pipeline], kind, dtype, recomputation mode) of every case."""
     cases = CASES[model].get(num_ranks, [])
     if is_long:
         late = LONG[model].get(num_ranks, [])

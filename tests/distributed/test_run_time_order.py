@@ -12,7 +12,7 @@ ZBV, DUAL = schedule("zbv_zero_bubble"), schedule("dualpipev")
 BY_GROUP = {"transport": "process_group"}
 SHARED = {"transport": "auto", "memory": 1.5}
 SPARE = {"memory": 1.5}
-# Family, [parallel], [pipeline], what run-time order gets; mode of [activation_checkpoint], [precision] dtype.
+# Family, [parallel], [pipeline], what run-time order gets; [activation_checkpoint] mode, dtype.
 CASES = {
     2: [
         ("dit", PP, schedule("1f1b", split=[2, 3]), SHARED, "full"),

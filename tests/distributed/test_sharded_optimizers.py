@@ -9,10 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from titan_dit.models.dit import DiTConfig
 from titan_dit.models.dit_config import DiTConfig
-from titan_dit.optim.adamw import AdamWConfig
-from titan_dit.optim.muon import MuonConfig
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer, optimizer_tensors
 from titan_dit.optim.sections import AdamWConfig, MuonConfig
 from titan_dit.parallel import tensor

@@ -39,7 +39,9 @@ def test_every_bit_comes_back():
 @pytest.mark.parametrize("mlp_ratio", [4.0, 2.5])
 def test_our_weights_come_back_through_the_originals_names(outputs, patch, mlp_ratio):
     config = DiTConfig(
-        hidden_size=48, num_layers=2, num_heads=6, patch_size=patch, mlp_ratio=mlp_ratio, latent_size=8, in_channels=3,
+        hidden_size=48, num_layers=2, num_heads=6, patch_size=patch, mlp_ratio=mlp_ratio,
+        latent_size=8,
+        in_channels=3,
         num_classes=7,
     )  # fmt: skip
     original, state = originals(config, outputs)

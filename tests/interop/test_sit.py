@@ -26,7 +26,8 @@ from titan_dit.trained_model import load_trained
 CPU = torch.device("cpu")
 HEADS, LAYERS, CHANNELS, PATCH = 4, 2, 4, 2
 CONFIG = DiTConfig(
-    hidden_size=48, num_layers=LAYERS, num_heads=HEADS, patch_size=PATCH, latent_size=8, in_channels=CHANNELS,
+    hidden_size=48, num_layers=LAYERS, num_heads=HEADS, patch_size=PATCH, latent_size=8,
+    in_channels=CHANNELS,
     num_classes=7,
 )  # fmt: skip
 ARGUMENTS = {

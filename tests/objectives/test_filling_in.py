@@ -5,10 +5,8 @@ import torch
 from test_masked_token import batch_of, rng_of
 
 from titan_dit.data.token_windows import TokenFacts
-from titan_dit.models.bert import BERTConfig
-from titan_dit.objectives.sections import MaskedTokenConfig
 from titan_dit.models.bert_config import BERTConfig
-from titan_dit.objectives.masked_token import MaskedTokenConfig
+from titan_dit.objectives.sections import MaskedTokenConfig
 
 N, IDS, MASK = 12, 16, 16
 """Every token of a sample comes twice in a row. Of one token alone the entropy is log 16 = 2.8."""

@@ -10,13 +10,10 @@ from titan_dit.data.base import Batch
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.sentence_pairs import PairFacts
 from titan_dit.data.token_windows import TokenFacts
-from titan_dit.models.bert import BERTConfig
-from titan_dit.models.dit import DiTConfig
-from titan_dit.objectives.masked_token import pairs_of
-from titan_dit.objectives.sections import MaskedTokenConfig
 from titan_dit.models.bert_config import BERTConfig
 from titan_dit.models.dit_config import DiTConfig
-from titan_dit.objectives.masked_token import MaskedTokenConfig, pairs_of
+from titan_dit.objectives.masked_token import pairs_of
+from titan_dit.objectives.sections import MaskedTokenConfig
 from titan_dit.rng import SampleRNG
 
 N, VOCABULARY, END = 64, 1000, 7

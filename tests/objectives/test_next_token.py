@@ -8,10 +8,8 @@ from tiny_gpt import gpt_config
 from titan_dit.config.section import UserError
 from titan_dit.data.base import Batch
 from titan_dit.data.token_windows import TokenFacts
-from titan_dit.models.bert import BERTConfig
-from titan_dit.objectives.sections import NextTokenConfig
 from titan_dit.models.bert_config import BERTConfig
-from titan_dit.objectives.next_token import NextTokenConfig
+from titan_dit.objectives.sections import NextTokenConfig
 from titan_dit.rng import SampleRNG
 
 MODEL = gpt_config().model

@@ -8,10 +8,8 @@ from titan_dit.config.section import UserError
 from titan_dit.config.training import SamplingConfig
 from titan_dit.data.base import DataFacts
 from titan_dit.data.token_windows import TokenFacts
-from titan_dit.models.gpt import GPTConfig
-from titan_dit.objectives.sections import NextTokenConfig
 from titan_dit.models.gpt_config import GPTConfig
-from titan_dit.objectives.next_token import NextTokenConfig
+from titan_dit.objectives.sections import NextTokenConfig
 
 SIZES = {"sequence_length": 4, "vocabulary": 10}
 MODEL = GPTConfig(hidden_size=8, num_layers=1, num_heads=2, **SIZES)

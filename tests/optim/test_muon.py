@@ -10,10 +10,8 @@ from torch.optim import _muon
 
 from titan_dit.config.parameter_groups import GroupConfig
 from titan_dit.config.section import UserError
-from titan_dit.models.dit import DiTConfig
-from titan_dit.optim.muon import balanced, orthogonalized, places
 from titan_dit.models.dit_config import DiTConfig
-from titan_dit.optim.muon import MuonConfig, balanced, orthogonalized, places
+from titan_dit.optim.muon import balanced, orthogonalized, places
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
 from titan_dit.optim.sections import MuonConfig
 

@@ -10,7 +10,7 @@ from titan_dit.planner.choice import fewest, gpu_counts, smallest
 from titan_dit.planner.search import CostModel
 
 MODEL = CostModel(counts=counts_of)
-LONG = {"hidden": 256, "layers": 4, "heads": 4, "latent_size": 1024}
+LONG = {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "latent_size": 1024}
 """Many tokens: most of the memory are activations."""
 
 

@@ -7,10 +7,7 @@ from torch import nn
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.store import location
 from titan_dit.config import config_file
-from titan_dit.models.dit import DiTConfig
 from titan_dit.models.dit_config import DiTConfig
-from titan_dit.optim.adamw import AdamWConfig
-from titan_dit.optim.muon import MuonConfig
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer, optimizer_tensors
 from titan_dit.optim.sections import AdamWConfig, MuonConfig
 from titan_dit.recovery import resume

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from titan_dit.config.section import UserError
-from titan_dit.config.training import EvaluationConfig, SamplingConfig
 from titan_dit.config.training import FIDConfig, SamplingConfig
 from titan_dit.objectives.base import DataShare, Objective
 from titan_dit.scores.features import Features

@@ -30,8 +30,8 @@ def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -
     parts.check_lora(config, plan)
     config.validation.check(has_part=config.data.has_validation_part)
     config.objective.check_sampling(config.model, config.sampling)
-    config.evaluation.check()
-    config.objective.check_evaluation(config.model, config.sampling, config.evaluation)
+    config.fid.check()
+    config.objective.check_evaluation(config.model, config.sampling, config.fid)
     parts.check_folders(config)
     if on is None:
         return

@@ -44,15 +44,15 @@ def check_remat(plan: RunPlan) -> None:
         # (one for the inputs, one per linear layer) recomputes the whole forward.
         key, other = plan.what_splits
         raise UserError(
-            f'[activation_checkpoint] mode="{config.mode}" does not work with [pipeline] {key}: its backward is '
-            "split, and torch would recompute a block for each part. "
+            f'[activation_checkpoint] mode="{config.mode}" does not work with [pipeline] {key}: '
+            "its backward is split, and torch would recompute a block for each part. "
             f'Set mode = "attention" or {other}.'
         )
     if config.mode in ("attention", "full") and plan.compile.enabled and sizes.tp > 1:
         # torch 2.13: "expected all tensors_saved_with_vc_check to be Tensors, got DeviceMesh".
         raise UserError(
-            f'[activation_checkpoint] mode="{config.mode}" does not work with [compile] enabled=true and '
-            f"[parallel] tp={sizes.tp}: torch cannot compile the recomputed all-gather. "
+            f'[activation_checkpoint] mode="{config.mode}" does not work with [compile] '
+            f"enabled=true and [parallel] tp={sizes.tp}: torch cannot compile the recomputed all-gather. "
             'Set mode = "selective" or [compile] enabled = false.'
         )
 
@@ -116,8 +116,9 @@ def check_transformer_engine(plan: RunPlan) -> None:
         )
     if plan.activation_checkpoint.mode in ("selective", "full"):
         raise UserError(
-            f"[precision] float8={float8} does not work with [activation_checkpoint] mode={show(plan.activation_checkpoint.mode)}:"
-            " a recomputed forward would record every amax twice. "
+            f"[precision] float8={float8} does not work with [activation_checkpoint] "
+            f"mode={show(plan.activation_checkpoint.mode)}: a recomputed forward would record every "
+            "amax twice. "
             'Set mode = "attention" or "none", or float8 = "tensorwise".'
         )
     if importlib.util.find_spec("transformer_engine") is None:

@@ -362,7 +362,7 @@ def folders_written(config: JobConfig) -> Iterator[tuple[str, str]]:
 
 def folders_read(config: JobConfig) -> Iterator[tuple[str, str]]:
     """Yield (key, folder) of the data that a run reads."""
-    for section in (config.data, config.validation, config.evaluation):
+    for section in (config.data, config.validation, config.fid):
         for name, path, _ in paths_of(section):
             if os.path.isdir(path):  # noqa: PTH112 - of a prefix or a URL it is False.
                 yield f"[{section.section}] {name}", path

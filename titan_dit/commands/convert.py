@@ -54,7 +54,7 @@ def counterpart(run: SavedWeights, where: str) -> DiffusersDiT:
     if type(config) is not DiTConfig:
         raise UserError(f"{where} is a {config.name} model: peft's names are known for a DiT only.")
     objective = run.diffusion("convert").config
-    return DiffusersDiT(config, objective.output_channels(config.channels))
+    return DiffusersDiT(config, objective.output_channels(config.in_channels))
 
 
 def write_adapter(source: str, target: Path, run: SavedWeights, as_is: bool) -> None:
@@ -263,7 +263,7 @@ def write_diffusers(
     """Export a DiT as a folder; with --vae or the run's autoencoder as a whole pipeline."""
     diffusers_dit.check_expressible(config, as_is)
     diffusion = run.diffusion("convert")
-    found = DiffusersDiT(config, diffusion.config.output_channels(config.channels))
+    found = DiffusersDiT(config, diffusion.config.output_channels(config.in_channels))
     recorded = diffusion.data.vae_source
     vae = given or (recorded if Path(recorded or "-").expanduser().is_dir() else NO_VAE)
     outline = found.outline()
@@ -549,7 +549,7 @@ def write_original(target: Path, run: SavedWeights, config: DiTConfig, form: str
     table = {"name": objective.name, **asdict(objective)}
     if form == "sit":
         original_dit.check_sit_objective(table)
-    original = Original(config, objective.output_channels(config.channels))
+    original = Original(config, objective.output_channels(config.in_channels))
     theirs, outline = original.to_original(run.tensors), original.outline()
     # A .pt file is made from a .safetensors file beside it, which is memory-mapped.
     passes = 1 if target.suffix == ".safetensors" else 2

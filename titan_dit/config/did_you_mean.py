@@ -157,7 +157,8 @@ SAID = {
     "make_vocab_size_divisible_by": "Leave it out: tables have a multiple of 128 rows.",
     "train_samples lr_decay_samples lr_warmup_samples": "Give steps: samples / global_batch_size.",
     "rampup_batch_size": "Leave it out: the batch size is constant.",
-    "recompute_method recompute_num_layers": "Leave it out: all blocks have the same --activation_checkpoint.mode.",
+    "recompute_method recompute_num_layers": "Leave it out: all blocks have the same "
+    "--activation_checkpoint.mode.",
     "distribute_saved_activations": "Leave it out: with --parallel.sequence_parallel the inputs of "
     "blocks are sharded over tp.",
     "overlap_grad_reduce overlap_param_gather accumulate_allreduce_grads_in_fp32": "Leave it out: "

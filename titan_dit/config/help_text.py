@@ -79,10 +79,10 @@ def help_of(arguments: Sequence[str], environment: str = "") -> str:
     said = ""
     try:
         rest, _ = config_file.take_dry_run(rest)
-        config = config_file.load(rest or ["--config", DEFAULT_CONFIG], catalog.keys)
+        config = config_file.load(rest or ["--config", DEFAULT_CONFIG], catalog.variant)
     except UserError as error:
         said = f"{error}\n\n"
-        config = config_file.load(["--config", DEFAULT_CONFIG], catalog.keys)
+        config = config_file.load(["--config", DEFAULT_CONFIG], catalog.variant)
     of = "this config" if rest and not said else DEFAULT_CONFIG
     title = f"Values are those of {of}; a default that differs follows in parentheses."
     lines = [said + USAGE, f"BASIC KEYS. {title}", *listed(config, basic=True)]

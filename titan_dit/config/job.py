@@ -52,12 +52,12 @@ class RunConfig(Section):
     seed: Annotated[int, Bound(least=0, below=2**63)] = 0
     """Seed of initial weights, data order, noise and previews."""
     data_order: Literal["auto", "feistel", "sort"] = "auto"
-    """Serves old runs. Permutation of an epoch. feistel: by a Feistel network, in O(batch) memory; below 65,536 rows
-    by sorting. sort: always by sorting, in O(rows), as older runs do. auto: a started run keeps its
-    own, a new one takes feistel."""
+    """Serves old runs. Permutation of an epoch. feistel: by a Feistel network, in O(batch) memory;
+    below 65,536 rows by sorting. sort: always by sorting, in O(rows), as older runs do. auto: a
+    started run keeps its own, a new one takes feistel."""
     initial_weights: Literal["auto", "counter", "generator"] = "auto"
-    """Serves old runs. Initial weights by a counter, equal on every device, or by the device's generator, as older
-    runs do. auto: a started run keeps its own, a new one takes counter."""
+    """Serves old runs. Initial weights by a counter, equal on every device, or by the device's
+    generator, as older runs do. auto: a started run keeps its own, a new one takes counter."""
     hooks: tuple[str, ...] = ()
     """Your hook classes, "package.module:Class": see docs/extending.md."""
 

@@ -43,7 +43,7 @@ class DataConfig(Named):
 
     section = "data"
 
-    workers: Annotated[int, Bound(least=0, most=256)] = 0
+    num_workers: Annotated[int, Bound(least=0, most=256)] = 0
     """Prefetching worker processes per rank; 0 reads in the training process."""
 
     @property
@@ -162,7 +162,7 @@ class IndexedData(DataConfig):
     """Tokens that the model predicts per sample; a window has one more."""
     tokenizer: FilePath = ""
     """A tokenizer.json: gives vocabulary and end_of_document, and text its bits per byte."""
-    vocabulary: Dim | None = None
+    vocab_size: Dim | None = None
     """Ids are below it; a larger one is refused. Unset: the tokenizer's."""
     end_of_document: NonNegativeInt | None = None
     """Id of the token at the end of a document. Unset: the tokenizer's."""
@@ -183,10 +183,10 @@ class IndexedData(DataConfig):
                 f"[data] split={show(self.split)} must be up to three shares (training, "
                 "validation, unused), the first above 0, such as [949, 50, 1]."
             )
-        if not self.tokenizer and self.vocabulary is None:
+        if not self.tokenizer and self.vocab_size is None:
             raise UserError(
                 "[data] tokens need the size of their vocabulary. Set tokenizer (a "
-                "tokenizer.json) or vocabulary."
+                "tokenizer.json) or vocab_size."
             )
 
     @property
@@ -290,7 +290,7 @@ class SentencePairs(IndexedData):
 
     sequence_length: Annotated[int, Bound(least=5, most=10**7)]
     """Tokens of a sample, with [CLS], twice [SEP] and padding."""
-    short_share: Fraction = 0.1
+    short_seq_prob: Fraction = 0.1
     """Share of the samples with a random shorter length, as Megatron's short_seq_prob."""
 
     def __post_init__(self) -> None:

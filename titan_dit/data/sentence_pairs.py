@@ -150,7 +150,7 @@ def survey(section: SentencePairs) -> PairSurvey:
         )
     for _ in files.histograms(section.verify):
         pass  # Each one refuses ids beyond the vocabulary.
-    targets = Targets(section.sequence_length - NUM_SPECIAL, section.short_share)
+    targets = Targets(section.sequence_length - NUM_SPECIAL, section.short_seq_prob)
     found = zip(files.indexed, files.parts, strict=True)
     spans = tuple(spans_of(file, part, targets) for file, part in found)
     check_spans(section, files.parts, spans)
@@ -160,7 +160,7 @@ def survey(section: SentencePairs) -> PairSurvey:
         digest=files.digest,
         sequence_length=section.sequence_length,
         vocabulary=files.vocabulary,
-        short_share=section.short_share,
+        short_share=section.short_seq_prob,
         end_of_document=files.end_of_document,
         tokenizer=files.tokenizer_path,
         num_tokens=files.num_tokens,

@@ -139,10 +139,10 @@ def open_files(section: IndexedData) -> TokenFiles:
             "--data.paths PATH."
         )
     tokenizer = read_tokenizer(Path(section.tokenizer)) if section.tokenizer else None
-    vocabulary = section.vocabulary or (tokenizer.vocabulary if tokenizer else 0)
+    vocabulary = section.vocab_size or (tokenizer.vocabulary if tokenizer else 0)
     if tokenizer and vocabulary < tokenizer.vocabulary:
         raise UserError(
-            f"[data] vocabulary={vocabulary} is less than the {tokenizer.vocabulary} tokens of "
+            f"[data] vocab_size={vocabulary} is less than the {tokenizer.vocabulary} tokens of "
             f"{section.tokenizer}. Leave vocabulary out, or raise it."
         )
     end = tokenizer.end_of_document if tokenizer else None

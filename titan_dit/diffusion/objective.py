@@ -14,8 +14,7 @@ from jaxtyping import Bool, Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from titan_dit.config.section import UserError, show
-from titan_dit.config.training import SamplingConfig
-from titan_dit.config.training import FIDConfig, GenerationConfig, SamplingConfig
+from titan_dit.config.training import GenerationConfig, SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.data.latent_facts import LatentFacts, shown
 from titan_dit.diffusion.base import NO_LABEL, Corrupted, LatentModel, Predict
@@ -342,6 +341,7 @@ class Diffusion(Objective, ABC):
         """The autoencoder of [sampling] vae, on the CPU; loaded once."""
         from titan_dit.pictures import autoencoder
 
+        assert sampling.vae
         if sampling.vae not in self.loaded:
             on_cpu = torch.device("cpu")
             self.loaded[sampling.vae] = autoencoder.load(sampling.vae, on_cpu, "[sampling] vae")
@@ -374,8 +374,8 @@ def check_std(stored: Shaped[Tensor, "b k h w"], facts: LatentFacts, channels: i
     """Raise UserError if a stored std is below 0. Takes CPU tensors: a GPU would synchronise."""
     if is_mean_and_std(facts, channels) and stored[:, channels:].min() < 0:
         raise UserError(
-            f"[data] holds {2 * channels} channels and [model] in_channels={channels}: they are read "
-            "as mean and std, but a std is below 0. If they are mean and log variance, store "
+            f"[data] holds {2 * channels} channels and [model] in_channels={channels}: they are "
+            "read as mean and std, but a std is below 0. If they are mean and log variance, store "
             f"exp(0.5 * logvar); otherwise set [model] in_channels = {2 * channels}."
         )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from titan_dit.config.section import Bound, Finite, Fraction, PositiveFloat
-from titan_dit.config.training import EvaluationConfig, SamplingConfig
+from titan_dit.config.training import FIDConfig, SamplingConfig
 from titan_dit.objectives.sections import ObjectiveConfig
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class DiffusionConfig(ObjectiveConfig):
         raise NotImplementedError
 
     def check_evaluation(
-        self, model: ModelConfig, sampling: SamplingConfig, evaluation: EvaluationConfig
+        self, model: ModelConfig, sampling: SamplingConfig, evaluation: FIDConfig
     ) -> None:
         """Check the sampler, as previews do."""
         if evaluation.every:

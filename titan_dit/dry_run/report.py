@@ -88,7 +88,10 @@ def verdicts(peak: int) -> Iterator[list[str]]:
         yield [name, f"{usable:.1f}", f"{needed:.2f}", fits]
 
 
-LESS = "more ranks, a larger dp_shard, --activation_checkpoint.mode full, or a smaller --training.microbatch_size"
+LESS = (
+    "more ranks, a larger dp_shard, --activation_checkpoint.mode full, or a smaller "
+    "--training.microbatch_size"
+)
 JITTER = 0.3
 """Standard deviation of the log of action times in the simulation of unequal microbatches."""
 UNITS = {"GiB": 2**30, "MiB": 2**20}

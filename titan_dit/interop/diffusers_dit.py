@@ -26,10 +26,8 @@ from titan_dit.interop import hugging_face, tensor_layouts
 from titan_dit.interop.original_dit import check_tensors
 from titan_dit.interop.tensor_file import OnDemand
 from titan_dit.interop.tensor_layouts import ConvKernel, Copies, FilledTable, Same, SplitQKV
-from titan_dit.models.dit import DiTConfig
-from titan_dit.system.files import write_json
-from titan_dit.interop.tensor_layouts import Copies, FilledTable, Kernel, Same, SplitQKV
 from titan_dit.models.dit_config import DiTConfig
+from titan_dit.system.files import write_json
 
 KIND, PIPELINE = "DiTTransformer2DModel", "DiTPipeline"
 OLD_KIND = "Transformer2DModel"

@@ -20,12 +20,9 @@ from titan_dit.interop import tensor_file, tensor_layouts
 from titan_dit.interop.tensor_file import INDEX, OnDemand, Pickled, open_safetensors, outline_of
 from titan_dit.interop.tensor_layouts import FusedQKV, Padded, Same, SplitQKV, Transposed
 from titan_dit.models.base import ModelConfig
-from titan_dit.models.bert import BERTConfig
-from titan_dit.models.gpt import GPTConfig
-from titan_dit.system.files import sync_folder, write_whole
 from titan_dit.models.bert_config import BERTConfig
 from titan_dit.models.gpt_config import GPTConfig
-from titan_dit.system.files import sync_folder
+from titan_dit.system.files import sync_folder, write_whole
 
 CONFIG = "config.json"
 WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -183,9 +180,9 @@ def settings(
     return {key: config[key] for key in needed} | found
 
 
-def width_of(ffn: int, hidden: int) -> int:
-    """[model] intermediate_size for a width: 0 if it is the default, so that it equals a config without it."""
-    return 0 if ffn == 4 * hidden else ffn
+def width_of(ffn: int, hidden: int) -> int | None:
+    """[model] intermediate_size: None for the default width, as in a config without the key."""
+    return None if ffn in (0, 4 * hidden) else ffn
 
 
 GPT2_KEYS = {
@@ -233,7 +230,7 @@ class GPT2Family(ModelFamily):
         model = {key: found[theirs] for key, theirs in GPT2_KEYS.items()}
         model |= {
             "name": self.model,
-            "ffn": width_of(config.get("n_inner") or 0, found["n_embd"]),
+            "intermediate_size": width_of(config.get("n_inner") or 0, found["n_embd"]),
             "norm_eps": found["layer_norm_epsilon"],
             "init_std": found["initializer_range"],
             "tied": found["tie_word_embeddings"],
@@ -361,7 +358,7 @@ class BERTFamily(ModelFamily):
         model = {key: found[theirs] for key, theirs in BERT_KEYS.items()}
         model |= {
             "name": self.model,
-            "ffn": width_of(found["intermediate_size"], found["hidden_size"]),
+            "intermediate_size": width_of(found["intermediate_size"], found["hidden_size"]),
             "norm_place": place,
             "norm_eps": found["layer_norm_eps"],
             "init_std": found["initializer_range"],

@@ -23,9 +23,6 @@ from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.interop import tensor_layouts
 from titan_dit.interop.tensor_file import MAPPED, OnDemand, outline_of
 from titan_dit.interop.tensor_layouts import ConvKernel, RowsOfQKV, Same
-from titan_dit.models.dit import DiTConfig
-from titan_dit.models.dit_sizes import SIZES
-from titan_dit.interop.tensor_layouts import Kernel, RowsOfQKV, Same
 from titan_dit.models.dit_config import SIZES, DiTConfig
 
 

@@ -30,7 +30,7 @@ SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class BERTConfig(Section):
-    """A BERT: `size`, or hidden_size, num_layers and num_heads one by one. The defaults are BERT's."""
+    """A BERT: `size`, or hidden_size, num_layers and num_heads. The defaults are BERT's."""
 
     section = "model"
     name = "bert"

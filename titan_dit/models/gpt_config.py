@@ -40,7 +40,7 @@ checkpoint's tables have the same shape on every tp."""
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(Section):
-    """A GPT: `size`, or hidden_size, num_layers and num_heads one by one. The defaults are GPT-2's."""
+    """A GPT: `size`, or hidden_size, num_layers and num_heads. The defaults are GPT-2's."""
 
     section = "model"
     name = "gpt"
@@ -59,7 +59,7 @@ class GPTConfig(Section):
     num_key_value_heads: Few | None = None
     """Heads of keys and values (arXiv:2305.13245). Unset: num_heads."""
     intermediate_size: Dim | None = None
-    """Width of the MLP. Unset: 4 x hidden_size, or 8/3 x hidden_size rounded up to 64 for swiglu."""
+    """Width of the MLP. Unset: 4 x hidden_size; for swiglu 8/3 x hidden_size, rounded up to 64."""
     position_embedding_type: Literal["learned", "rotary"] = "learned"
     """A table of positions, or rotated queries and keys (arXiv:2104.09864)."""
     rope_theta: PositiveFloat = 10000.0

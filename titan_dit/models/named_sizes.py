@@ -8,7 +8,7 @@ from titan_dit.config.section import Section, UserError, show
 
 
 def shape_of(size: str | None, sizes: Mapping[str, Sequence[int]]) -> Sequence[int] | None:
-    """hidden_size, num_layers and num_heads of a size; None without one. UserError if it is not in `sizes`."""
+    """hidden_size, num_layers, num_heads of a size; None without one. UserError if unknown."""
     if size is not None and size not in sizes:
         raise UserError(
             f"[model] size={show(size)} is not one of {', '.join(sizes)}. "

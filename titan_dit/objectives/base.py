@@ -13,12 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from titan_dit.config.training import SamplingConfig
+from titan_dit.config.training import GenerationConfig, SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Fields, Source
-from titan_dit.config.section import Named, UserError, show
-from titan_dit.config.training import FIDConfig, GenerationConfig, SamplingConfig
-from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
-from titan_dit.models.base import ModelConfig, ModelSpec
 from titan_dit.models.initializers import Initializer
 from titan_dit.objectives.sections import ObjectiveConfig as ObjectiveConfig
 from titan_dit.rng import SampleRNG
@@ -195,7 +191,10 @@ class Objective:
         seed: int,
         share: DataShare,
     ) -> Preview:
-        """Draw the preview of [sampling] or [generation], on every rank. Needs `ObjectiveConfig.previews`."""
+        """Draw the preview, on every rank. Needs `ObjectiveConfig.previews`.
+
+        [sampling] sets how often and how many; [generation] the settings of text.
+        """
         raise NotImplementedError
 
 

@@ -122,7 +122,7 @@ def example(
 ) -> tuple[DataFacts, Mapping[str, Field]]:
     """Facts and fields of samples with the model's own sizes."""
     found = bidirectional(model)
-    n, size = found.sequence_length, found.vocabulary
+    n, size = found.sequence_length, found.vocab_size
     facts: PairFacts | TokenFacts
     if section.sentence_order:
         facts = PairFacts(count=0, sequence_length=n, vocabulary=size, cls=1, sep=2, mask=3)
@@ -148,10 +148,10 @@ def build(section: MaskedTokenConfig, model: ModelConfig, facts: DataFacts) -> M
         )
     own = facts.mask if isinstance(facts, PairFacts) else facts.vocabulary
     mask = own if section.mask_id is None else section.mask_id
-    if max(facts.vocabulary, mask + 1) > found.vocabulary:
+    if max(facts.vocabulary, mask + 1) > found.vocab_size:
         raise UserError(
             f"[data] has token ids up to {facts.vocabulary - 1}, and [MASK] is {mask}, but "
-            f"[model] vocabulary={found.vocabulary}. Set [model] vocabulary = "
+            f"[model] vocab_size={found.vocab_size}. Set [model] vocab_size = "
             f"{max(facts.vocabulary, mask + 1)}."
         )
     drops = dropout.drops(model_spec(section, model))

@@ -51,7 +51,7 @@ def causal(model: ModelConfig) -> CausalModel:
 def example(model: ModelConfig) -> tuple[DataFacts, Mapping[str, Field]]:
     """Facts and fields of windows with the model's own sizes."""
     found = causal(model)
-    facts = TokenFacts(count=0, sequence_length=found.sequence_length, vocabulary=found.vocabulary)
+    facts = TokenFacts(count=0, sequence_length=found.sequence_length, vocabulary=found.vocab_size)
     return facts, facts.fields
 
 
@@ -68,10 +68,10 @@ def build(section: NextTokenConfig, model: ModelConfig, facts: DataFacts) -> Nex
             f"[data] sequence_length={facts.sequence_length} and [model] "
             f"sequence_length={found.sequence_length} differ. Make them equal."
         )
-    if facts.vocabulary > found.vocabulary:
+    if facts.vocabulary > found.vocab_size:
         raise UserError(
             f"[data] has token ids up to {facts.vocabulary - 1}, but [model] "
-            f"vocabulary={found.vocabulary}. Set [model] vocabulary = {facts.vocabulary}."
+            f"vocabulary={found.vocab_size}. Set [model] vocab_size = {facts.vocabulary}."
         )
     if section.mask_end_of_document and facts.end_of_document is None:
         raise UserError(

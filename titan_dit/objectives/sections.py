@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from titan_dit.config.section import Bound, Named, NonNegativeInt, UserError, show
-from titan_dit.config.training import EvaluationConfig, SamplingConfig
+from titan_dit.config.training import FIDConfig, SamplingConfig
 
 if TYPE_CHECKING:
     from titan_dit.data.base import DataFacts, Field
@@ -62,12 +62,12 @@ class ObjectiveConfig(Named):
         return self
 
     def check_evaluation(
-        self, model: ModelConfig, sampling: SamplingConfig, evaluation: EvaluationConfig
+        self, model: ModelConfig, sampling: SamplingConfig, evaluation: FIDConfig
     ) -> None:
-        """Raise UserError if [evaluation] cannot work."""
+        """Raise UserError if [fid] cannot work."""
         if evaluation.every:
             raise UserError(
-                f"[evaluation] every={evaluation.every}: the objective {self.name} draws no "
+                f"[fid] every={evaluation.every}: the objective {self.name} draws no "
                 "pictures. Set every = 0."
             )
 

@@ -131,7 +131,7 @@ def tensorboard_writer(folder: Path, resumed_step: int) -> MetricsWriter:
 
 
 def wandb_writer(
-    folder: Path, name: str, run: Mapping[str, Any], project: str, entity: str
+    folder: Path, name: str, run: Mapping[str, Any], project: str, entity: str | None
 ) -> MetricsWriter:
     """A writer to Weights & Biases; UserError if it cannot start."""
     import wandb

@@ -208,7 +208,7 @@ class MuonConfig(AdamWConfig):
                     "takes Muon. Remove it, or correct it."
                 )
         # With grouped queries the rows can be as many, in another order.
-        grouped = model_spec.query_groups not in (0, model_spec.num_heads)
+        grouped = model_spec.num_key_value_heads not in (None, model_spec.num_heads)
         for name, shape in own.items():
             fits = not grouped and shape[0] % (PROJECTIONS * model_spec.head_dim) == 0
             if self.projections(name) > 1 and not fits:

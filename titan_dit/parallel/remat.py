@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 import titan_dit.kernels.linear  # noqa: F401 (registers an operator of KEPT)
-from titan_dit.config.layout import RematConfig
+from titan_dit.config.layout import ActivationCheckpointConfig
 from titan_dit.kernels.recomputed import recomputed
 from titan_dit.models.base import Model, SideInputs, Stream
 from titan_dit.models.layers import Attention

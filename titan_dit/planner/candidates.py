@@ -37,7 +37,7 @@ MAX_TOKENS = 2**16
 VIRTUAL_STAGES = (2, 4, 8)
 """Stages per rank that are tried with interleaved schedules, besides the config's."""
 MODES = ("none", "attention", "selective", "full")
-"""[remat] modes; each recomputes more than the one before."""
+"""[activation_checkpoint] modes; each recomputes more than the one before."""
 RECIPE = "tensorwise"
 """The float8 recipe that is tried besides the config's: it reads memory least often."""
 

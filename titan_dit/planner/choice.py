@@ -125,7 +125,11 @@ def smallest_of(
 ) -> SmallestLayout | None:
     """`smallest` of all sizes of some axes."""
     best: SmallestLayout | None = None
-    modes = [config.remat.mode] if "remat.mode" in fixed else list(reversed(MODES))
+    modes = (
+        [config.activation_checkpoint.mode]
+        if "activation_checkpoint.mode" in fixed
+        else list(reversed(MODES))
+    )
     for mode in modes:
         for candidate, space in small_layouts(axes, config, device, fixed, gpus, mode):
             plan = space.plan(candidate)
@@ -445,6 +449,7 @@ def fixes(space: Space, model: CostModel) -> Iterator[str]:
     more = fewest(config, device, space.fixed, model, (gpus + 1, MAX_TIMES_GPUS * gpus))
     if more:
         yield (
-            f"take --gpus {more.gpus}, which hold it ({more.candidate.sizes}, [activation_checkpoint] mode="
-            f'"{more.candidate.mode}", microbatches of {more.candidate.microbatch_size})'
+            f"take --gpus {more.gpus}, which hold it ({more.candidate.sizes}, "
+            f'[activation_checkpoint] mode="{more.candidate.mode}", '
+            f"microbatches of {more.candidate.microbatch_size})"
         )

@@ -1,6 +1,6 @@
 """Counts from the code: what each part of a model computes, moves, sends and keeps.
 
-Others are derived from few rehearsals: any microbatch size, any cp, [activation_checkpoint] with a ring.
+Others are derived from few rehearsals: any microbatch size, any cp, recomputation with a ring.
 """
 
 from __future__ import annotations
@@ -219,7 +219,11 @@ class Rehearsals:
 
     def rehearse(self, plan: RunPlan, sizes: Sequence[int]) -> None:
         """Rehearse the sizes that are not cached yet."""
-        layout, remat, wanted = self.layout_of(plan), plan.remat, plan.microbatch_size
+        layout, remat, wanted = (
+            self.layout_of(plan),
+            plan.activation_checkpoint,
+            plan.microbatch_size,
+        )
         missing = [each for each in sizes if (*layout, remat, each) not in self.blocks]
         if (*layout, wanted) not in self.ends and wanted not in missing:
             missing.append(wanted)
@@ -233,7 +237,7 @@ class Rehearsals:
 
     def block(self, plan: RunPlan, sizes: tuple[int, int]) -> Trace:
         """The trace of a block at the plan's microbatch size."""
-        key, size = (*self.layout_of(plan), plan.remat), plan.microbatch_size
+        key, size = (*self.layout_of(plan), plan.activation_checkpoint), plan.microbatch_size
         one, two = (
             with_weight_gradients(self.blocks[*key, own], self.blocks[*key, other])
             for own, other in (sizes, sizes[::-1])
@@ -424,8 +428,10 @@ class Derived:
         if cp == 1:
             return self._of_size(plan, cp, size)
         # All-to-alls copy what they send: that is kept or not, as the mode says.
-        if plan.remat.mode != "none" and plan.parallel.cp_method == "ring":
-            silent = replace(plan, remat=replace(plan.remat, mode="none"))
+        if plan.activation_checkpoint.mode != "none" and plan.parallel.cp_method == "ring":
+            silent = replace(
+                plan, activation_checkpoint=replace(plan.activation_checkpoint, mode="none")
+            )
             slices = self.counts(one_data_rank(silent, cp, size))
             remat, none = (self._of_size(each, 1, size / cp) for each in (plan, silent))
             return with_remat(slices, remat, none)
@@ -488,7 +494,7 @@ def between(first: Counts, second: Counts, x: float) -> Counts:
 
 
 def with_remat(slices: Counts, remat: Counts, silent: Counts) -> Counts:
-    """Counts of slices with [remat]: `slices`, plus the difference of `remat` and `silent`.
+    """Counts of slices with recomputation: `slices`, plus the difference of `remat` and `silent`.
 
     `remat` and `silent` have as many tokens and no cp. A pass that recomputes attention also sends
     its cp messages again.

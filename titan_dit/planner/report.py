@@ -299,7 +299,7 @@ def as_json(choice: Recommendation, top: int, name: str) -> dict[str, Any]:
 
 def gpu_hours(choice: Recommendation) -> float | None:
     """GPU-hours of the config's steps; None if [training] gives epochs."""
-    num_steps = choice.space.config.training.steps
+    num_steps = choice.space.config.training.num_steps
     if not num_steps:
         return None
     return num_steps * choice.best.estimate.seconds * choice.space.gpus / 3600

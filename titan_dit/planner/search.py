@@ -92,8 +92,8 @@ KnownSplits = Sequence[tuple[Candidate, Counts]]
 def busy_of(known: KnownSplits, sample: Candidate, plan: RunPlan, device: Device) -> Busy:
     """Lower bounds of `sample`, from coarser splits with known counts; `plan` is the sample's.
 
-    With tp the base is that tp's work. The increase by [remat] and by cp, both measured without tp,
-    is added to it.
+    With tp the base is that tp's work. The increase by recomputation and by cp, both measured
+    without tp, is added to it.
     """
     links = Network(plan.sizes, device)
     fused = plan.compile.enabled
@@ -153,9 +153,9 @@ def floor_of(busy: Busy, candidate: Candidate, layers: int, batch: int) -> float
 def least_bytes(counts: Counts, coarse: Candidate, fine: Candidate, model: RunPlan) -> float:
     """Lower bound of the first pipeline rank's bytes: its weights, and what forward keeps.
 
-    The counts are those of a coarser split with the same [remat]. In a pipeline FSDP keeps the
-    gathered weights. Except in V-shaped schedules, the first rank begins with a forward for each
-    rank.
+    The counts are those of a coarser split with the same recomputation. In a pipeline FSDP
+    keeps the gathered weights. Except in V-shaped schedules, the first rank begins with a
+    forward for each rank.
     """
     layers = model.spec.num_layers // fine.pp
     elements = layers * counts.block.parameters * coarse.tp / fine.tp
@@ -303,7 +303,7 @@ def mesh_key(candidate: Candidate) -> tuple[object, ...]:
 
 
 def memory_key(candidate: Candidate) -> object:
-    """Key of layouts whose composed memory errs alike: mesh, [remat] mode, float8."""
+    """Key of layouts whose composed memory errs alike: mesh, recomputation, float8."""
     return mesh_key(candidate), candidate.mode, candidate.float8
 
 
@@ -322,7 +322,7 @@ RECOMPUTE_LESS: Mapping[str, Sequence[str]] = {
     "selective": ("none",),
     "full": ("none", "attention", "selective"),
 }
-"""[remat] mode -> modes that recompute less. If one of those fits, it is faster."""
+"""[activation_checkpoint] mode -> modes that recompute less. If one of those fits, it is faster."""
 
 
 class Item(NamedTuple):
@@ -332,7 +332,7 @@ class Item(NamedTuple):
     """True with tp or cp. Candidates without come first: few rehearsals find a good layout."""
     bound: float
     extra: int
-    """Number of the [remat] mode in MODES: modes that recompute more come later."""
+    """Number of the [activation_checkpoint] mode in MODES: modes that recompute more come later."""
     number: int
     level: int
     """Coarser splits that `bound` has used; beyond the last, `bound` is `step.bound` of its own

@@ -159,7 +159,7 @@ class Part:
 
     forward: Work
     backward: Work
-    """Includes what [remat] recomputes and sends again."""
+    """Includes what [activation_checkpoint] recomputes and sends again."""
     update: Work
     """Clipping, optimizer, EMA and casts of the part's parameters. All shards of FSDP are counted
     together: a rank of n shards does 1/n of it. Messages over tp sum in fp32 the gradients of which
@@ -176,7 +176,7 @@ class Part:
     """Bytes of temporary tensors at the highest point of forward, above what it keeps."""
     backward_peak: float
     """Bytes at the highest point of backward, above what this part and those before it keep.
-    Counted: the gradients of its outputs, its allocations and what [remat] recomputes, less what it
+    Counted: the gradients of its outputs, its allocations and what is recomputed, less what it
     has freed. Not counted: gradients of parameters. The outputs are free by then if only the next
     part kept them. May be negative."""
     backward_gradients: float
@@ -189,7 +189,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """The counts of a model's parts, for one tp, cp, [remat] and microbatch size."""
+    """The counts of a model's parts, for one tp, cp, recomputation mode and microbatch size."""
 
     embed: Part
     block: Part

@@ -186,7 +186,7 @@ def is_matrix(rows: Any, count: int) -> bool:
 
 def weights_key(where: str) -> str:
     """The flag or key of Inception's weights that belongs to the one in `where`."""
-    return "[evaluation] feature_weights" if "[" in where else "--feature-weights"
+    return "[fid] feature_weights" if "[" in where else "--feature-weights"
 
 
 def install_advice() -> str:

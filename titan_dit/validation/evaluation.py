@@ -11,7 +11,6 @@ from jaxtyping import Bool, Int64, UInt8
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.config.training import EvaluationConfig, SamplingConfig
 from titan_dit.config.training import FIDConfig, SamplingConfig
 from titan_dit.data.listing import few
 from titan_dit.launcher.ranks import Ranks
@@ -60,7 +59,7 @@ class Evaluation:
     """What draws pictures, the feature network, and the features of the reference."""
 
     objective: DrawsPictures
-    config: EvaluationConfig
+    config: FIDConfig
     network: Features
     real: Statistics | None
     """The reference's features; None on all ranks but the first."""
@@ -128,9 +127,10 @@ def open_evaluation(
     config: FIDConfig, sampling: SamplingConfig, objective: Objective, device: torch.device
 ) -> Evaluation:
     """Load the features and describe the reference. Collective."""
+    assert config.reference
     draws = drawing_pictures(objective)
     key = f"{WHERE} features"
-    network = features.load(config.features, config.feature_weights, device, key)
+    network = features.load(config.features, config.feature_weights or "", device, key)
     size, names = draws.picture_size(sampling), config.metrics
     where = f"{WHERE} reference"
     score.check_network(network, names, size, f"{WHERE} metrics")
