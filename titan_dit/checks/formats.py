@@ -52,7 +52,8 @@ def check_remat(plan: RunPlan) -> None:
         # torch 2.13: "expected all tensors_saved_with_vc_check to be Tensors, got DeviceMesh".
         raise UserError(
             f'[activation_checkpoint] mode="{config.mode}" does not work with [compile] '
-            f"enabled=true and [parallel] tp={sizes.tp}: torch cannot compile the recomputed all-gather. "
+            f"enabled=true and [parallel] tp={sizes.tp}: torch cannot compile the recomputed "
+            "all-gather. "
             'Set mode = "selective" or [compile] enabled = false.'
         )
 
@@ -117,8 +118,8 @@ def check_transformer_engine(plan: RunPlan) -> None:
     if plan.activation_checkpoint.mode in ("selective", "full"):
         raise UserError(
             f"[precision] float8={float8} does not work with [activation_checkpoint] "
-            f"mode={show(plan.activation_checkpoint.mode)}: a recomputed forward would record every "
-            "amax twice. "
+            f"mode={show(plan.activation_checkpoint.mode)}: a recomputed forward would record "
+            "every amax twice. "
             'Set mode = "attention" or "none", or float8 = "tensorwise".'
         )
     if importlib.util.find_spec("transformer_engine") is None:
