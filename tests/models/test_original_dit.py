@@ -139,8 +139,11 @@ def test_predictions_and_gradients_are_those_of_the_original(learned_sigma):
     assert backward < 1e-5
 
 
+POSITIONS = layers.sincos_positions
+
+
 def swapped_positions(positions, dim):
-    return layers.sincos_positions(positions.flip(1), dim)
+    return POSITIONS(positions.flip(1), dim)
 
 
 def shift_and_scale_exchanged(x, shift, scale):
