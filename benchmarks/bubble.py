@@ -24,15 +24,13 @@ from report import finish
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from titan_dit.execution.base import Output, Shapes
-from titan_dit.execution.pipelined import PipelinedExecutor
+from titan_dit.execution import Output, Shapes
 from titan_dit.objectives.base import Prepared
-from titan_dit.parallel.links import Links
-from titan_dit.schedules.action import Kind
-from titan_dit.schedules.messages import neighbours
-from titan_dit.schedules.placement import pipeline_order, rank_of_stage, stages_of_rank
-from titan_dit.schedules.schedule import schedule_of
-from titan_dit.schedules.simulator import Costs, simulate
+from titan_dit.parallel.p2p_groups import P2PGroups
+from titan_dit.pipeline.pipelined import PipelinedExecutor
+from titan_dit.pipeline.schedules.placement import pipeline_order, rank_of_stage, stages_of_rank
+from titan_dit.pipeline.schedules.schedule import Kind, neighbours, schedule_of
+from titan_dit.pipeline.schedules.simulator import Costs, simulate
 
 TOKENS, WIDTH = 2, 4
 FORWARD, INPUT, WEIGHT = 1.0, 1.0, 1.0
@@ -157,7 +155,7 @@ def run_case(case: Case, rank: int, repeats: int) -> Ran:
     stream = (torch.empty(shape, device="meta", requires_grad=True),)
     rows = case.num_microbatches
     links, stage_ranks = (
-        Links(mesh),
+        P2PGroups(mesh),
         [rank_of_stage(case.schedule, stage, case.num_ranks) for stage in range(last + 1)],
     )
     links.open(neighbours(stage_ranks))

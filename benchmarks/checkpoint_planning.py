@@ -35,8 +35,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_dit.checkpoint.planning import LocalPlan, Plans, plan_locally
 from titan_dit.checkpoint.torch_files import Writer
-from titan_dit.launcher.ranks import Ranks
 from titan_dit.models.dit_config import DiTConfig
+from titan_dit.ranks.process_group import Ranks
 
 T = TypeVar("T")
 

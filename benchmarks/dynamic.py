@@ -25,9 +25,9 @@ from report import finish
 from sleeping import SCENARIOS, Contender, LatePlanned, Scenario, as_they_were, prepare_step
 from torch.distributed.device_mesh import init_device_mesh
 
-from titan_dit.execution import pipelined
 from titan_dit.objectives.base import Prepared
-from titan_dit.schedules.simulator import simulate
+from titan_dit.pipeline import pipelined
+from titan_dit.pipeline.schedules.simulator import simulate
 
 RANKS = 4
 ONE_F_ONE_B = Contender("1f1b", 1, None)

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from titan_dit.config import catalog, config_file
 from titan_dit.config.layout import PrecisionConfig
 from titan_dit.diffusion.sections import RectifiedFlowConfig
-from titan_dit.launcher import process_group
 from titan_dit.models.base import Model
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.models.layers import TokenLinear
 from titan_dit.observe.curve import smooth, ticks
 from titan_dit.parallel import float8
-from titan_dit.parallel.float8_gains import LinearShape
+from titan_dit.parallel.float8 import LinearShape
+from titan_dit.ranks import process_group
 from titan_dit.rng import SampleRNG
 from titan_dit.trainer import Trainer
 

@@ -30,10 +30,10 @@ from torch import nn
 from titan_dit.checks.device import check_matmuls
 from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.section import UserError
-from titan_dit.launcher.failure import run_and_exit
 from titan_dit.models.dit_config import SIZES
 from titan_dit.parallel import float8
-from titan_dit.parallel.float8_gains import TABLE, LinearShape, gains
+from titan_dit.parallel.float8 import TABLE, LinearShape, gains
+from titan_dit.ranks.failure import run_and_exit
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 NAME = "float8 shapes"

@@ -18,15 +18,14 @@ from torch import Tensor
 
 from titan_dit.data.base import Batch
 from titan_dit.data.token_windows import TokenFacts
-from titan_dit.execution.base import Output
-from titan_dit.execution.local import LocalExecutor
+from titan_dit.execution import LocalExecutor, Output
 from titan_dit.kernels import cross_entropy, linear
-from titan_dit.launcher import process_group
 from titan_dit.models.gpt_config import GPTConfig
 from titan_dit.objectives.sections import NextTokenConfig
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
 from titan_dit.optim.sections import AdamWConfig
 from titan_dit.parallel.init import initialize
+from titan_dit.ranks import process_group
 from titan_dit.rng import SampleRNG
 
 MakeStep = Callable[[GPTConfig, Tensor], Callable[[], Tensor]]

@@ -102,9 +102,9 @@ def serve(pipe: Connection, options: argparse.Namespace) -> None:
     from meter import meter_of
     from report import place as described
 
-    from titan_dit.launcher import process_group
-    from titan_dit.observe.flops import peak_tflops
+    from titan_dit.observe.meter import peak_tflops
     from titan_dit.parallel.mesh import AxisSizes, Mesh
+    from titan_dit.ranks import process_group
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     clock = Clock(options.budget_s, time.monotonic())
@@ -195,8 +195,8 @@ def main() -> None:
     import torch
 
     from titan_dit.config.section import UserError
-    from titan_dit.launcher.allocator import expand_segments
-    from titan_dit.launcher.failure import run_and_exit
+    from titan_dit.ranks.failure import run_and_exit
+    from titan_dit.train import expand_segments
 
     # As a run does. The process that measures inherits it; rows with CUDA graphs unset it.
     expand_segments(os.environ, cuda_graphs=False)

@@ -18,7 +18,7 @@ from titan_dit.commands import bench_attention
 from titan_dit.config.section import UserError
 from titan_dit.kernels import attention
 from titan_dit.kernels.attention_choice import AttentionShape
-from titan_dit.observe.flops import peak_tflops
+from titan_dit.observe.meter import peak_tflops
 
 BACKENDS = ("auto", "flash", "cudnn")
 """`auto` is the default of a step; its rows name the kernel that it took."""

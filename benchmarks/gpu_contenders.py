@@ -16,17 +16,16 @@ from meter import Meter
 from ours import network, randomize, trainer_step
 from torch import Tensor
 
+from titan_dit import train
 from titan_dit.checks.device import check_matmuls
 from titan_dit.config.layout import CompileConfig, ParallelConfig, PrecisionConfig
 from titan_dit.config.section import UserError
 from titan_dit.diffusion.sections import DiffusionConfig, RectifiedFlowConfig
 from titan_dit.kernels import attention
 from titan_dit.kernels.attention_choice import AttentionShape
-from titan_dit.launcher import allocator
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.optim.sections import MuonConfig
-from titan_dit.parallel.float8 import device_of, linears, suits
-from titan_dit.parallel.float8_gains import LinearShape
+from titan_dit.parallel.float8 import LinearShape, device_of, linears, suits
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.parallel.plans.dit import plan
 
@@ -196,7 +195,7 @@ CONTENDERS: dict[str, Callable[[Cell, Place], Step]] = {
     "ours_compiled_ends": partial(ours, compiled=True, ends=True),
 }
 """All contenders; gpu_plan.py has their order."""
-PLAIN: dict[str, str | None] = dict.fromkeys(allocator.SETTINGS, "expandable_segments:False")
+PLAIN: dict[str, str | None] = dict.fromkeys(train.SETTINGS, "expandable_segments:False")
 ENVIRONMENT: dict[str, dict[str, str | None]] = {
     "ours_compiled_plain_allocator": PLAIN,
     "ours_compiled_cuda_graphs": PLAIN,

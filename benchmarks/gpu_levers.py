@@ -225,7 +225,7 @@ def by_shard_rows(path: Path, row_bytes: int) -> Iterator[Callable[[Tensor], Non
     """The reader of runs: the rows of a batch are requested before the first is waited for."""
     import numpy as np
 
-    from titan_dit.data.shard_rows import RowFile, ShardRows
+    from titan_dit.data.shards import RowFile, ShardRows
 
     status = path.stat()
     reader = ShardRows([RowFile(path, 0, status.st_size, status.st_mtime_ns)], row_bytes)

@@ -19,7 +19,7 @@ from gpu_queue import Clock, Job
 from shapes import config_of, parse_cell
 
 from titan_dit.config.section import UserError
-from titan_dit.observe.flops import peak_tflops
+from titan_dit.observe.meter import peak_tflops
 
 # 20 bytes per parameter (weights, gradients, two moments, EMA: XL 12.6 GiB, 4 layers of the 7B
 # shape 25, 3B 57), a bf16 copy of the weights, and per token and layer 48 h bytes for the plain DiT

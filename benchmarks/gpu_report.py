@@ -19,7 +19,7 @@ from gpu_verdicts import Measured, verdicts
 from report import table, write
 
 from titan_dit import __version__
-from titan_dit.launcher.allocator import SETTINGS
+from titan_dit.train import SETTINGS
 
 HOLDS = """A step: forward, backward, AdamW and one EMA of the weights, on a batch on the device;
 fp32 weights, moments and EMA, matrix products in bf16.

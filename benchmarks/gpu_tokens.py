@@ -23,7 +23,7 @@ from gpu_rounds import BUILD_S, COMPILE_S
 from limits import Work, attention_flops, gemm_passes, products
 from torch import Tensor
 
-from titan_dit.observe.flops import peak_tflops
+from titan_dit.observe.meter import peak_tflops
 
 GIB = 2**30
 STATE = 20

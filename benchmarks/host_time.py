@@ -80,7 +80,7 @@ def make_trainer(compiled: bool, ranks: int, changes: Sequence[str]) -> tuple[An
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from titan_dit.config import catalog, config_file
-    from titan_dit.launcher import process_group
+    from titan_dit.ranks import process_group
     from titan_dit.trainer import Trainer
 
     tables = {name: dict(table) for name, table in TABLES.items()}

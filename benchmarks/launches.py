@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan_dit.config.layout import CompileConfig
 from titan_dit.config.operation import FaultsConfig
 from titan_dit.diffusion.sections import DDPMConfig, DiffusionConfig, RectifiedFlowConfig
-from titan_dit.execution.base import scored
+from titan_dit.execution import scored
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.optim.ema import move_together
 from titan_dit.optim.gradient_norm import clip_factor, clip_norm, square_sum

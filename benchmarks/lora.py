@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from titan_dit.config import catalog, config_file
-from titan_dit.launcher import process_group
-from titan_dit.launcher.process_group import World
+from titan_dit.ranks import process_group
+from titan_dit.ranks.process_group import World
 from titan_dit.trainer import Trainer
 
 MIB = 2**20

@@ -24,8 +24,8 @@ from titan_dit.config import catalog, config_file
 from titan_dit.config.config_file import Tables
 from titan_dit.dry_run.fake_step import await_sends
 from titan_dit.dry_run.memory import MemoryLog, Peak, StorageKind
-from titan_dit.launcher import process_group
-from titan_dit.launcher.process_group import World
+from titan_dit.ranks import process_group
+from titan_dit.ranks.process_group import World
 from titan_dit.trainer import Trainer
 
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from titan_dit.launcher import process_group
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.optim.optimizer import OptimizerConfig, apply_gradients, build_optimizer
 from titan_dit.optim.sections import AdamWConfig, MuonConfig
 from titan_dit.parallel.mesh import AxisSizes, Mesh
+from titan_dit.ranks import process_group
 
 GO = torch.tensor(False)
 SPEC = DiTConfig(size="XL/2", latent_size=32, in_channels=4, num_classes=1000).spec()

@@ -1,8 +1,8 @@
 """Planned orders from measured costs: `python benchmarks/order_plans.py`.
 
 Four gloo ranks run 16 microbatches through stages that sleep. A first step in the schedule's order
-is measured, and `schedules/planning.py` plans from it, as `pipeline plan` does. Then the schedule's
-order and the plans take turns, through the same planned loop.
+is measured, and `pipeline/schedules/planned_order.py` plans from it, as `pipeline plan` does. Then
+the schedule's order and the plans take turns, through the same planned loop.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from report import finish
 from sleeping import Contender, LatePlanned, Scenario, Seconds, as_they_were, prepare_step
 from torch.distributed.device_mesh import init_device_mesh
 
-from titan_dit.execution import pipelined
 from titan_dit.objectives.base import Prepared
-from titan_dit.schedules import costs_file, order_file, planning
-from titan_dit.schedules.action import Order
-from titan_dit.schedules.costs_file import MeasuredCosts
-from titan_dit.schedules.messages import channels
-from titan_dit.schedules.placement import pipeline_order
-from titan_dit.schedules.simulator import simulate
+from titan_dit.pipeline import pipelined
+from titan_dit.pipeline.schedules import files, planned_order
+from titan_dit.pipeline.schedules.files import MeasuredCosts
+from titan_dit.pipeline.schedules.placement import pipeline_order
+from titan_dit.pipeline.schedules.schedule import Order, channels
+from titan_dit.pipeline.schedules.simulator import simulate
 
 RANKS, STAGES = 4, 8
 MEMORIES = (1.0, 1.25, 1.5)
@@ -85,15 +84,15 @@ class Steps:
 
 def planned(
     costs: MeasuredCosts, order: Order, folder: Path, memory: float
-) -> tuple[Order, planning.Plan]:
+) -> tuple[Order, planned_order.PlannedOrder]:
     """The plan, by the files that a run and `pipeline plan` would write."""
-    costs_file.write(folder / "timeline-steps-1-1.costs.json", costs)
-    costs = costs_file.read(folder / "timeline-steps-1-1.costs.json")
+    files.write_costs(folder / "timeline-steps-1-1.costs.json", costs)
+    costs = files.read_costs(folder / "timeline-steps-1-1.costs.json")
     ranks, count = costs.stage_ranks, costs.num_microbatches
     took = costs.seconds.__getitem__
-    found = planning.plan(order, ranks, count, took, costs.latency, memory)
-    order_file.write(folder / "order.csv", found.order)
-    return order_file.read(folder / "order.csv"), found
+    found = planned_order.plan_order(order, ranks, count, took, costs.latency, memory)
+    files.write_order(folder / "order.csv", found.order)
+    return files.read_order(folder / "order.csv"), found
 
 
 def measure_case(case: str, steps: Steps, order: Order, arguments: argparse.Namespace) -> list[Any]:

@@ -24,8 +24,7 @@ from titan_dit.data.base import Batch
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.diffusion.sections import DiffusionConfig
-from titan_dit.execution.base import Output, TokenLoss
-from titan_dit.execution.local import LocalExecutor
+from titan_dit.execution import LocalExecutor, Output, TokenLoss
 from titan_dit.kernels import attention
 from titan_dit.models.base import Model
 from titan_dit.models.dit_config import DiTConfig

@@ -20,7 +20,7 @@ from facts_software import device_named
 from report import place, table, write
 
 from titan_dit.config.section import UserError
-from titan_dit.launcher.failure import run_and_exit
+from titan_dit.ranks.failure import run_and_exit
 
 FILES = ("megatron_v100", "oneflow_v100", "megatron_a100", "llm_foundry", "torchtitan_h100")
 """Tables of benchmarks/facts, in the order of the report."""

@@ -25,8 +25,8 @@ from shapes import parse_cell, shape_of
 
 from titan_dit.config import catalog
 from titan_dit.config.section import UserError
-from titan_dit.launcher.failure import run_and_exit
 from titan_dit.models.dit_config import DiTConfig
+from titan_dit.ranks.failure import run_and_exit
 
 SHAPE = ("size", "hidden", "layers", "heads", "patch")
 AXES = ("dp_replicate", "dp_shard", "tp", "cp")

@@ -23,12 +23,12 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from titan_dit.commands import train
 from titan_dit.dry_run.fake_step import fake_world
-from titan_dit.launcher import groups, open_files
-from titan_dit.launcher.heartbeats import cache_s
+from titan_dit.launcher.store import cache_s
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.parallel.mesh import AxisSizes, Mesh
-from titan_dit.schedules.messages import channels, neighbours
-from titan_dit.schedules.placement import pipeline_order, rank_of_stage, stages_per_rank
+from titan_dit.pipeline.schedules.placement import pipeline_order, rank_of_stage, stages_per_rank
+from titan_dit.pipeline.schedules.schedule import channels, neighbours
+from titan_dit.ranks import open_files, process_group
 
 RANKS_PER_NODE = 8
 LAYOUTS = {
@@ -56,11 +56,11 @@ def group_row(sizes: AxisSizes, num_ranks: int) -> Row:
         mesh = Mesh(sizes, "cpu")
         took = time.perf_counter() - start
         mesh.links.open(neighbours(range(sizes.pp)))
-        several = [group.size() for group in groups.opened() if group.size() > 1]
+        several = [group.size() for group in process_group.opened() if group.size() > 1]
         return {
             "ranks": f"{num_ranks:,}",
             "layout": str(sizes),
-            "groups of a rank": len(groups.opened()) + 1,
+            "groups of a rank": len(process_group.opened()) + 1,
             "with several ranks": len(several) + 1,
             "s to open the mesh": f"{took:.2f}",
         }

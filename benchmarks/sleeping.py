@@ -13,18 +13,15 @@ import torch
 from bubble import Nap, mean
 from torch import Tensor, nn
 
-from titan_dit.execution.base import Shapes
-from titan_dit.execution.deciding import DecidingExecutor
-from titan_dit.execution.pipelined import PipelinedExecutor
-from titan_dit.execution.planned import Planned
+from titan_dit.execution import Shapes
 from titan_dit.models.base import Stream
-from titan_dit.parallel.decisions import Decisions
-from titan_dit.parallel.links import Links
-from titan_dit.parallel.transports.choice import open_transport
-from titan_dit.schedules.action import Action, Kind
-from titan_dit.schedules.messages import neighbours
-from titan_dit.schedules.moments import Moment
-from titan_dit.schedules.placement import pipeline_order, rank_of_stage, stages_of_rank
+from titan_dit.parallel.p2p_groups import P2PGroups
+from titan_dit.pipeline.deciding import DecidingExecutor, Decisions
+from titan_dit.pipeline.pipelined import PipelinedExecutor, Planned
+from titan_dit.pipeline.recorder import PipelineEvent
+from titan_dit.pipeline.schedules.placement import pipeline_order, rank_of_stage, stages_of_rank
+from titan_dit.pipeline.schedules.schedule import Action, Kind, neighbours
+from titan_dit.pipeline.transports.choice import open_transport
 
 SHAPE = 1, 2, 4
 LENGTHS = (0.4, 0.7, 1.0, 1.6, 2.6)
@@ -112,11 +109,11 @@ class Watch:
     def __init__(self) -> None:
         self.ran: dict[Action, float] = {}
 
-    def __call__(self, moment: Moment, what: Any) -> None:
+    def __call__(self, moment: PipelineEvent, what: Any) -> None:
         """Time an action."""
-        if moment is Moment.BEGINS:
+        if moment is PipelineEvent.BEGINS:
             self.ran[what] = -time.monotonic()
-        elif moment is Moment.ENDS:
+        elif moment is PipelineEvent.ENDS:
             self.ran[what] += time.monotonic()
 
 
@@ -215,7 +212,7 @@ class Contender:
         num_stages = num_ranks * len(stages)
         parts = {stage: SleepingStage(stage, num_stages) for stage in stages}
         ranks = [rank_of_stage(self.schedule, stage, num_ranks) for stage in range(num_stages)]
-        links = Links(mesh)
+        links = P2PGroups(mesh)
         links.open(neighbours(ranks))
         stream = (torch.empty(SHAPE, device="meta", dtype=torch.float64, requires_grad=True),)
         shapes = Shapes(

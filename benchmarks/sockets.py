@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from titan_dit.checkpoint.run_checkpoints import Checkpoints
-from titan_dit.launcher import process_group
-from titan_dit.launcher.process_group import World
-from titan_dit.launcher.stop_request import StopRequest
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.parallel.mesh import AxisSizes, Mesh
+from titan_dit.ranks import process_group
+from titan_dit.ranks.process_group import World
+from titan_dit.ranks.stop_request import StopRequest
 
 FILES = Path("/proc/self/fd")
 Counts = dict[str, int]

@@ -28,15 +28,15 @@ from torch import Tensor, nn
 
 from titan_dit.config.layout import CompileConfig
 from titan_dit.diffusion.sections import RectifiedFlowConfig
-from titan_dit.execution.local import LocalExecutor
+from titan_dit.execution import LocalExecutor
 from titan_dit.kernels import linear
-from titan_dit.launcher import process_group
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
 from titan_dit.optim.sections import AdamWConfig
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import AxisSizes, Mesh
+from titan_dit.ranks import process_group
 from titan_dit.rng import SampleRNG
 
 MakeStep = Callable[[DiTConfig, int, torch.device], Callable[[], Tensor]]

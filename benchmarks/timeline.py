@@ -27,15 +27,14 @@ from report import finish
 from sleeping import Contender, LateTransport, Scenario
 from torch.distributed.device_mesh import init_device_mesh
 
-from titan_dit.execution import pipelined
-from titan_dit.execution.planned import Planned
-from titan_dit.execution.recording import PipelineRecording, write_files
 from titan_dit.models.base import Stream
 from titan_dit.objectives.base import Prepared
-from titan_dit.observe.timeline import Timeline, suspects
-from titan_dit.schedules.action import Action
-from titan_dit.schedules.messages import neighbours, reader_of
-from titan_dit.schedules.moments import CAUSE, Moment, unmarked
+from titan_dit.pipeline import pipelined
+from titan_dit.pipeline.pipelined import Planned
+from titan_dit.pipeline.recorder import CAUSE, PipelineEvent, unmarked
+from titan_dit.pipeline.recording import PipelineRecording, write_files
+from titan_dit.pipeline.schedules.schedule import Action, neighbours, reader_of
+from titan_dit.pipeline.timeline import Timeline, suspects
 
 RANKS, SLOW = 4, 1.3
 CONTENDERS = (
@@ -87,11 +86,11 @@ class LinkPlanned(Planned):
     def take(self, message: Action) -> Stream:
         """Wait for the message, and until it is due."""
         mark, self.mark = self.mark, unmarked
-        mark(Moment.WAITS, CAUSE[message.kind])
+        mark(PipelineEvent.WAITS, CAUSE[message.kind])
         tensors = super().take(message)
         time.sleep(max(0.0, tensors[0].view(-1)[0].item() - time.monotonic()))
-        mark(Moment.ARRIVED, message)
-        mark(Moment.WAITS, None)
+        mark(PipelineEvent.ARRIVED, message)
+        mark(PipelineEvent.WAITS, None)
         self.mark = mark
         return tensors
 

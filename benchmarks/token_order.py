@@ -30,8 +30,7 @@ from titan_dit.config.layout import (
     PrecisionConfig,
 )
 from titan_dit.diffusion.sections import RectifiedFlowConfig
-from titan_dit.execution.local import LocalExecutor
-from titan_dit.launcher import process_group
+from titan_dit.execution import LocalExecutor
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.optim.ema import local
 from titan_dit.parallel.apply import parallelize
@@ -39,6 +38,7 @@ from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.parallel.plans.dit import plan
 from titan_dit.parallel.tensor import ModulationColwise, Replicated, ShardedNorm, TensorPlan
+from titan_dit.ranks import process_group
 from titan_dit.rng import SampleRNG
 
 

@@ -27,9 +27,9 @@ import torch.multiprocessing as mp
 from report import finish
 
 from titan_dit.parallel.mesh import AxisSizes, Mesh
-from titan_dit.parallel.transports.base import Transport
-from titan_dit.parallel.transports.choice import open_transport
-from titan_dit.schedules.action import Action, Kind
+from titan_dit.pipeline.schedules.schedule import Action, Kind
+from titan_dit.pipeline.transports.base import Transport
+from titan_dit.pipeline.transports.choice import open_transport
 
 SIZES = (1 << 16, 1 << 20, 1 << 23)
 """Bytes of a message."""

@@ -2,13 +2,11 @@
 
 import random
 
-from titan_dit.observe.recorder import Noted
-from titan_dit.observe.timeline import Timeline, TimelineReader
-from titan_dit.schedules.action import Kind
-from titan_dit.schedules.messages import inputs_of, output_of, reader_of
-from titan_dit.schedules.moments import CAUSE, Moment
-from titan_dit.schedules.placement import pipeline_order
-from titan_dit.schedules.proof import execution, num_stages_of
+from titan_dit.pipeline.recorder import CAUSE, Noted, PipelineEvent
+from titan_dit.pipeline.schedules.placement import pipeline_order
+from titan_dit.pipeline.schedules.proof import execution, num_stages_of
+from titan_dit.pipeline.schedules.schedule import Kind, inputs_of, output_of, reader_of
+from titan_dit.pipeline.timeline import Timeline, TimelineReader
 
 TAKE = 2e-5
 """Seconds to take a message that is here, and to go on after an action."""
@@ -40,17 +38,17 @@ class Ranks:
         for number in range(passes):
             self.free = [max(self.free)] * len(self.free)
             for rank in range(len(self.order)):
-                self.note(rank, Moment.STEP, 10 + number)
-                self.note(rank, Moment.OUTSIDE, "data wait")
+                self.note(rank, PipelineEvent.STEP, 10 + number)
+                self.note(rank, PipelineEvent.OUTSIDE, "data wait")
                 self.free[rank] += 1e-3
-                self.note(rank, Moment.OUTSIDE, None)
-                self.note(rank, Moment.STARTS, None)
+                self.note(rank, PipelineEvent.OUTSIDE, None)
+                self.note(rank, PipelineEvent.STARTS, None)
             self.one_pass(number)
             for rank in range(len(self.order)):
-                self.note(rank, Moment.FINISHED, None)
-                self.note(rank, Moment.OUTSIDE, "optimizer")
+                self.note(rank, PipelineEvent.FINISHED, None)
+                self.note(rank, PipelineEvent.OUTSIDE, "optimizer")
                 self.free[rank] += 2e-3
-                self.note(rank, Moment.OUTSIDE, None)
+                self.note(rank, PipelineEvent.OUTSIDE, None)
         return self.noted
 
     def one_pass(self, number):
@@ -58,17 +56,17 @@ class Ranks:
         for rank, action in execution(self.order):
             for message in inputs_of(action, num_stages_of(self.order)):
                 if self.rank_of[message.stage] != rank:
-                    self.note(rank, Moment.WAITS, CAUSE[message.kind])
+                    self.note(rank, PipelineEvent.WAITS, CAUSE[message.kind])
                     self.free[rank] = max(self.free[rank] + TAKE, here[message])
-                    self.note(rank, Moment.ARRIVED, message)
-                    self.note(rank, Moment.WAITS, None)
-            self.note(rank, Moment.BEGINS, action)
+                    self.note(rank, PipelineEvent.ARRIVED, message)
+                    self.note(rank, PipelineEvent.WAITS, None)
+            self.note(rank, PipelineEvent.BEGINS, action)
             self.free[rank] += self.seconds(action, number)
-            self.note(rank, Moment.ENDS, action)
+            self.note(rank, PipelineEvent.ENDS, action)
             message = output_of(action)
             target = self.rank_of.get(reader_of(message), rank)
             if target != rank:
-                self.note(rank, Moment.SENDS, message)
+                self.note(rank, PipelineEvent.SENDS, message)
                 here[message] = self.free[rank] + self.latency(rank, target)
                 self.free[rank] += TAKE
 

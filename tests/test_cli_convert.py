@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from titan_dit.checkpoint import checkpoint, record
 from titan_dit.checkpoint.record import read_record
-from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.checkpoint.run_checkpoints import find_checkpoint
 from titan_dit.commands import convert, predict
 from titan_dit.commands import sample as sampling
 from titan_dit.config.section import UserError

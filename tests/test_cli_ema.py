@@ -10,7 +10,7 @@ from commands import only_error, sample, train
 
 from titan_dit.checkpoint import checkpoint, torch_files
 from titan_dit.checkpoint.record import read_record
-from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.checkpoint.run_checkpoints import find_checkpoint
 from titan_dit.checkpoint.saved_weights import Weights
 from titan_dit.commands import checkpoint_show, ema
 from titan_dit.commands.flags import EmaFlags

@@ -12,13 +12,13 @@ from titan_dit.commands.flags import PipelineDrawFlags
 from titan_dit.commands.pipeline_draw import Drawn
 from titan_dit.config.config_file import FORMAT
 from titan_dit.config.section import UserError
-from titan_dit.observe.timeline import COMPUTED, GAP, IDLE_COLOUR, LEFT, RIGHT, ROW, TOP, WIDTH
-from titan_dit.schedules import costs_file, order_file
-from titan_dit.schedules.action import Action, Kind, peak_activations
-from titan_dit.schedules.costs_file import MeasuredCosts
-from titan_dit.schedules.placement import pipeline_order
-from titan_dit.schedules.proof import check
-from titan_dit.schedules.simulator import simulate
+from titan_dit.pipeline.schedules import files
+from titan_dit.pipeline.schedules.files import MeasuredCosts
+from titan_dit.pipeline.schedules.placement import pipeline_order
+from titan_dit.pipeline.schedules.proof import check
+from titan_dit.pipeline.schedules.schedule import Action, Kind, peak_activations
+from titan_dit.pipeline.schedules.simulator import simulate
+from titan_dit.pipeline.timeline import COMPUTED, GAP, IDLE_COLOUR, LEFT, RIGHT, ROW, TOP, WIDTH
 
 PROFILE = "profile/timeline-steps-3-5.costs.json"
 CONFIG = """format = {}
@@ -53,7 +53,7 @@ def run(tmp_path, monkeypatch):
     made = tmp_path / "outputs" / "mine"
     made.mkdir(parents=True)
     (made / "config.toml").write_text(CONFIG.format(FORMAT, 4, "interleaved_zero_bubble"))
-    costs_file.write(made / PROFILE, measured())
+    files.write_costs(made / PROFILE, measured())
     return made
 
 
@@ -69,7 +69,7 @@ def plan(monkeypatch, *words):
 def test_the_plan_of_a_run_is_written_and_its_gain_is_said(run, monkeypatch, capsys):
     plan(monkeypatch, "--memory", "1.25")
     said = capsys.readouterr().out
-    found = order_file.read(run.parent.parent / "order.csv")
+    found = files.read_order(run.parent.parent / "order.csv")
     check(found, num_stages=8, num_microbatches=16)
     costs = measured()
     before, after = (
@@ -96,12 +96,12 @@ def test_the_plan_of_a_run_is_written_and_its_gain_is_said(run, monkeypatch, cap
 def test_a_plan_that_does_not_pay_says_so_and_is_the_planned_order(run, monkeypatch, capsys):
     even = {action: 0.01 for action in measured().seconds}
     even |= {a: 0.0 for a in even if a.kind is Kind.BACKWARD_INPUT and a.stage == 0}
-    costs_file.write(run / PROFILE, replace(measured(0.0), seconds=even))
+    files.write_costs(run / PROFILE, replace(measured(0.0), seconds=even))
     plan(monkeypatch)
     said = capsys.readouterr().out
     assert "wrote order.csv, the planned order: no other is 1% faster within this memory" in said
     assert said.endswith("Stay with --pipeline.order planned\n")
-    assert order_file.read(run.parent.parent / "order.csv") == ORDER
+    assert files.read_order(run.parent.parent / "order.csv") == ORDER
 
 
 def refused(monkeypatch, *words):

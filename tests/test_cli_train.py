@@ -12,7 +12,7 @@ from commands import metrics, only_error, train, train_command
 from running import Running, launcher
 
 from titan_dit.checkpoint.checkpoint import contents, load
-from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.checkpoint.run_checkpoints import find_checkpoint
 from titan_dit.data.latents import write_shards
 from titan_dit.trained_model import load_trained
 
@@ -257,7 +257,7 @@ def test_several_ranks_print_one_error_and_none_hangs(case, tmp_path):
 def test_a_rank_that_raises_shows_its_traceback_once_and_stops_the_others(tmp_path):
     (tmp_path / "raising.py").write_text(
         "import os\n"
-        "from titan_dit.launcher import failure\nfrom titan_dit import train, trainer\n"
+        "from titan_dit.ranks import failure\nfrom titan_dit import train, trainer\n"
         "original = trainer.Trainer.train_step\n"
         "def train_step(self, batch):\n"
         "    if self.world.rank == 1 and self.step == 3:\n"

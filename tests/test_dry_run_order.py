@@ -14,8 +14,8 @@ from titan_dit.dry_run.pipeline import (
     most_held,
     simulated,
 )
+from titan_dit.pipeline.schedules import files
 from titan_dit.plan import resolve
-from titan_dit.schedules import order_file
 
 MODEL = {"num_layers": 4, "hidden_size": 64, "latent_size": 16}
 M = 8
@@ -106,7 +106,7 @@ def test_the_lines_name_windows_and_idle_time_beside_the_planned():
 
 def test_a_file_replaces_the_schedule_of_a_training_step(tmp_path):
     order = plan_of(schedule="gpipe").order(M)
-    order_file.write(tmp_path / "own.csv", order)
+    files.write_order(tmp_path / "own.csv", order)
     plan = plan_of(order=str(tmp_path / "own.csv"))
     assert most_held(plan, M) == (M, M)
     assert growth_of(plan, 2, M) == [M / 2, M]

@@ -7,8 +7,8 @@ import torch
 from harness import on_ranks
 from tiny import randomize, tiny_config, whole
 
-from titan_dit.launcher.stop_request import Reason, StopRequest
 from titan_dit.models import initializers
+from titan_dit.ranks.stop_request import Reason, StopRequest
 from titan_dit.recovery.replicas import digest
 from titan_dit.rng import SampleRNG
 from titan_dit.system.host_copy import HostCopy
@@ -72,7 +72,7 @@ def test_a_digest_is_that_of_the_cpu():
 
 def three_steps(world, device_type, poisoned, objective):
     """Three steps of fp32 training, the second of them with a NaN if `poisoned`."""
-    from titan_dit.launcher.process_group import World
+    from titan_dit.ranks.process_group import World
     from titan_dit.trainer import Trainer
 
     config = tiny_config(objective={"name": objective})
@@ -101,7 +101,7 @@ def randomize_on(trainer):
 
 def run_on(device_type, poisoned=False, objective="rectified_flow"):
     if device_type == "cuda":
-        from titan_dit.launcher import process_group
+        from titan_dit.ranks import process_group
 
         with process_group.start("cuda") as world:
             return three_steps(world, "cuda", poisoned, objective)
@@ -123,7 +123,7 @@ def test_a_nan_is_skipped_by_the_fused_optimizer():
 
 def fp16_steps(world, device_type):
     """(kind, loss) of five steps from a huge loss scale."""
-    from titan_dit.launcher.process_group import World
+    from titan_dit.ranks.process_group import World
     from titan_dit.trainer import Trainer
 
     precision = {"dtype": "fp16", "loss_scale_init": 2.0**17, "loss_scale_hysteresis": 1}
@@ -139,7 +139,7 @@ def fp16_steps(world, device_type):
 
 
 def test_fp16_skips_the_steps_that_it_skips_on_a_cpu():
-    from titan_dit.launcher import process_group
+    from titan_dit.ranks import process_group
 
     expected = on_ranks(1, fp16_steps, "cpu")[0]
     with process_group.start("cuda") as world:
@@ -250,7 +250,7 @@ def forbidden_to_wait(world, objective, planted):
 
 @pytest.mark.parametrize("objective", ["rectified_flow", "ddpm"])
 def test_a_step_does_not_wait_for_the_device(objective):
-    from titan_dit.launcher import process_group
+    from titan_dit.ranks import process_group
 
     with process_group.start("cuda") as world:
         assert math.isfinite(forbidden_to_wait(world, objective, planted=False))

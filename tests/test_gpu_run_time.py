@@ -13,12 +13,12 @@ from run_time import Jitter
 from test_grid import case_config, schedule
 from tiny import randomize, torch_rng, whole
 
-from titan_dit.execution import deciding
-from titan_dit.launcher.process_group import set_deterministic
 from titan_dit.parallel.init import put
-from titan_dit.parallel.links import Links
-from titan_dit.schedules.decide import Decider, Waiting
-from titan_dit.schedules.moments import Moment
+from titan_dit.parallel.p2p_groups import P2PGroups
+from titan_dit.pipeline import deciding
+from titan_dit.pipeline.recorder import PipelineEvent
+from titan_dit.pipeline.schedules.decide import Decider, Waiting
+from titan_dit.ranks.process_group import set_deterministic
 from titan_dit.trainer import Trainer
 
 
@@ -39,7 +39,7 @@ class Uneven(Jitter):
     """Sleeps on the device, too."""
 
     def __call__(self, moment, what):
-        if moment is Moment.BEGINS and torch.cuda.is_available():
+        if moment is PipelineEvent.BEGINS and torch.cuda.is_available():
             torch.cuda._sleep(int(max(0.0, self.draws.uniform(-2, 1)) * 10**7))
         super().__call__(moment, what)
 
@@ -48,7 +48,7 @@ def a_step(world, decider, seed):
     """The loss of this rank, its gradients, and what ran."""
     pipeline = schedule("interleaved_zero_bubble", 2, order="run_time", memory=1.5)
     config = case_config("dit", {"pp": 2}, pipeline | {"transport": "shared_memory"}, {})
-    with mock.patch.object(Links, "open"), mock.patch.object(deciding, "Decider", decider):
+    with mock.patch.object(P2PGroups, "open"), mock.patch.object(deciding, "Decider", decider):
         trainer = Trainer(config, world)
         weights = {name: torch.empty(p.shape) for name, p in trainer.parameters.items()}
         randomize(weights)

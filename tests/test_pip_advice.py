@@ -6,7 +6,7 @@ import re
 import pytest
 from commands import ROOT
 
-from titan_dit.launcher.torch_range import pip_install
+from titan_dit.ranks.torch_range import pip_install
 
 FREE = ("wandb", "s3fs", "tokenizers", "sentencex", "pre-commit", "scikit-learn", "diffusers")
 FREE += ("pyarrow", "titan_dit[text]", "titan_dit[pictures]", "pandas")

@@ -6,7 +6,7 @@ from pathlib import Path
 from tiny import tiny_config
 
 import titan_dit
-from titan_dit.launcher import process_group
+from titan_dit.ranks import process_group
 from titan_dit.rng import SampleRNG
 from titan_dit.trainer import Trainer
 
@@ -15,13 +15,13 @@ WAY = [
     "data/loader.py",
     "data/order.py",
     "data/latents.py",
-    "data/shard_rows.py",
+    "data/shards.py",
     "diffusion/objective.py",
     "models/dit_sizes.py",
     "models/dit.py",
     "models/layers.py",
     "diffusion/rectified_flow.py",
-    "execution/local.py",
+    "execution.py",
     "kernels/linear.py",
 ]
 """Without rng.py and the interfaces in base.py."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from titan_dit.config.did_you_mean import ELSEWHERE, like
 from titan_dit.config.dotted_names import put_current_folder_last
 from titan_dit.config.section import Section, UserError, hints_of
-from titan_dit.launcher import disk_errors, failure, torch_range
+from titan_dit.ranks import disk_errors, failure, torch_range
 
 # Command "a b-c" is titan_dit/commands/a_b_c.py with `main(options)`. Its flags are the dataclass
 # `ABCFlags` of titan_dit/commands/flags.py, which does not import torch.

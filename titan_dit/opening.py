@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from titan_dit import __version__
+from titan_dit.build import BuiltNetwork
 from titan_dit.checks import layout, validate
 from titan_dit.checks.device import (
     attention_hint,
@@ -38,17 +39,15 @@ from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError, show
 from titan_dit.data.base import DataConfig, DataFacts, Field, SampleOrder, Source
 from titan_dit.data.held_out import held_out_rows
-from titan_dit.execution.base import Executor
-from titan_dit.execution.build import BuiltNetwork
+from titan_dit.execution import Executor
 from titan_dit.hooks import Hooks
-from titan_dit.launcher.process_group import World, set_deterministic, started_ranks
-from titan_dit.launcher.ranks import Ranks
 from titan_dit.objectives.base import DataShare, Objective
 from titan_dit.optim import lr_schedule
 from titan_dit.optim.ema import EMA
 from titan_dit.parallel.mesh import refitted
 from titan_dit.plan import RunPlan, resolve
-from titan_dit.recovery import kept_keys, restore, resume, run_identity
+from titan_dit.ranks.process_group import Ranks, World, set_deterministic, started_ranks
+from titan_dit.recovery import kept_keys, resume, run_identity
 from titan_dit.system.launched_as import LaunchedAs
 from titan_dit.validation.validation_set import (
     ValidationSet,
@@ -189,7 +188,7 @@ class OpenedRun:
                 f"--training.steps (or epochs); for another run, --job.name"
             )
         yield f"output  {config.job.folder}"
-        saves = restore.saves_of(config.job, config.checkpoint, config.ema, steps)
+        saves = resume.saves_of(config.job, config.checkpoint, config.ema, steps)
         # Averages are of trained parameters.
         averaged = num_trained(plan, self.objective, config.optimizer)
         yield from saves.snapshot_lines(averaged)

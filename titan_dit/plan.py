@@ -30,17 +30,18 @@ from titan_dit.models.base import ModelSpec
 from titan_dit.parallel.fsdp import DTYPES
 from titan_dit.parallel.mesh import AxisSizes, solve
 from titan_dit.parallel.tensor import TensorPlan, uncut
-from titan_dit.schedules import order_file
-from titan_dit.schedules.action import Kind, Order
-from titan_dit.schedules.balance import check_split, layers_of_stages, split_layers
-from titan_dit.schedules.placement import (
+from titan_dit.pipeline.schedules import files
+from titan_dit.pipeline.schedules.placement import (
     check_schedule,
+    check_split,
+    layers_of_stages,
     pipeline_order,
     rank_of_stage,
+    split_layers,
     stages_of_rank,
     stages_per_rank,
 )
-from titan_dit.schedules.schedule import schedule_of
+from titan_dit.pipeline.schedules.schedule import Kind, Order, schedule_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +172,7 @@ class RunPlan:
         """The order in [pipeline] order = FILE.csv; None without a file. Raises UserError."""
         if self.pipeline.order in ("planned", "run_time"):
             return None
-        return order_file.read(Path(self.pipeline.order))
+        return files.read_order(Path(self.pipeline.order))
 
     @property
     def stage_ranks(self) -> list[int]:

@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import MutableMapping
 
 from titan_dit.config import catalog, config_file
 from titan_dit.config.job import JobConfig
-from titan_dit.launcher import allocator, disk_errors, failure, torch_range
+from titan_dit.ranks import disk_errors, failure, torch_range
 from titan_dit.system.launched_as import LaunchedAs
+
+SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Both names are read by every supported torch; the second one is the older."""
+REGISTRATION = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+"""Buffers registered with NCCL: torch switches it off if segments can grow."""
+EXPANDABLE = "expandable_segments:True"
+
+
+def expand_segments(environment: MutableMapping[str, str], *, cuda_graphs: bool) -> None:
+    """Set expandable segments in `environment`; call before CUDA is used.
+
+    Not if the user has set the allocator or NCCL's registration, and not with CUDA graphs: torch
+    has excluded and readmitted graphs' private pools, and a capture beside collectives has hung
+    with expandable segments (pytorch/torchtitan#3306).
+    """
+    registers = environment.get(REGISTRATION, "").lower() in ("1", "y", "yes", "t", "true")
+    if cuda_graphs or registers or any(environment.get(name) for name in SETTINGS):
+        return
+    environment[SETTINGS[0]] = EXPANDABLE
 
 
 def main() -> int:
@@ -36,16 +56,16 @@ def main() -> int:
 
 def train(config: JobConfig) -> int:
     """Start the process group, train; return the exit code."""
-    allocator.expand_segments(os.environ, cuda_graphs=config.compile.cuda_graphs)
+    expand_segments(os.environ, cuda_graphs=config.compile.cuda_graphs)
     # Lazy imports: a wrong config is reported before torch.distributed is loaded.
-    from titan_dit.launcher import flight_recorder, orphan, process_group
     from titan_dit.opening import check_launch
+    from titan_dit.ranks import process_group, signals, watchdog
 
-    orphan.die_with_launcher()
+    signals.die_with_launcher()
     check_launch(config)
     from titan_dit.trainer import Trainer
 
-    flight_recorder.switch_on()
+    watchdog.switch_on()
     with process_group.start() as world:
         return Trainer(config, world).fit()
 

@@ -13,13 +13,13 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from titan_dit.checkpoint.record import read_record
-from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.checkpoint.run_checkpoints import find_checkpoint
 from titan_dit.checkpoint.saved_weights import Weights
 from titan_dit.checkpoint.store import Location, location
 from titan_dit.config import catalog, config_file, dotted_names
 from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import Diffusion
-from titan_dit.execution.base import first_of
+from titan_dit.execution import first_of
 from titan_dit.interop.tensor_file import OnDemand, reading
 from titan_dit.kernels import linear
 from titan_dit.models.base import Model, ModelConfig, ModelSpec

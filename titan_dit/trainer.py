@@ -9,22 +9,16 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 import titan_dit
+from titan_dit.build import build
 from titan_dit.checkpoint import run_lock
 from titan_dit.config.job import JobConfig
 from titan_dit.data import loader
 from titan_dit.data.base import Batch
 from titan_dit.data.order import BatchPlan, RankOrder
-from titan_dit.execution.build import build
 from titan_dit.hooks import KEY as HOOKS
 from titan_dit.hooks import Run
-from titan_dit.launcher import groups
-from titan_dit.launcher.failure import leave_note, training_started
-from titan_dit.launcher.process_group import World
-from titan_dit.launcher.stop_request import Reason, StopRequest
-from titan_dit.launcher.watchdog import Watchdog
 from titan_dit.objectives.base import DataShare
-from titan_dit.observe.flops import Throughput, peak_tflops
-from titan_dit.observe.meter import Meter, peak_gib
+from titan_dit.observe.meter import Meter, Throughput, peak_gib, peak_tflops
 from titan_dit.observe.metrics import Row, row_of
 from titan_dit.observe.profile import DATA_WAIT, OPTIMIZER, StepProfiler
 from titan_dit.observe.run_log import RunLog
@@ -35,10 +29,15 @@ from titan_dit.optim.lr_schedule import learning_rate
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer, optimizer_tensors
 from titan_dit.parallel.compile import Recompiles
 from titan_dit.parallel.mesh import Mesh
-from titan_dit.recovery import bad_steps, replicas, restore, rollback
+from titan_dit.ranks import process_group
+from titan_dit.ranks.failure import leave_note, training_started
+from titan_dit.ranks.process_group import World
+from titan_dit.ranks.stop_request import Reason, StopRequest
+from titan_dit.ranks.watchdog import Watchdog
+from titan_dit.recovery import bad_steps, replicas
 from titan_dit.recovery.bad_steps import Guard, Reading
 from titan_dit.recovery.ledger import Ledger, SampleLog
-from titan_dit.recovery.restore import Progress
+from titan_dit.recovery.resume import ROLLBACKS, BadSteps, Progress, resumed, rolled_back, saves_of
 from titan_dit.rng import SampleRNG
 from titan_dit.system.garbage_collection import Collector
 
@@ -79,7 +78,7 @@ class Trainer:
         self.ema.run_beside(self.optimizer)
         self.step, self.cursor, self.ledger = 0, 0, Ledger()
         self.guard = Guard(config.faults, device, plan.precision)
-        self.checkpoints = restore.saves_of(job, config.checkpoint, config.ema, opened.steps)
+        self.checkpoints = saves_of(job, config.checkpoint, config.ema, opened.steps)
         self.folder = job.folder
         self.log = RunLog(self.folder, job.name, is_written=world.is_main)
         self.say = self.log.say
@@ -87,7 +86,7 @@ class Trainer:
         self.collector = Collector(config.training.gc_every)
         self.stop = StopRequest(world.size, device)
         self.watchdog = Watchdog(
-            self.folder, world.rank, config.faults.step_timeout_s, groups.set_timeouts
+            self.folder, world.rank, config.faults.step_timeout_s, process_group.set_timeouts
         )
         self.profile = StepProfiler(
             config.profile, self.folder, world.rank, device, built.recording
@@ -285,9 +284,9 @@ class Trainer:
         """Load the newest checkpoint before the bad steps and skip their samples."""
         (first, begin), (last, cursor) = self.guard.to_undo
         numbers = self.batch_plan(begin)[0][0], self.batch_plan(cursor)[1]
-        bad = rollback.BadSteps(first, last, numbers)
+        bad = BadSteps(first, last, numbers)
         with self.watchdog.slow("rolling back"), self.meter.paused():
-            progress = restore.rolled_back(
+            progress = rolled_back(
                 self.checkpoints,
                 self.config.job,
                 self.config.faults,
@@ -361,18 +360,24 @@ class Trainer:
         self.say(*self.checkpoints.poll())
 
     def resume(self) -> None:
-        """Load the checkpoint selected by [checkpoint] resume, if there is one."""
-        progress = restore.resumed(
+        """Load the checkpoint of [checkpoint] resume, else the weights of [checkpoint] init."""
+        settings, tensors = self.config.checkpoint, self.tensors()
+        progress = resumed(
             self.checkpoints,
             self.config.job,
-            self.config.checkpoint,
+            settings,
             self.identity,
-            self.tensors(),
+            tensors,
             self.ema,
             self.say,
         )
         if progress:
             self.continue_from(progress)
+        elif settings.init:
+            from titan_dit import initial_weights
+
+            model = tensors["model"]
+            self.say(*initial_weights.load(settings, self.identity, model, self.ema))
 
     def continue_from(self, progress: Progress) -> None:
         """Continue from the progress of a checkpoint whose tensors are loaded."""
@@ -394,7 +399,7 @@ class Trainer:
         config, world = self.config, self.world
         self.log.open(self.identity.config, config.metrics, self.step)
         if world.is_main and not self.ledger.skipped:
-            (self.folder / rollback.FILE).unlink(missing_ok=True)  # Left by a deleted run.
+            (self.folder / ROLLBACKS).unlink(missing_ok=True)  # Left by a deleted run.
         self.open_sample_log()
         if self.validation_set and world.is_main:
             self.validation_set.remember(self.folder)

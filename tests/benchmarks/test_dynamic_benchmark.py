@@ -10,8 +10,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import dynamic
 from sleeping import SCENARIOS, Contender
 
-from titan_dit.schedules.action import Action, Kind
-from titan_dit.schedules.simulator import simulate
+from titan_dit.pipeline.schedules.schedule import Action, Kind
+from titan_dit.pipeline.schedules.simulator import simulate
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 

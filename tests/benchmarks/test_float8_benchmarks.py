@@ -7,7 +7,7 @@ import torch
 from commands import ROOT
 
 from titan_dit.models.dit_config import DiTConfig
-from titan_dit.parallel.float8_gains import LinearShape, read_table
+from titan_dit.parallel.float8 import LinearShape, read_table
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import float8_numerics

@@ -8,7 +8,7 @@ import time
 
 from titan_dit.checkpoint import run_lock
 from titan_dit.checkpoint.run_lock import Holder, hold_locks
-from titan_dit.launcher import failure
+from titan_dit.ranks import failure
 
 
 def shorten(monkeypatch):

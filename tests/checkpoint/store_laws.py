@@ -7,8 +7,7 @@ import torch
 from titan_dit.checkpoint import torch_files
 from titan_dit.checkpoint.checkpoint import load
 from titan_dit.checkpoint.record import read_record
-from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
-from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.checkpoint.run_checkpoints import Checkpoints, find_checkpoint, step_of
 from titan_dit.checkpoint.store import URL, location, store_of
 from titan_dit.commands import checkpoint_list, checkpoint_verify
 from titan_dit.config.operation import CheckpointConfig

@@ -19,7 +19,7 @@ from titan_dit.checkpoint.checkpoint import load
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
-from titan_dit.launcher.failure import Disruption
+from titan_dit.ranks.failure import Disruption
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -290,7 +290,7 @@ def test_an_error_elsewhere_does_not_wait_for_the_writer(tmp_path):
     script = (
         "import time, torch\n"
         "from pathlib import Path\n"
-        "from titan_dit.launcher import failure\n"
+        "from titan_dit.ranks import failure\n"
         "from titan_dit.checkpoint import run_checkpoints\n"
         "def slow(*arguments):\n"
         "    time.sleep(300)\n"

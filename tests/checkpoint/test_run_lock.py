@@ -12,7 +12,6 @@ from titan_dit.checkpoint import run_lock
 from titan_dit.checkpoint.run_lock import Holder, InUse, Lock, hold_locks
 from titan_dit.checkpoint.store import Disk, location, store_of
 from titan_dit.config.section import UserError
-from titan_dit.system import process_identity
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +29,7 @@ def test_a_run_holds_its_locks_while_it_trains_and_leaves_no_trace_of_them(run):
         with hold_locks(run, run / "checkpoints", print):
             assert whose(run) == whose(run / "checkpoints")
             assert whose(run).run == str(run)
-            assert whose(run).started == process_identity.start_of(os.getpid())
+            assert whose(run).started == run_lock.start_of(os.getpid())
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -13,8 +13,7 @@ from locked_runs import begin, dead_pid, far, holder, leave, shorten, whose
 from titan_dit.checkpoint import run_lock
 from titan_dit.checkpoint.run_lock import Holder, Lock
 from titan_dit.config.section import UserError
-from titan_dit.launcher import failure
-from titan_dit.system import process_identity
+from titan_dit.ranks import failure
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +52,11 @@ def test_a_lock_of_a_process_that_has_ended_is_taken_over_at_once(run):
 
 def test_a_process_that_nobody_has_asked_for_its_exit_code_has_ended(run):
     zombie = subprocess.Popen(["true"])
-    started = process_identity.start_of(zombie.pid)
+    started = run_lock.start_of(zombie.pid)
     deadline = time.monotonic() + 5
-    while process_identity.status(zombie.pid)[0] != "Z" and time.monotonic() < deadline:
+    while run_lock.status(zombie.pid)[0] != "Z" and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not process_identity.is_alive(zombie.pid, started)
+    assert not run_lock.is_alive(zombie.pid, started)
     zombie.wait()
 
 
@@ -65,7 +64,7 @@ def test_a_process_that_is_ending_is_waited_for(run, monkeypatch):
     monkeypatch.setattr(run_lock, "EXIT_WAIT_S", 10)
     ending = subprocess.Popen(["sleep", "0.2"])
     threading.Thread(target=ending.wait).start()
-    leave(run, holder(run, pid=ending.pid, started=process_identity.start_of(ending.pid)))
+    leave(run, holder(run, pid=ending.pid, started=run_lock.start_of(ending.pid)))
     began = time.monotonic()
     assert begin(run) == []
     assert time.monotonic() - began < 5

@@ -90,16 +90,16 @@ def test_what_fits_is_taken(sizes, sections, pipeline):
 
 
 def test_a_schedule_of_ones_own_is_planned_by_its_dotted_name():
-    pipeline = {"schedule": "titan_dit.schedules.v_shaped:DUALPIPEV"}
+    pipeline = {"schedule": "titan_dit.pipeline.schedules.v_shaped:DUALPIPEV"}
     assert planned({"pp": 2}, pipeline=pipeline)[1].stage_ranks == [0, 1, 1, 0]
     with pytest.raises(UserError, match=r"schedule=.* is a function, not a Schedule"):
-        check({"pp": 2}, pipeline={"schedule": "titan_dit.schedules.v_shaped:dualpipev"})
+        check({"pp": 2}, pipeline={"schedule": "titan_dit.pipeline.schedules.v_shaped:dualpipev"})
 
 
 def test_a_schedule_of_ones_own_is_proven_before_anything_is_built(tmp_path, monkeypatch):
     (tmp_path / "lossy.py").write_text(
-        "from titan_dit.schedules import looped\n"
-        "from titan_dit.schedules.schedule import Schedule\n"
+        "from titan_dit.pipeline.schedules import looped\n"
+        "from titan_dit.pipeline.schedules.schedule import Schedule\n"
         "LOSSY = Schedule(program=lambda r, p, m, v: looped.gpipe(r, p, m - r, v))\n"
     )
     monkeypatch.chdir(tmp_path)

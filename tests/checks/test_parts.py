@@ -6,11 +6,11 @@ import pytest
 import torch
 from tiny import tiny_config
 
+from titan_dit.build import check_model
 from titan_dit.checks.layout import check_spec, check_tensor_specs
 from titan_dit.checks.parts import check_fields, check_source, validate_parts
 from titan_dit.config.section import UserError
 from titan_dit.data.base import DataFacts, Field, Source
-from titan_dit.execution.build import check_model
 from titan_dit.models.base import ModelSpec, TensorSpec
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.plan import resolve

@@ -7,8 +7,8 @@ from tiny import tiny_config
 from titan_dit.checks.pipeline import check_same_file, order_hint
 from titan_dit.config.config_file import changes, to_tables
 from titan_dit.config.section import UserError
-from titan_dit.schedules import order_file
-from titan_dit.schedules.placement import pipeline_order
+from titan_dit.pipeline.schedules import files
+from titan_dit.pipeline.schedules.placement import pipeline_order
 
 MODEL = {"layers": 8}
 TRAINING = {"microbatch_size": 4}  # Four microbatches of a batch of 16.
@@ -29,7 +29,7 @@ def file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def write(order):
-        text = order if isinstance(order, str) else order_file.write(tmp_path / "own.csv", order)
+        text = order if isinstance(order, str) else files.write_order(tmp_path / "own.csv", order)
         if text is not None:
             (tmp_path / "own.csv").write_text(text)
         return "own.csv"

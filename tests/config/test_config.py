@@ -176,7 +176,7 @@ def test_the_config_is_read_without_torch():
     code = (
         "import sys\n"
         "from titan_dit.config import catalog, config_file, job\n"
-        "from titan_dit.launcher import failure\n"
+        "from titan_dit.ranks import failure\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

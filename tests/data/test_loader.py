@@ -15,7 +15,7 @@ from titan_dit.data.base import DataFacts, Field, Source
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.data.sections import Digits
-from titan_dit.launcher.failure import Disruption
+from titan_dit.ranks.failure import Disruption
 
 CPU = torch.device("cpu")
 FIELDS = ("latent", "label")

@@ -10,10 +10,9 @@ import pytest
 from small_shards import FIRST, ten_latents, write_ten
 
 from titan_dit.config.section import UserError
-from titan_dit.data import shard_rows
+from titan_dit.data import shards as shard_rows
 from titan_dit.data.latents import LatentShards
-from titan_dit.data.shard_header import read_header
-from titan_dit.data.shard_rows import RowFile, ShardRows
+from titan_dit.data.shards import RowFile, ShardRows, read_header
 
 SIZE = 24
 """Bytes of a row."""

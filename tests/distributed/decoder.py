@@ -10,10 +10,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from examples.gpt import Block, Embed, GPTConfig, NextToken
 from examples.gpt import plan as gpt
 from titan_dit.models.base import Model, ModelSpec, TensorSpec
-from titan_dit.models.layers import Attention
-from titan_dit.models.rotary import rotary_of
+from titan_dit.models.layers import Attention, rotary_of
 from titan_dit.models.sample_dropout import SampleDropout
-from titan_dit.parallel.token_order import TokenFirst
+from titan_dit.parallel.tensor import TokenFirst
 
 
 @dataclass(frozen=True, kw_only=True)

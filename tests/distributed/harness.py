@@ -72,7 +72,7 @@ def _rank_main(environment, folder, files):
     os.environ.update(environment)
     torch.set_num_threads(1)
     gc.set_threshold(100_000, 50, 50)  # It would take a tenth of the time.
-    from titan_dit.launcher import process_group
+    from titan_dit.ranks import process_group
 
     code = 1
     try:

@@ -11,10 +11,10 @@ from tiny import randomize, torch_rng
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from titan_dit.execution.planned import Planned
 from titan_dit.parallel import fsdp
-from titan_dit.parallel.transports.shared_memory import SharedReceiver
-from titan_dit.schedules.moments import Moment
+from titan_dit.pipeline.pipelined import Planned
+from titan_dit.pipeline.recorder import PipelineEvent
+from titan_dit.pipeline.transports.shared_memory import SharedReceiver
 from titan_dit.trainer import Trainer
 
 
@@ -61,7 +61,7 @@ class Meter(Jitter):
 
     def __call__(self, moment, what):
         super().__call__(moment, what)
-        if moment in (Moment.BEGINS, Moment.ENDS):
+        if moment in (PipelineEvent.BEGINS, PipelineEvent.ENDS):
             in_use = ((len(own.slots) - len(own.free)) * own.end.num_bytes for own in self.shared)
             used = sum(in_use)
             self.most = max(self.most, self.live.num_bytes - self.before + used)

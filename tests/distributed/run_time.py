@@ -10,8 +10,8 @@ from tiny import gradients, randomize
 from tiny_bert import bert_config
 from tiny_gpt import gpt_config
 
-from titan_dit.schedules.moments import Moment
-from titan_dit.schedules.placement import stages_per_rank
+from titan_dit.pipeline.recorder import PipelineEvent
+from titan_dit.pipeline.schedules.placement import stages_per_rank
 from titan_dit.trainer import Trainer
 
 LONGEST_S = 4e-3
@@ -26,7 +26,7 @@ class Jitter:
         self.ran, self.held, self.peak = [], 0, 0
 
     def __call__(self, moment, what):
-        if moment is not Moment.BEGINS:
+        if moment is not PipelineEvent.BEGINS:
             return
         # A third of the actions, so that some ranks fall behind others.
         time.sleep(max(0.0, self.draws.uniform(-2, 1)) * self.longest_s)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titan_dit.config.layout import CompileConfig
 from titan_dit.data.base import Batch
-from titan_dit.parallel import context, exchange
+from titan_dit.parallel import context, ring_attention
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.rng import SampleRNG
 
@@ -95,16 +95,16 @@ def recompute(model):
 
 def counted(world, run):
     """Result of run(), and the bytes and messages that this rank has sent to others."""
-    original, sent = exchange._start, []
+    original, sent = ring_attention._start, []
 
     def start(x, receive, send, group):
         others = sum(rows for rank, rows in enumerate(send) if rank != world.rank)
         sent.append(x.nbytes // x.shape[0] * others)
         return original(x, receive, send, group)
 
-    exchange._start = start
+    ring_attention._start = start
     result = run()
-    exchange._start = original
+    ring_attention._start = original
     return *result, (sum(sent), len(sent))
 
 

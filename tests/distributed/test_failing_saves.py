@@ -12,8 +12,8 @@ from tiny import randomize, tiny_config
 from titan_dit.checkpoint import checkpoint, store, torch_files
 from titan_dit.checkpoint.planning import Plans
 from titan_dit.config.section import UserError
-from titan_dit.launcher.failure import Disruption
-from titan_dit.launcher.ranks import Ranks
+from titan_dit.ranks.failure import Disruption
+from titan_dit.ranks.process_group import Ranks
 from titan_dit.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(300)

@@ -113,7 +113,7 @@ def test_a_forked_command_that_takes_too_long_is_ended_with_its_children(tmp_pat
 
 FAILS_FIRST = """
 import pytest
-from titan_dit.launcher import process_group
+from titan_dit.ranks import process_group
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_group(fails):

@@ -11,11 +11,11 @@ from harness import on_ranks
 from test_grid import DP, PP, TP
 from tiny import randomize, tiny_config, whole
 
+from titan_dit import initial_weights
 from titan_dit.config import config_file
 from titan_dit.config.section import UserError
 from titan_dit.data.latents import write_shards
 from titan_dit.models.layers import CLASS_TABLE
-from titan_dit.recovery import initial_weights
 from titan_dit.recovery.run_identity import Identity
 from titan_dit.trainer import Trainer
 

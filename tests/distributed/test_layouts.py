@@ -10,8 +10,8 @@ from harness import on_ranks
 from tiny import assert_same_gradients, gradients, graphs_alone, randomize, tiny_config, whole
 from torch.profiler import profile
 
-from titan_dit.launcher.failure import Disruption
 from titan_dit.parallel.compile import num_graphs
+from titan_dit.ranks.failure import Disruption
 from titan_dit.recovery import replicas
 from titan_dit.trainer import Trainer
 

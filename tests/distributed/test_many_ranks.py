@@ -9,11 +9,11 @@ import pytest
 import torch
 from harness import on_ranks
 
-from titan_dit.launcher import open_files
-from titan_dit.launcher.ranks import Ranks
-from titan_dit.launcher.stop_request import Reason, StopRequest
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.parallel.mesh import AxisSizes, Mesh
+from titan_dit.ranks import open_files
+from titan_dit.ranks.process_group import Ranks
+from titan_dit.ranks.stop_request import Reason, StopRequest
 
 pytestmark = pytest.mark.alone
 

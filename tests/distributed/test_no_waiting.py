@@ -12,7 +12,7 @@ from harness import on_ranks
 from tiny import randomize, tiny_config
 from waits import Waits
 
-from titan_dit.execution.local import LocalExecutor
+from titan_dit.execution import LocalExecutor
 from titan_dit.trainer import Trainer
 
 CASES = {

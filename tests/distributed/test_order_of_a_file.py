@@ -7,8 +7,8 @@ from harness import on_ranks
 from run_time import compared, config_of
 from test_grid import CP, PP, schedule
 
+from titan_dit.pipeline.schedules import files, planned_order
 from titan_dit.plan import resolve
-from titan_dit.schedules import order_file, planning
 
 MEMORY = 1.5
 CASES = {
@@ -27,13 +27,13 @@ def with_file(case, folder, world_size):
     draws = random.Random(0)
     lengths = [draws.choice((0.4, 1.0, 2.6)) for _ in range(plan.num_microbatches)]
     order, count = plan.order(plan.num_microbatches), plan.num_microbatches
-    found = planning.plan(
+    found = planned_order.plan_order(
         order, plan.stage_ranks, count, lambda a: lengths[a.microbatch], 1.0, MEMORY
     )
     assert found.pays
     assert found.order != order
     file = folder / f"{family}-{pipeline['schedule']}-{world_size}.csv"
-    order_file.write(file, found.order, ["a plan for lengths drawn at random"])
+    files.write_order(file, found.order, ["a plan for lengths drawn at random"])
     return family, parallel, pipeline, {"order": str(file)}
 
 

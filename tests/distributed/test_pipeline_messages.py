@@ -10,9 +10,8 @@ from tiny import gradients, randomize, tiny_config
 from torch.distributed.device_mesh import DeviceMesh
 from torch_runtime import gradients_in_torch
 
-from titan_dit.execution.loop import Loop
-from titan_dit.execution.planned import AHEAD, Planned
-from titan_dit.parallel.links import Links
+from titan_dit.parallel.p2p_groups import P2PGroups
+from titan_dit.pipeline.pipelined import AHEAD, Loop, Planned
 from titan_dit.trainer import Trainer
 
 MICROBATCHES = 8
@@ -134,7 +133,7 @@ def test_a_rank_holds_few_messages_and_nothing_after_a_step(schedule, two_ranks)
 def messages(world, schedule, virtual_stages):
     """By direction, the names of all messages of a step and of a prediction, as posted."""
     sent, received, names = {}, {}, []
-    pass_on, empty, send, receive = Loop.pass_on, Planned.empty, Links.send, Links.receive
+    pass_on, empty, send, receive = Loop.pass_on, Planned.empty, P2PGroups.send, P2PGroups.receive
 
     def named(self, message, tensors):
         names[:] = [str(message)]
@@ -162,7 +161,7 @@ def messages(world, schedule, virtual_stages):
     with (
         mock.patch.object(Loop, "pass_on", named),
         mock.patch.object(Planned, "empty", created),
-        mock.patch.multiple(Links, send=sending, receive=receiving),
+        mock.patch.multiple(P2PGroups, send=sending, receive=receiving),
     ):
         gradients(trainer)
         trainer.executor.predict(inputs, model.static(world.device))
@@ -188,7 +187,7 @@ def early_receives(world):
     found, other = [], 1 - world.rank
     for time in range(8):
         group = dist.new_group([0, 1])
-        links = Links(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",)))
+        links = P2PGroups(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",)))
         links.open([(0, 1), (1, 0)])
         value, got = torch.full((1,), 10.0 * time + world.rank), torch.zeros(1)
         works = links.receive([got], other)

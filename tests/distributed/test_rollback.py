@@ -10,8 +10,8 @@ from harness import on_ranks
 from tiny import state, tiny_config
 
 from titan_dit.config.section import UserError
-from titan_dit.launcher.stop_request import Reason
-from titan_dit.parallel import clocks
+from titan_dit.pipeline import recording
+from titan_dit.ranks.stop_request import Reason
 from titan_dit.recovery.ledger import Ledger, Skipped, trained
 from titan_dit.trainer import Trainer
 
@@ -158,7 +158,7 @@ def is_recorded(world, folder):
     trainer.profile.is_chosen = False
     trainer.fit()
     group, own = trainer.mesh.axis("pp").get_group(), time.perf_counter_ns
-    return clocks.measure(group, lambda: own() + 10**12 * world.rank)
+    return recording.measure(group, lambda: own() + 10**12 * world.rank)
 
 
 SPIKE = {"spoil": 300.0, "numbers": range(97, 98), "faults": {"spike_ratio": 5, "spike_after": 3}}

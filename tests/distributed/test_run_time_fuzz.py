@@ -13,7 +13,7 @@ from run_time import beside, expect_equal_bits
 from test_grid import schedule
 from tiny import gradients, randomize, tiny_config, torch_rng
 
-from titan_dit.schedules.placement import stages_per_rank
+from titan_dit.pipeline.schedules.placement import stages_per_rank
 from titan_dit.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(900)

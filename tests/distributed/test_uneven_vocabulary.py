@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from titan_dit.parallel import lora
-from titan_dit.parallel.vocabulary import score, whole
+from titan_dit.parallel.tensor import score, whole
 
 ROWS, SIZE = 256, 200  # On 3 ranks 86, 86 and 84 rows.
 

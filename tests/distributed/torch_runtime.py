@@ -5,8 +5,8 @@ from tiny import torch_rng, whole
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from titan_dit.execution.build import shapes_of
-from titan_dit.execution.pipelined import with_factor
+from titan_dit.build import shapes_of
+from titan_dit.pipeline.pipelined import with_factor
 
 KEYWORD = "side."
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hostile import watch
 from hostile.formats import FORMATS
 
-from titan_dit.launcher import failure
+from titan_dit.ranks import failure
 
 SECONDS = 30
 PEAK_MIB = 1024

@@ -9,7 +9,7 @@ from exports import CLASSES, CPU, SIZES, converted, save_run, save_vae
 from safetensors.torch import load_file
 
 from titan_dit.checkpoint.record import read_record
-from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.checkpoint.run_checkpoints import find_checkpoint
 from titan_dit.commands import convert
 from titan_dit.config.section import UserError
 from titan_dit.diffusion import drawing
@@ -91,7 +91,7 @@ def edit(file, **changes):
 
 
 def forward_of(run):
-    from titan_dit.execution.base import first_of
+    from titan_dit.execution import first_of
 
     return lambda inputs, static: first_of(run.network(inputs, static))
 

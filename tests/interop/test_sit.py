@@ -16,7 +16,7 @@ from titan_dit.commands import convert
 from titan_dit.commands.flags import ConvertFlags
 from titan_dit.config.section import UserError
 from titan_dit.diffusion import drawing
-from titan_dit.execution.base import first_of
+from titan_dit.execution import first_of
 from titan_dit.interop import original_dit
 from titan_dit.interop.original_dit import Original
 from titan_dit.models.dit_config import DiTConfig

@@ -33,7 +33,7 @@ def elastic(folder, body, nodes, restarts=0):
     """A launcher command around a script of one rank, and its rendezvous endpoint."""
     script = folder / "script.py"
     script.write_text(
-        "import os, signal, time\nfrom titan_dit.launcher import failure\n"
+        "import os, signal, time\nfrom titan_dit.ranks import failure\n"
         f"print('is restart:', failure.is_restarted(), flush=True)\n{body}"
     )
     endpoint = f"127.0.0.1:{free_port()}"
@@ -178,7 +178,7 @@ failure.run_and_exit(main)
 def test_the_other_ranks_of_a_failed_one_hear_that_they_restart_before_sigterm(tmp_path):
     """They would take SIGTERM alone for a request to end the job."""
     script = tmp_path / "script.py"
-    head = "import os, signal, time\nfrom titan_dit.launcher import failure\n"
+    head = "import os, signal, time\nfrom titan_dit.ranks import failure\n"
     script.write_text(head + SIGNALS)
     with Running(launcher(script), tmp_path) as launched:
         assert launched.end() == 1

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from titan_dit.launcher.allocator import EXPANDABLE, REGISTRATION, expand_segments
+from titan_dit.train import EXPANDABLE, REGISTRATION, expand_segments
 
 
 def settled(*, cuda_graphs=False, **environment):
@@ -48,7 +48,7 @@ def test_torch_reads_the_variable_after_its_import():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_run_s_segments_grow():
     code = (
-        "import os; from titan_dit.launcher.allocator import expand_segments;"
+        "import os; from titan_dit.train import expand_segments;"
         "import torch; expand_segments(os.environ, cuda_graphs=False);"
         "torch.zeros(2**25, device='cuda');"
         "print(torch.cuda.memory_snapshot()[0]['is_expandable'])"

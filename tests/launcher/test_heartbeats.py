@@ -12,9 +12,7 @@ import pytest
 from running import Running, free_port, is_open
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, dynamic_rendezvous
 
-from titan_dit.launcher import heartbeats
-from titan_dit.launcher.heartbeats import LocalWatch
-from titan_dit.launcher.lasting_store import LastingStore
+from titan_dit.launcher.store import LastingStore, LocalWatch, SteadyClock, watch_locally
 
 SETTINGS = SimpleNamespace(
     **{"keep_alive_interval": timedelta(seconds=10), "keep_alive_max_attempt": 3},
@@ -47,8 +45,8 @@ class Shared:
 def clock(monkeypatch):
     """A monotonic clock that `clock.pass_s` moves; wall clocks of heartbeats do not count."""
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(heartbeats.time, "monotonic", lambda: clock.now)
-    monkeypatch.setattr(dynamic_rendezvous, "datetime", heartbeats.SteadyClock)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(dynamic_rendezvous, "datetime", SteadyClock)
 
     def pass_s(seconds, watch, shared, *alive, skew=timedelta(0)):
         for _ in range(round(seconds / 5)):
@@ -128,7 +126,7 @@ def test_each_last_call_has_its_whole_time(clock):
 def is_over(watch, node):
     """True if torch's join of this node would complete the rendezvous."""
     seen = dynamic_rendezvous._RendezvousContext(node, watch.state, SETTINGS)
-    act = dynamic_rendezvous._RendezvousJoinOp()(seen, heartbeats.time.monotonic() + 600)
+    act = dynamic_rendezvous._RendezvousJoinOp()(seen, time.monotonic() + 600)
     return act == dynamic_rendezvous._Action.MARK_RENDEZVOUS_COMPLETE
 
 
@@ -136,7 +134,7 @@ def test_a_node_whose_clock_is_set_back_sends_heartbeats_as_before(clock, monkey
     for name in ("datetime", "_BackendRendezvousStateHolder"):
         monkeypatch.setattr(dynamic_rendezvous, name, getattr(dynamic_rendezvous, name))
     monkeypatch.setattr(dynamic_rendezvous, "datetime", SetBack)
-    heartbeats.watch_locally()
+    watch_locally()
     state, sent = Shared("a").state, []
     state.last_heartbeats["a"] = dynamic_rendezvous.datetime.now(UTC)
     for _ in range(30):
@@ -158,14 +156,14 @@ class SetBack(datetime):
 
     @classmethod
     def now(cls, tz=None):
-        return datetime.fromtimestamp(heartbeats.time.monotonic(), tz) - cls.by
+        return datetime.fromtimestamp(time.monotonic(), tz) - cls.by
 
 
 SKEWED = """
 import os, sys
 from datetime import datetime, timedelta
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, dynamic_rendezvous
-from titan_dit.launcher import heartbeats, launch
+from titan_dit.launcher import launch, store
 
 skew = timedelta(seconds=float(os.environ['SKEW']))
 
@@ -175,7 +173,7 @@ class Skewed(datetime):
         return datetime.now(tz) + skew
 
 dynamic_rendezvous.datetime = Skewed
-heartbeats.SteadyClock.wall += skew
+store.SteadyClock.wall += skew
 sys.exit(launch.main())
 """
 

@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from titan_dit.launcher import lasting_store
-from titan_dit.launcher.lasting_store import LastingStore
+from titan_dit.launcher import store as lasting_store
+from titan_dit.launcher.store import LastingStore
 
 
 class Relay:

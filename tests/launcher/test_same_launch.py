@@ -3,7 +3,7 @@
 import pytest
 
 from titan_dit.config.section import UserError
-from titan_dit.launcher import same_launch
+from titan_dit.launcher import rendezvous
 
 
 class Store(dict):
@@ -24,17 +24,17 @@ MINE = {"NNODES": "2", "torch": "2.13.0", "titan_dit": "0.1.0", "the files of ti
 )
 def test_the_first_difference_is_named(other, words):
     store = Store()
-    same_launch.check(MINE, print, store.compare_set, "run")
-    same_launch.check(MINE, print, store.compare_set, "run")
+    rendezvous.check(MINE, print, store.compare_set, "run")
+    rendezvous.check(MINE, print, store.compare_set, "run")
     with pytest.raises(UserError, match=words):
-        same_launch.check(MINE | other, print, store.compare_set, "run")
+        rendezvous.check(MINE | other, print, store.compare_set, "run")
 
 
 def test_another_run_id_is_said_and_not_refused():
     store, said = Store(), []
-    same_launch.check(MINE, said.append, store.compare_set, "run")
+    rendezvous.check(MINE, said.append, store.compare_set, "run")
     assert not said
-    same_launch.check(MINE | {"NNODES": "4"}, said.append, store.compare_set, "other")
+    rendezvous.check(MINE | {"NNODES": "4"}, said.append, store.compare_set, "other")
     assert said == [
         "RDZV_ID=other, but the first launcher at this RDZV_ENDPOINT has run: only launchers with "
         "the same RDZV_ID meet"
@@ -43,9 +43,9 @@ def test_another_run_id_is_said_and_not_refused():
 
 def test_the_digest_covers_names_and_contents(tmp_path):
     (tmp_path / "a.py").write_text("1")
-    first = same_launch.digest_of(tmp_path)
+    first = rendezvous.digest_of(tmp_path)
     (tmp_path / "a.py").write_text("2")
-    second = same_launch.digest_of(tmp_path)
+    second = rendezvous.digest_of(tmp_path)
     (tmp_path / "a.py").rename(tmp_path / "b.py")
-    assert len({first, second, same_launch.digest_of(tmp_path)}) == 3
-    assert same_launch.facts_of(["--nnodes", "2:4"])["NNODES"] == "2:4"
+    assert len({first, second, rendezvous.digest_of(tmp_path)}) == 3
+    assert rendezvous.facts_of(["--nnodes", "2:4"])["NNODES"] == "2:4"

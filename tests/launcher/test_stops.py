@@ -63,7 +63,7 @@ def test_a_single_process_finishes_the_step_and_saves(number, code, tmp_path):
 
 def script(folder, body):
     (folder / "script.py").write_text(
-        f"import os, signal, sys, time\nfrom titan_dit.launcher import failure\n"
+        f"import os, signal, sys, time\nfrom titan_dit.ranks import failure\n"
         f"from titan_dit.config.section import UserError\n{body}"
     )
     return folder / "script.py"
@@ -194,7 +194,7 @@ def test_ranks_that_ignore_the_request_are_killed_after_the_grace(tmp_path):
 
 def test_ranks_end_with_their_launcher(tmp_path):
     body = (
-        "from titan_dit.launcher.orphan import die_with_launcher\n"
+        "from titan_dit.ranks.signals import die_with_launcher\n"
         "die_with_launcher()\nprint('begun', flush=True)\ntime.sleep(600)\n"
     )
     with Running(launcher(script(tmp_path, body), ranks=1), tmp_path) as run:

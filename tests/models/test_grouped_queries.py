@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from titan_dit.models.layers import Attention, attend
-from titan_dit.models.rotary import rotary_of, rotate
+from titan_dit.models.layers import Attention, attend, rotary_of, rotate
 
 
 def layer_of(groups, **options):

@@ -142,6 +142,9 @@ def test_predictions_and_gradients_are_those_of_the_original(learned_sigma):
 POSITIONS = layers.sincos_positions
 
 
+POSITIONS = layers.sincos_positions
+
+
 def swapped_positions(positions, dim):
     return POSITIONS(positions.flip(1), dim)
 

@@ -5,8 +5,8 @@ import torch
 
 from titan_dit.config.section import UserError
 from titan_dit.config.training import SamplingConfig
-from titan_dit.data.codec import NumberCodec, codec_of
 from titan_dit.data.token_windows import TokenFacts
+from titan_dit.data.tokenizing.tokenizer import NumberCodec, codec_of
 from titan_dit.models.gpt_config import GPTConfig
 from titan_dit.objectives import text_drawing
 from titan_dit.objectives.base import DataShare

@@ -12,10 +12,10 @@ from titan_dit.config import user_text
 from titan_dit.config.operation import MetricsConfig
 from titan_dit.config.section import UserError
 from titan_dit.objectives.base import Preview
-from titan_dit.observe import flops
+from titan_dit.observe import meter
 from titan_dit.observe.metrics import curve, finite_or_none, keep_rows, read_rows, row_of
 from titan_dit.observe.run_log import RunLog
-from titan_dit.recovery import bad_steps, ledger, rollback
+from titan_dit.recovery import bad_steps, ledger, resume
 
 
 def row(step, loss=0.5):
@@ -175,10 +175,10 @@ def test_a_wandb_that_does_not_start_is_one_line(tmp_path, monkeypatch):
 )
 def test_the_peak_of_a_gpu_is_found_by_the_longest_name(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert flops.peak_tflops(torch.device("cuda"), "bf16") == peak
-    assert flops.peak_tflops(torch.device("cuda"), "fp16") == peak
-    assert flops.peak_tflops(torch.device("cuda"), "fp32") is None
-    assert flops.peak_tflops(torch.device("cpu"), "bf16") is None
+    assert meter.peak_tflops(torch.device("cuda"), "bf16") == peak
+    assert meter.peak_tflops(torch.device("cuda"), "fp16") == peak
+    assert meter.peak_tflops(torch.device("cuda"), "fp32") is None
+    assert meter.peak_tflops(torch.device("cpu"), "bf16") is None
 
 
 @pytest.mark.parametrize(
@@ -187,8 +187,8 @@ def test_the_peak_of_a_gpu_is_found_by_the_longest_name(monkeypatch, name, peak)
 )
 def test_old_gpus_have_a_peak_in_fp16_alone(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert flops.peak_tflops(torch.device("cuda"), "fp16") == peak
-    assert flops.peak_tflops(torch.device("cuda"), "bf16") is None
+    assert meter.peak_tflops(torch.device("cuda"), "fp16") == peak
+    assert meter.peak_tflops(torch.device("cuda"), "bf16") is None
 
 
 def test_lines_that_are_no_rows_are_dropped(tmp_path):
@@ -199,7 +199,7 @@ def test_lines_that_are_no_rows_are_dropped(tmp_path):
 
 @pytest.mark.parametrize(("peak", "mfu"), [(None, None), (100.0, 0.02)])
 def test_a_row_says_how_fast_the_step_was(peak, mfu):
-    work = flops.Throughput(32, 256, 10**12, ranks=8, peak_tflops=peak)
+    work = meter.Throughput(32, 256, 10**12, ranks=8, peak_tflops=peak)
     found = row_of(
         *(7, 224, math.nan, 0.75, 1.5, 1e-3),
         times=(2000.0, 3.0),
@@ -260,6 +260,6 @@ def test_so_is_one_of_the_logs_of_faults_and_samples(tmp_path, line):
 
 @pytest.mark.parametrize("text", [*DAMAGED, b"{}", b'{"skipped": [1], "in_vain": 0, "reached": 0}'])
 def test_a_damaged_list_of_rollbacks_is_one_line(tmp_path, text):
-    (tmp_path / rollback.FILE).write_bytes(text)
+    (tmp_path / resume.ROLLBACKS).write_bytes(text)
     with pytest.raises(UserError, match=r"rollbacks\.json is damaged: "):
-        rollback.read(tmp_path)
+        resume.read_rollbacks(tmp_path)

@@ -18,7 +18,7 @@ from titan_dit.models.layers import TokenLinear
 from titan_dit.parallel import async_tp, tensor
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.parallel.plans.dit import plan
-from titan_dit.parallel.token_order import TokenFirst
+from titan_dit.parallel.tensor import TokenFirst
 
 
 def fused(graph):

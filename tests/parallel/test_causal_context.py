@@ -8,9 +8,14 @@ from simulated_peers import SimulatedPeers, from_ranks, on_threads, rounding, to
 
 from titan_dit.kernels.attention_kernels import CPU, MATH, AttentionKernel
 from titan_dit.models.layers import attend
-from titan_dit.parallel.context import chunks_of, join_tokens, slice_tokens, slicing_of
+from titan_dit.parallel.context import (
+    chunks_of,
+    join_tokens,
+    slice_tokens,
+    slicing_of,
+    ulysses_attention,
+)
 from titan_dit.parallel.ring_attention import ALL, Block, block_of, ring_attention
-from titan_dit.parallel.ulysses_attention import ulysses_attention
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 

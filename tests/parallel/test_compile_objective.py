@@ -16,7 +16,7 @@ from titan_dit.config.section import UserError
 from titan_dit.data.base import Batch
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.sections import DDPMConfig, RectifiedFlowConfig
-from titan_dit.execution.base import by_name, scored
+from titan_dit.execution import by_name, scored
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel.compile import compile_function, compile_prepare, compile_score, num_graphs

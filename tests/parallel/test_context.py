@@ -17,9 +17,8 @@ from titan_dit.kernels.attention_kernels import CPU, MATH, AttentionKernel
 from titan_dit.models.layers import Attention, attend
 from titan_dit.parallel import context
 from titan_dit.parallel import ring_attention as ring
-from titan_dit.parallel.exchange import Exchange
-from titan_dit.parallel.ring_attention import EAGER, ring_attention
-from titan_dit.parallel.ulysses_attention import ulysses_attention
+from titan_dit.parallel.context import ulysses_attention
+from titan_dit.parallel.ring_attention import EAGER, Exchange, ring_attention
 
 SIZES = [1, 2, 3, 4]
 METHODS = {"ring": ring_attention, "ulysses": ulysses_attention}

@@ -20,7 +20,7 @@ from titan_dit.config.section import UserError
 from titan_dit.dry_run.fake_step import fake_world
 from titan_dit.models.layers import TokenLinear
 from titan_dit.parallel import float8, tensor
-from titan_dit.parallel.float8_gains import LinearShape
+from titan_dit.parallel.float8 import LinearShape
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.parallel.plans.dit import plan
 from titan_dit.trainer import Trainer

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from titan_dit.parallel.float8_gains import (
+from titan_dit.parallel.float8 import (
     COSTS,
     UNKNOWN_BALANCE,
     LinearShape,

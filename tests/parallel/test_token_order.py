@@ -8,12 +8,12 @@ from tiny import tiny_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from unchecked import unchecked
 
+from titan_dit.build import build
 from titan_dit.data.base import Batch
 from titan_dit.dry_run.fake_step import fake_world
-from titan_dit.execution.build import build
 from titan_dit.models.layers import Attention, is_token_first, modulate
 from titan_dit.parallel.mesh import Mesh
-from titan_dit.parallel.token_order import batch_first, token_first
+from titan_dit.parallel.tensor import batch_first, token_first
 from titan_dit.plan import resolve
 from titan_dit.rng import SampleRNG
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from tiny import tiny_config
 
+from titan_dit.pipeline.schedules import files
+from titan_dit.pipeline.schedules.placement import pipeline_order, stages_per_rank
+from titan_dit.pipeline.schedules.schedule import Kind
+from titan_dit.pipeline.schedules.simulator import simulate
 from titan_dit.plan import resolve
 from titan_dit.planner import pipeline
 from titan_dit.planner.pipeline import Durations, compiled, pass_times, play, program
-from titan_dit.schedules import order_file
-from titan_dit.schedules.action import Kind
-from titan_dit.schedules.placement import pipeline_order, stages_per_rank
-from titan_dit.schedules.simulator import simulate
 
 SCHEDULES = [
     ("gpipe", 1),
@@ -157,7 +157,7 @@ def test_a_thousand_microbatches_on_32_ranks_are_played_with_few():
 
 def test_an_order_of_a_file_is_played_as_it_is(tmp_path):
     order = pipeline_order("gpipe", num_ranks=2, num_microbatches=4)
-    order_file.write(tmp_path / "order.csv", order)
+    files.write_order(tmp_path / "order.csv", order)
     config = tiny_config(
         model={"layers": 2},
         parallel={"pp": 2},

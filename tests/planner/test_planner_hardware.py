@@ -7,7 +7,7 @@ from hand_made import EASY, easy
 
 from titan_dit.config.section import UserError
 from titan_dit.dry_run.report import DEVICES_GIB
-from titan_dit.observe.flops import PEAK_BF16_TFLOPS, PEAK_FP16_TFLOPS
+from titan_dit.observe.meter import PEAK_BF16_TFLOPS, PEAK_FP16_TFLOPS
 from titan_dit.planner.hardware import (
     FOLDER,
     check_device,

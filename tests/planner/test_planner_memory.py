@@ -8,6 +8,8 @@ from test_planner_memory_steps import DIT, GPT, parallel, pipeline, tables
 
 from titan_dit.config import catalog, config_file
 from titan_dit.dry_run.memory import StorageKind
+from titan_dit.pipeline.schedules.placement import pipeline_order
+from titan_dit.pipeline.schedules.schedule import Kind, peak_activations
 from titan_dit.plan import resolve
 from titan_dit.planner.hardware import Device, Efficiency, Overhead
 from titan_dit.planner.memory import (
@@ -21,8 +23,6 @@ from titan_dit.planner.memory import (
 )
 from titan_dit.planner.rates import Runtime
 from titan_dit.planner.work import Counts, Part, Product, Work
-from titan_dit.schedules.action import Kind, peak_activations
-from titan_dit.schedules.placement import pipeline_order
 
 GIB = 2**30
 NO_STATE = OptimizerState(embed=0, block=0, head=0)

@@ -6,11 +6,11 @@ import pytest
 from hand_made_counts import DEVICE, counts, moving, multiplying, part
 from tiny import tiny_config
 
+from titan_dit.pipeline.schedules.simulator import simulate, stage_costs
 from titan_dit.plan import resolve
 from titan_dit.planner.rates import OURS, Runtime
 from titan_dit.planner.step import bound, estimate, mfu, samples_per_s
 from titan_dit.planner.work import Message, Work
-from titan_dit.schedules.simulator import simulate, stage_costs
 
 F, B = 1.0, 2.0
 """Seconds of a block."""

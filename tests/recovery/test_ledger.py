@@ -9,7 +9,7 @@ from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.checkpoint.store import MANIFEST
 from titan_dit.config.operation import FaultsConfig
 from titan_dit.config.section import UserError
-from titan_dit.recovery import rollback
+from titan_dit.recovery import resume
 from titan_dit.recovery.ledger import (
     SAMPLE_LOG,
     Ledger,
@@ -73,11 +73,11 @@ def roll_back(folder, checkpoints, config, steps):
     """As the trainer, but without verifying the files."""
     older = [path for path in checkpoints.complete() if step_of(path) < steps.first]
     start = Start(older[-1], {"step": step_of(older[-1])}) if older else Start()
-    return start.path, rollback.record_rollback(folder, checkpoints, config, steps, start)
+    return start.path, resume.record_rollback(folder, checkpoints, config, steps, start)
 
 
 def bad(first, last, batch=10):
-    return rollback.BadSteps(first, last, ((first - 1) * batch, last * batch))
+    return resume.BadSteps(first, last, ((first - 1) * batch, last * batch))
 
 
 def test_a_run_goes_back_to_the_newest_checkpoint_before_the_bad_steps(tmp_path):
@@ -87,7 +87,7 @@ def test_a_run_goes_back_to_the_newest_checkpoint_before_the_bad_steps(tmp_path)
     # The checkpoints of the bad steps are set aside.
     assert [path.name for path in checkpoints.complete()] == ["step-00000002", "step-00000004"]
     assert rollbacks.skipped == (Skipped(50, 90, "steps 6 to 9 were bad"),)
-    assert rollback.read(tmp_path) == rollbacks
+    assert resume.read_rollbacks(tmp_path) == rollbacks
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -100,7 +100,7 @@ def test_a_run_that_comes_no_further_goes_back_so_often_and_no_more(tmp_path):
     # Progress: step 9 was good, so the count restarts.
     _, rollbacks = roll_back(tmp_path, checkpoints, config, bad(10, 12))
     assert rollbacks.in_vain == 1
-    assert len(rollback.read(tmp_path).skipped) == 3
+    assert len(resume.read_rollbacks(tmp_path).skipped) == 3
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.operation import FaultsConfig
 from titan_dit.config.section import UserError
 from titan_dit.recovery import bad_steps
-from titan_dit.recovery.bad_steps import Guard
-from titan_dit.recovery.loss_scale import LossScale
+from titan_dit.recovery.bad_steps import Guard, LossScale
 
 CPU = torch.device("cpu")
 

@@ -1,8 +1,7 @@
 import json
 
 from titan_dit.recovery.ledger import Ledger, Skipped
-from titan_dit.recovery.restore import Progress
-from titan_dit.recovery.rollback import Rollbacks
+from titan_dit.recovery.resume import Progress, Rollbacks
 
 GUARD = {"nan_steps": 2, "spike_steps": 1, "in_a_row": 0, "streak": None}
 LEDGER = Ledger().skip([Skipped(32, 48, "bad")]).mark_untrained(2, range(8, 16))

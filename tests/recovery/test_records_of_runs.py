@@ -5,7 +5,7 @@ import json
 import pytest
 
 from titan_dit.config.section import UserError
-from titan_dit.recovery import bad_steps, ledger, rollback
+from titan_dit.recovery import bad_steps, ledger, resume
 
 HUGE = [[0, 2**61]]
 FAULTS = {
@@ -47,6 +47,6 @@ def test_numbers_without_end_are_no_samples_of_a_step(tmp_path):
     ],
 )
 def test_wrong_rollbacks_are_one_line(tmp_path, text, words):
-    (tmp_path / rollback.FILE).write_text(text)
+    (tmp_path / resume.ROLLBACKS).write_text(text)
     with pytest.raises(UserError, match=words):
-        rollback.read(tmp_path)
+        resume.read_rollbacks(tmp_path)

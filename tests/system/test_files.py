@@ -9,7 +9,7 @@ import pytest
 from kills import kill_self
 
 from titan_dit.config.section import UserError
-from titan_dit.launcher import disk_errors
+from titan_dit.ranks import disk_errors
 from titan_dit.system import files
 from titan_dit.system.files import new_path, replacing, write_json, write_whole
 

@@ -21,8 +21,8 @@ from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.latents import write_shards
 from titan_dit.data.loader import load_samples
 from titan_dit.data.order import EpochOrder
-from titan_dit.launcher import process_group
 from titan_dit.observe.metrics import read_rows
+from titan_dit.ranks import process_group
 from titan_dit.rng import SampleRNG
 from titan_dit.trainer import Trainer
 from titan_dit.validation import validation_set

@@ -24,7 +24,7 @@ from titan_dit.checkpoint.store import Location, store_of
 from titan_dit.checkpoint.torch_files import Writer
 from titan_dit.config.section import UserError
 from titan_dit.config.training import EMAConfig, power_name
-from titan_dit.launcher.ranks import Ranks
+from titan_dit.ranks.process_group import Ranks
 from titan_dit.system.files import reason_of
 
 FOLDER = "averages"

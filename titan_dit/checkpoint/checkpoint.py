@@ -29,7 +29,7 @@ from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.checkpoint.store import MANIFEST, Location, Store, store_of
 from titan_dit.checkpoint.torch_files import METADATA, Reader, Writer, WrongTable
 from titan_dit.config.section import UserError
-from titan_dit.launcher.ranks import Failed, Ranks
+from titan_dit.ranks.process_group import Failed, Ranks
 
 OWN = "objective."
 """Prefix of the parameters of an objective's own modules, which are not the network's."""

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from titan_dit.checkpoint import torch_files
 from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.checkpoint.torch_files import METADATA
-from titan_dit.launcher.ranks import Ranks
+from titan_dit.ranks.process_group import Ranks
 
 Choice: TypeAlias = list[tuple[int, int]]
 """The items that a rank writes: (position in its local plan, number of the chunk in its tensor)."""

@@ -1,13 +1,4 @@
-"""The run lock: one launch at a time trains into a run directory and a checkpoint folder.
-
-`run.lock` names the holder (process, host, launch) as JSON. A lock of a dead process on this
-machine is taken over at once. Processes on other machines cannot be checked: their locks are
-renewed every BEAT_S and become stale after STALE_S without renewal. A lock that is renewed twice
-while watched is in use. Restarted ranks belong to the same launch, on any node.
-
-flock only serialises access to the file. It cannot be the lock itself: on NFS a flock can outlive
-a dead node.
-"""
+"""The run lock: one launch at a time trains into a run directory and a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -25,12 +16,58 @@ from pathlib import Path
 
 from titan_dit.checkpoint.store import Location, read_text, store_of
 from titan_dit.config.section import UserError
-from titan_dit.launcher.disk_errors import refuse_full
-from titan_dit.launcher.failure import LAUNCH, LEFT, USER_ERROR, report
-from titan_dit.launcher.ranks import Ranks
-from titan_dit.system import process_identity, run_files
+from titan_dit.ranks.disk_errors import refuse_full
+from titan_dit.ranks.failure import LAUNCH, LEFT, USER_ERROR, report
+from titan_dit.ranks.process_group import Ranks
+from titan_dit.system import run_files
 from titan_dit.system.file_lock import open_locked
 from titan_dit.system.files import reason_of
+
+PROC = Path("/proc")
+
+
+def this_machine() -> str:
+    """Identify the pid namespace: host name, boot id, container.
+
+    The host name alone is not unique: hosts or successive containers may share it.
+    """
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append((PROC / "sys/kernel/random/boot_id").read_text().strip())
+    with suppress(OSError):
+        parts.append(str((PROC / "self/ns/pid").readlink()))
+    return " ".join(parts)
+
+
+def start_of(pid: int) -> str:
+    """Start time of a process in clock ticks since boot; empty if unknown."""
+    return (status(pid) or ("", ""))[1]
+
+
+def is_alive(pid: int, started: str) -> bool:
+    """Return True if the process with this pid and start time is alive on this machine."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # Exists, owned by another user.
+    found = status(pid)
+    if found is None:
+        return True  # Not Linux, or processes are hidden: only the pid is known.
+    state, since = found
+    return state not in ("Z", "X") and since == started
+
+
+def status(pid: int) -> tuple[str, str] | None:
+    """(state, start time): fields 3 and 22 of /proc/PID/stat; None if unreadable."""
+    try:
+        # Field 2, the program name in brackets, may contain spaces and brackets.
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], fields[19]
+
 
 FILE = run_files.LOCK
 MOST_BYTES = 1 << 16
@@ -74,9 +111,9 @@ class Holder:
         return cls(
             run=str(run.resolve()),
             host=socket.gethostname(),
-            machine=process_identity.machine(),
+            machine=this_machine(),
             pid=pid,
-            started=process_identity.start_of(pid),
+            started=start_of(pid),
             launch=os.environ.get(LAUNCH, ""),
             since=f"{datetime.now():%Y-%m-%d %H:%M}",
         )
@@ -125,7 +162,7 @@ class Watched:
         if own.is_of_launch(self.holder):
             return True
         if own.is_near(self.holder):
-            if not process_identity.is_alive(self.holder.pid, self.holder.started):
+            if not is_alive(self.holder.pid, self.holder.started):
                 return True
             return None if self.watched_s < EXIT_WAIT_S else False
         if stamp != self.stamp:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeAlias
 
 from titan_dit.config.section import UserError
-from titan_dit.launcher.torch_range import pip_install
+from titan_dit.ranks.torch_range import pip_install
 from titan_dit.system.files import PARTIAL, sync_folder
 
 MANIFEST = "manifest.json"

@@ -19,13 +19,13 @@ from titan_dit.config.section import UserError, show
 from titan_dit.config.training import EMAConfig
 from titan_dit.kernels import attention, short_attention
 from titan_dit.kernels.attention_choice import AttentionShape
-from titan_dit.launcher.torch_range import pip_install, require
 from titan_dit.models import lora
 from titan_dit.optim.optimizer import OptimizerConfig
 from titan_dit.parallel import compile
 from titan_dit.parallel.fsdp import DTYPES
 from titan_dit.parallel.transformer_engine import is_transformer_engine
 from titan_dit.plan import RunPlan
+from titan_dit.ranks.torch_range import pip_install, require
 from titan_dit.system.launched_as import LaunchedAs
 
 FP32 = 4

@@ -6,9 +6,9 @@ import importlib.util
 import math
 
 from titan_dit.config.section import UserError, show
-from titan_dit.launcher.torch_range import pip_install
 from titan_dit.parallel.transformer_engine import PACKAGE, is_transformer_engine
 from titan_dit.plan import RunPlan
+from titan_dit.ranks.torch_range import pip_install
 
 
 def check_compile(plan: RunPlan) -> None:

@@ -11,10 +11,9 @@ from titan_dit.models.base import ModelSpec, TensorSpec
 from titan_dit.parallel.context import slicing_of
 from titan_dit.parallel.mesh import axes
 from titan_dit.parallel.tensor import TensorPlan, shard_dim
+from titan_dit.pipeline.schedules.placement import check_schedule, check_split
+from titan_dit.pipeline.schedules.proof import check
 from titan_dit.plan import RunPlan
-from titan_dit.schedules.balance import check_split
-from titan_dit.schedules.placement import check_schedule
-from titan_dit.schedules.proof import check
 
 
 def check_spec(plan: RunPlan) -> None:

@@ -28,7 +28,7 @@ from titan_dit.config.section import UserError, paths_of, show
 from titan_dit.config.training import LoRAConfig
 from titan_dit.data.base import Batch, Field, Source
 from titan_dit.data.loader import load_samples
-from titan_dit.execution.base import check_names
+from titan_dit.execution import check_names
 from titan_dit.models import lora
 from titan_dit.models.base import ModelSpec, TensorSpec
 from titan_dit.objectives.base import Objective, Prepared

@@ -11,12 +11,12 @@ from pathlib import Path
 from titan_dit.config import did_you_mean
 from titan_dit.config.layout import PipelineConfig
 from titan_dit.config.section import UserError, show
-from titan_dit.launcher.torch_range import pip_install
+from titan_dit.pipeline.schedules.files import ORDER_REMEDY
+from titan_dit.pipeline.schedules.proof import check
+from titan_dit.pipeline.schedules.schedule import Order
 from titan_dit.plan import RunPlan
-from titan_dit.schedules.action import Order
-from titan_dit.schedules.order_file import REMEDY
-from titan_dit.schedules.proof import check
-from titan_dit.system.addresses import address_of, interfaces
+from titan_dit.ranks.hosts import address_of, interfaces
+from titan_dit.ranks.torch_range import pip_install
 
 NAMES = ("planned", "run_time")
 
@@ -58,11 +58,13 @@ def check_path(name: str) -> None:
 def check_file(plan: RunPlan, order: Order) -> None:
     """Refuse an order for other ranks, stages or microbatches, or one that deadlocks."""
     if reason := next(misfits(plan, order), None):
-        raise UserError(f"[pipeline] order={show(plan.pipeline.order)} {reason}. {REMEDY}")
+        raise UserError(f"[pipeline] order={show(plan.pipeline.order)} {reason}. {ORDER_REMEDY}")
     try:
         check(order, num_stages=plan.num_stages, num_microbatches=plan.num_microbatches)
     except ValueError as error:
-        raise UserError(f"[pipeline] order={show(plan.pipeline.order)}: {error} {REMEDY}") from None
+        raise UserError(
+            f"[pipeline] order={show(plan.pipeline.order)}: {error} {ORDER_REMEDY}"
+        ) from None
 
 
 def check_same_file(plan: RunPlan, gather: Callable[[str], list[str]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from titan_dit.checkpoint import run_path
+from titan_dit.checkpoint import run_checkpoints
 from titan_dit.checkpoint.run_checkpoints import NAME, step_of
 from titan_dit.checkpoint.store import MANIFEST, Location, Store, location, store_of
 from titan_dit.commands.flags import CheckpointListFlags
@@ -16,7 +16,7 @@ from titan_dit.system.progress import duration
 
 def main(options: CheckpointListFlags) -> None:
     """Print one line per checkpoint."""
-    found = run_path.resolve(location(options.run))
+    found = run_checkpoints.resolve(location(options.run))
     folder = found.checkpoints.folder
     store = store_of(folder)
     named = found.folders()

@@ -10,7 +10,7 @@ import torch
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.record import read_record
-from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.checkpoint.run_checkpoints import find_checkpoint
 from titan_dit.checkpoint.store import location
 from titan_dit.commands.flags import CheckpointShowFlags
 from titan_dit.config.section import UserError, show

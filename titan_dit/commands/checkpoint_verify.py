@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 import sys
 
-from titan_dit.checkpoint import run_path
+from titan_dit.checkpoint import run_checkpoints
 from titan_dit.checkpoint.checkpoint import damaged_files
 from titan_dit.checkpoint.store import Location, location
 from titan_dit.commands.flags import CheckpointVerifyFlags
-from titan_dit.launcher.ranks import Ranks
 from titan_dit.observe import console
+from titan_dit.ranks.process_group import Ranks
 from titan_dit.recovery.resume import own_newest_first, readable
 from titan_dit.system.progress import ProgressLine, count
 
 
 def main(options: CheckpointVerifyFlags) -> None:
     """Print one line per checkpoint; exit with 1 if any is damaged."""
-    found = run_path.resolve(location(options.path))
+    found = run_checkpoints.resolve(location(options.path))
     alone = [found.checkpoint] if found.checkpoint else []
     paths = alone or own_newest_first(found.checkpoints)[::-1]
     if not paths:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from titan_dit.checkpoint.record import read_record
-from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.checkpoint.run_checkpoints import find_checkpoint
 from titan_dit.checkpoint.store import URL, Location, location
 from titan_dit.commands.flags import ConvertFlags
 from titan_dit.config import catalog, config_file, dotted_names, schema, user_text
@@ -25,6 +25,7 @@ from titan_dit.config.training import LoRAConfig
 from titan_dit.data.latent_facts import LatentFacts, shown
 from titan_dit.data.sentence_pairs import PairFacts
 from titan_dit.data.tokenizer_file import TokenizerFile, read_tokenizer
+from titan_dit.initial_weights import names_in
 from titan_dit.interop import (
     diffusers_dit,
     hugging_face,
@@ -43,7 +44,6 @@ from titan_dit.models.base import ModelConfig
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.observe import console
 from titan_dit.pictures import autoencoder
-from titan_dit.recovery.initial_weights import names_in
 from titan_dit.system.files import write_json
 from titan_dit.trained_model import SavedWeights, open_weights
 

@@ -23,13 +23,13 @@ from titan_dit.data.listing import few
 from titan_dit.data.manifest import read_json
 from titan_dit.data.packing import pack
 from titan_dit.data.packing.pack import claimed
-from titan_dit.launcher import process_group
-from titan_dit.launcher.ranks import Ranks
 from titan_dit.observe import console
 from titan_dit.pictures import autoencoder, encode
 from titan_dit.pictures.encode import EncodeJob, make_job
 from titan_dit.pictures.picture_set import ListingOptions
 from titan_dit.pictures.readers import open_input
+from titan_dit.ranks import process_group
+from titan_dit.ranks.process_group import Ranks
 from titan_dit.system.files import reason_of
 from titan_dit.system.launched_as import LaunchedAs
 from titan_dit.system.progress import ProgressLine

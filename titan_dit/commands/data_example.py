@@ -8,10 +8,10 @@ from pathlib import Path
 
 from titan_dit.commands.flags import DataExampleFlags
 from titan_dit.config.section import UserError
-from titan_dit.launcher.disk_errors import writing
 from titan_dit.observe import console
 from titan_dit.pictures import output
 from titan_dit.pictures.output import METADATA
+from titan_dit.ranks.disk_errors import writing
 from titan_dit.system.files import new_path, write_whole
 from titan_dit.system.progress import ProgressLine
 

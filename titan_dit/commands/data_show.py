@@ -22,9 +22,9 @@ from titan_dit.data.token_windows import PART, digest_of
 from titan_dit.data.tokenizer_file import read_tokenizer
 from titan_dit.data.tokenizing import tokenizer as tokenizers
 from titan_dit.diffusion.objective import to_model_units
-from titan_dit.launcher.disk_errors import writing
 from titan_dit.observe import console
 from titan_dit.pictures.output import draw_grid
+from titan_dit.ranks.disk_errors import writing
 from titan_dit.rng import SampleRNG
 from titan_dit.system.progress import ProgressLine, count
 

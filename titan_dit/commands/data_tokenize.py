@@ -23,8 +23,8 @@ from titan_dit.data.tokenizing.chunks import (
     read_chunks,
 )
 from titan_dit.data.tokenizing.pool import Encoded, Recipe, encode_all
-from titan_dit.launcher.disk_errors import writing
 from titan_dit.observe import console
+from titan_dit.ranks.disk_errors import writing
 from titan_dit.system.files import write_whole
 from titan_dit.system.progress import ProgressLine, count
 

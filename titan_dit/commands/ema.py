@@ -8,8 +8,7 @@ from typing import Any
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.averages import FOLDER, Shapes, Term, shapes_of, write_sum
-from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
-from titan_dit.checkpoint.run_path import RunPath, resolve
+from titan_dit.checkpoint.run_checkpoints import Checkpoints, RunPath, resolve, step_of
 from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
 from titan_dit.checkpoint.torch_files import CONTENTS as TENSORS
 from titan_dit.checkpoint.torch_files import METADATA
@@ -18,10 +17,10 @@ from titan_dit.config import schema
 from titan_dit.config.section import PositiveInt, SigmaRel, UserError
 from titan_dit.config.training import power_name
 from titan_dit.interop import imported
-from titan_dit.launcher.disk_errors import writing
-from titan_dit.launcher.ranks import Ranks
 from titan_dit.observe import console
 from titan_dit.optim.ema import Fit, Profile, clock, expressible, fit
+from titan_dit.ranks.disk_errors import writing
+from titan_dit.ranks.process_group import Ranks
 from titan_dit.recovery.ledger import Ledger
 from titan_dit.recovery.resume import readable
 from titan_dit.system.progress import ProgressLine, count

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from titan_dit.build import build
 from titan_dit.checkpoint.record import read_record
-from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.checkpoint.run_checkpoints import find_checkpoint
 from titan_dit.checkpoint.saved_weights import Weights
 from titan_dit.checkpoint.store import Location, location
 from titan_dit.checks.device import replayable_precision
@@ -32,16 +33,14 @@ from titan_dit.data.base import Source
 from titan_dit.data.listing import few
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.objective import Diffusion
-from titan_dit.execution.build import build
-from titan_dit.launcher import process_group
-from titan_dit.launcher.process_group import World
-from titan_dit.launcher.ranks import Ranks
 from titan_dit.objectives.base import DataShare
 from titan_dit.observe import console
 from titan_dit.opening import open_objective, open_source, plan_run, rows_held_out
 from titan_dit.parallel.mesh import Mesh, solve
 from titan_dit.pictures import output
 from titan_dit.pictures.parts import FinishedParts
+from titan_dit.ranks import process_group
+from titan_dit.ranks.process_group import Ranks, World
 from titan_dit.scores import features, pictures, reference, score
 from titan_dit.scores.features import Features
 from titan_dit.scores.pictures import Pictures

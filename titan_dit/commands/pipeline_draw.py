@@ -6,11 +6,11 @@ from pathlib import Path
 
 from titan_dit.commands.flags import DRAW_PIPELINE, PipelineDrawFlags
 from titan_dit.config.section import UserError
-from titan_dit.observe import console, order_picture
-from titan_dit.schedules import placement, planning
-from titan_dit.schedules.action import Action, Kind, Order
-from titan_dit.schedules.schedule import schedule_of
-from titan_dit.schedules.simulator import Simulation, simulate
+from titan_dit.observe import console
+from titan_dit.pipeline import timeline
+from titan_dit.pipeline.schedules import placement, planned_order
+from titan_dit.pipeline.schedules.schedule import Action, Kind, Order, schedule_of
+from titan_dit.pipeline.schedules.simulator import Simulation, simulate
 
 TOOK = {
     Kind.FORWARD: 1.0,
@@ -28,13 +28,13 @@ def main(options: PipelineDrawFlags) -> None:
         raise UserError(f"[{DRAW_PIPELINE}] out={out}: name a .png file.")
     drawn = Drawn(options)
     shown = drawn.simulations()
-    order_picture.draw(out, shown, drawn.stage_ranks)
+    timeline.draw(out, shown, drawn.stage_ranks)
     planned = next(iter(shown.values())).makespan
     for name, one in shown.items():
         peaks = " ".join(map(str, one.peak_activations))
         gain = planned / one.makespan
         console.say(
-            f"{name}: {one.makespan:.2f} {order_picture.UNIT}, {gain:.3f} x as fast as planned, "
+            f"{name}: {one.makespan:.2f} {timeline.UNIT}, {gain:.3f} x as fast as planned, "
             f"{one.idle_fraction:.1%} idle, peak activations {peaks}"
         )
     console.say(f"drew {out}")
@@ -78,7 +78,7 @@ class Drawn:
         if self.options.plan:
             ranks, count = self.stage_ranks, self.options.microbatches
             latency = self.options.latency
-            made = planning.plan(self.order, ranks, count, self.cost, latency, memory)
+            made = planned_order.plan_order(self.order, ranks, count, self.cost, latency, memory)
             found[f"FILE.csv of pipeline plan, memory {memory:g}"] = self.simulate(made.order)
         return found
 

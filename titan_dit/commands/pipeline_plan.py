@@ -6,17 +6,18 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_dit.checkpoint import run_path
+from titan_dit.checkpoint import run_checkpoints
 from titan_dit.checkpoint.store import location
 from titan_dit.commands.flags import PLAN_PIPELINE, PipelinePlanFlags
 from titan_dit.config import config_file, dotted_names
 from titan_dit.config.layout import ParallelConfig, PipelineConfig
 from titan_dit.config.section import UserError, show
 from titan_dit.observe import console
-from titan_dit.schedules import costs_file, order_file, placement, planning
-from titan_dit.schedules.action import Order
-from titan_dit.schedules.costs_file import MeasuredCosts
-from titan_dit.schedules.simulator import Simulation, simulate
+from titan_dit.pipeline.schedules import files, placement
+from titan_dit.pipeline.schedules.files import MeasuredCosts
+from titan_dit.pipeline.schedules.planned_order import PAYS, PlannedOrder, plan_order
+from titan_dit.pipeline.schedules.schedule import Order
+from titan_dit.pipeline.schedules.simulator import Simulation, simulate
 
 JITTER, DRAWS = 0.1, 5
 """Random factor on all times, and how often it is drawn: what of the gain is left."""
@@ -33,15 +34,15 @@ def main(options: PipelinePlanFlags) -> None:
         raise UserError(
             f"[{PLAN_PIPELINE}] out={out} is there already. Delete it, or name another."
         )
-    run = run_path.resolve(location(options.run)).run
+    run = run_checkpoints.resolve(location(options.run)).run
     if not isinstance(run, Path):
         raise UserError(
             f"[{PLAN_PIPELINE}] run={run}: profiles are on a disk, not in an object store."
         )
-    file = costs_file.newest(run)
-    costs = costs_file.read(file)
+    file = files.newest_costs(run)
+    costs = files.read_costs(file)
     pipeline, order = planned_order(run, costs, file, options.trust)
-    found = planning.plan(
+    found = plan_order(
         order,
         costs.stage_ranks,
         costs.num_microbatches,
@@ -51,7 +52,7 @@ def main(options: PipelinePlanFlags) -> None:
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     of = f"{pipeline.schedule}, {costs.num_ranks} ranks, {costs.num_microbatches} microbatches"
-    order_file.write(out, found.order, [f"{of}, memory {options.memory:g}, from {file}"])
+    files.write_order(out, found.order, [f"{of}, memory {options.memory:g}, from {file}"])
     console.say(
         f"{file}: {of}; a step took {ms(costs.step_s)}, simulated {ms(as_run(costs).makespan)}"
     )
@@ -64,9 +65,9 @@ def planned_order(
     run: Path, costs: MeasuredCosts, file: Path, trust: bool
 ) -> tuple[PipelineConfig, Order]:
     """The order of the run's schedule. Raises UserError if the costs are of another layout."""
-    config = run / run_path.CONFIG
+    config = run / run_checkpoints.CONFIG
     if not config.is_file():
-        raise UserError(f"--run {run}: no {run_path.CONFIG}. {run_path.WANTED}")
+        raise UserError(f"--run {run}: no {run_checkpoints.CONFIG}. {run_checkpoints.WANTED}")
     tables = config_file.of_run(config)
     dotted_names.check_trusted(tables, f"--run {run}", trust, (PipelineConfig.section,))
     pipeline = PipelineConfig(**tables.get(PipelineConfig.section, {}))
@@ -105,7 +106,7 @@ def varied(order: Order, costs: MeasuredCosts) -> float:
     )
 
 
-def table(found: planning.Plan, name: str, *steps_varied: float) -> list[str]:
+def table(found: PlannedOrder, name: str, *steps_varied: float) -> list[str]:
     """The planned order beside the new one; `steps_varied`: see `varied`."""
     rows = [
         ("simulated", "planned", name),
@@ -130,7 +131,7 @@ def ms(seconds: float) -> str:
     return f"{1000 * seconds:,.1f} ms"
 
 
-def verdict(found: planning.Plan, out: Path) -> str:
+def verdict(found: PlannedOrder, out: Path) -> str:
     """What to run next."""
     if found.pays:
         return (
@@ -138,6 +139,6 @@ def verdict(found: planning.Plan, out: Path) -> str:
             f"--pipeline.order {out}"
         )
     return (
-        f"wrote {out}, the planned order: no other is {planning.PAYS - 1:.0%} faster within this "
+        f"wrote {out}, the planned order: no other is {PAYS - 1:.0%} faster within this "
         "memory. Stay with --pipeline.order planned"
     )

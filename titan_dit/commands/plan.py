@@ -16,7 +16,6 @@ from titan_dit.commands.flags import PlanFlags
 from titan_dit.config import catalog, config_file, flags
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
-from titan_dit.launcher import disk_errors
 from titan_dit.observe import console
 from titan_dit.opening import example_of, open_objective, plan_run
 from titan_dit.plan import resolve
@@ -29,6 +28,7 @@ from titan_dit.planner.measured import beside, outdated
 from titan_dit.planner.memory import memory, state_of
 from titan_dit.planner.rates import OURS
 from titan_dit.planner.search import CostModel
+from titan_dit.ranks import disk_errors
 
 
 def main(options: PlanFlags, keys: Sequence[str]) -> None:

@@ -9,12 +9,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.checkpoint.run_checkpoints import find_checkpoint
 from titan_dit.checkpoint.store import location
 from titan_dit.commands.flags import PredictFlags
 from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import Diffusion
-from titan_dit.execution.base import first_of
+from titan_dit.execution import first_of
 from titan_dit.interop.tensor_file import (
     check_finite,
     check_labels,

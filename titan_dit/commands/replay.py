@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_dit import initial_weights
+from titan_dit.build import BuiltNetwork, build
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.record import read_record
-from titan_dit.checkpoint.run_checkpoints import step_of
-from titan_dit.checkpoint.run_path import CONFIG, find_checkpoint
-from titan_dit.checkpoint.run_path import resolve as named_by
+from titan_dit.checkpoint.run_checkpoints import CONFIG, find_checkpoint, step_of
+from titan_dit.checkpoint.run_checkpoints import resolve as named_by
 from titan_dit.checkpoint.store import Location, location
 from titan_dit.checks.device import replayable_precision
 from titan_dit.commands.flags import ReplayFlags
@@ -27,10 +28,7 @@ from titan_dit.config.section import UserError
 from titan_dit.data import loader
 from titan_dit.data.base import SampleOrder, Source
 from titan_dit.data.order import BatchPlan, numbers_of, ranges_of
-from titan_dit.execution.base import Output, first_of
-from titan_dit.execution.build import BuiltNetwork, build
-from titan_dit.execution.local import LocalExecutor
-from titan_dit.launcher import process_group
+from titan_dit.execution import LocalExecutor, Output, first_of
 from titan_dit.objectives.base import Objective
 from titan_dit.observe import console, metrics
 from titan_dit.opening import open_objective, open_source, rows_held_out
@@ -41,9 +39,10 @@ from titan_dit.parallel import compile
 from titan_dit.parallel.compile import compile_prepare, compiles
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.plan import RunPlan, resolve
-from titan_dit.recovery import bad_steps, initial_weights, ledger, resume, rollback, run_identity
-from titan_dit.recovery.loss_scale import LossScale
-from titan_dit.recovery.restore import Progress
+from titan_dit.ranks import process_group
+from titan_dit.recovery import bad_steps, ledger, resume, run_identity
+from titan_dit.recovery.bad_steps import LossScale
+from titan_dit.recovery.resume import Progress
 from titan_dit.rng import SampleRNG
 from titan_dit.system.progress import ProgressLine
 from titan_dit.trained_model import device_of
@@ -241,7 +240,7 @@ def origin_of(run: Path, step: int, config: JobConfig) -> Origin:
     if not before and (begun := begun_at(config.job, config.checkpoint)):
         before = [begun]
     record = read_record(before[-1]) if before else {}
-    progress = Progress.of(record, rollback.read(run))
+    progress = Progress.of(record, resume.read_rollbacks(run))
     weights, weights_step = (before[-1] if before else None), progress.step
     if weights_step >= step:
         raise UserError(f"--step {step}: {run} went on from {weights}, after step {weights_step}.")

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from titan_dit.launcher.disk_errors import writing
 from titan_dit.observe import console
+from titan_dit.ranks.disk_errors import writing
 from titan_dit.system.files import replacing
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_dit.checkpoint import run_path
+from titan_dit.checkpoint import run_checkpoints
 from titan_dit.commands.flags import RunsFlags
 from titan_dit.config import config_file
 from titan_dit.config.section import UserError, show
@@ -56,7 +56,7 @@ def find_runs(given: Sequence[str]) -> list[Path]:
     found: dict[Path, Path] = {}
     for text in given:
         path = Path(text)
-        named = run_path.resolve(path).run if path.exists() else path
+        named = run_checkpoints.resolve(path).run if path.exists() else path
         own = [folder for folder in (path, named) if isinstance(folder, Path) and is_run(folder)]
         inside = [] if own or not path.is_dir() else sorted(filter(is_run, path.iterdir()))
         if not own and not inside:

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.checkpoint.run_checkpoints import find_checkpoint
 from titan_dit.checkpoint.store import location
 from titan_dit.commands import sample_pictures, sample_text, train
 from titan_dit.commands.flags import CommonFlags, PictureFlags, SampleFlags, TextFlags
 from titan_dit.config.section import UserError
 from titan_dit.diffusion.objective import Diffusion
-from titan_dit.launcher import process_group
-from titan_dit.launcher.ranks import Ranks
 from titan_dit.objectives.next_token import NextToken
+from titan_dit.ranks import process_group
+from titan_dit.ranks.process_group import Ranks
 from titan_dit.trained_model import TrainedModel, device_of, load_trained
 
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.checkpoint.run_checkpoints import find_checkpoint
 from titan_dit.checkpoint.store import location
 from titan_dit.commands.flags import PictureFlags
 from titan_dit.config.did_you_mean import nearest
@@ -22,11 +22,11 @@ from titan_dit.diffusion.base import LatentModel
 from titan_dit.diffusion.drawing import spread_labels
 from titan_dit.diffusion.guidance import Conditional
 from titan_dit.diffusion.objective import Diffusion
-from titan_dit.execution.base import first_of
+from titan_dit.execution import first_of
 from titan_dit.interop.tensor_file import check_finite, check_labels, read_tensors
-from titan_dit.launcher.ranks import Ranks
 from titan_dit.pictures import autoencoder
 from titan_dit.pictures.autoencoder import Autoencoder
+from titan_dit.ranks.process_group import Ranks
 from titan_dit.trained_model import TrainedModel, load_trained
 
 

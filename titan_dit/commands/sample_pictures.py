@@ -29,15 +29,15 @@ from titan_dit.diffusion.guidance import Guidance
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.diffusion.samplers import ode
 from titan_dit.diffusion.samplers.base import Sampler
-from titan_dit.execution.base import first_of
+from titan_dit.execution import first_of
 from titan_dit.interop.tensor_file import not_finite, write_tensors
-from titan_dit.launcher.ranks import Ranks
 from titan_dit.models.base import Model
 from titan_dit.observe import console
 from titan_dit.pictures import output
 from titan_dit.pictures.autoencoder import Autoencoder, as_pixels
 from titan_dit.pictures.output import draw_grid, to_pixels
 from titan_dit.pictures.parts import FinishedParts
+from titan_dit.ranks.process_group import Ranks
 from titan_dit.system.progress import ProgressLine
 from titan_dit.trained_model import TrainedModel
 

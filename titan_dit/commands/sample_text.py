@@ -12,8 +12,8 @@ from torch import Tensor
 from titan_dit.commands import results_file
 from titan_dit.commands.flags import CommonFlags, TextFlags
 from titan_dit.config.section import UserError
-from titan_dit.data.codec import codec_of
-from titan_dit.execution.base import first_of
+from titan_dit.data.tokenizing.tokenizer import codec_of
+from titan_dit.execution import first_of
 from titan_dit.interop.tensor_file import not_finite
 from titan_dit.objectives import text_drawing
 from titan_dit.objectives.next_token import NextToken

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from titan_dit.config.section import UserError
-from titan_dit.launcher import host_names, orphan
+from titan_dit.ranks import hosts, signals
 from titan_dit.system import stdio
 from titan_dit.system.launched_as import LaunchedAs
 
@@ -76,7 +76,7 @@ def start_ranks(*, gpus: bool, cores: int = 1) -> bool:
     rank, False in the only process of a command that needs no launcher.
     """
     if LaunchedAs.here().is_rank:
-        orphan.die_with_launcher()
+        signals.die_with_launcher()
         return True
     ranks = num_ranks(os.environ, num_gpus(os.environ) if gpus else 0, cores)
     if ranks > 1 or os.environ.get("NNODES", "1") != "1":
@@ -185,7 +185,7 @@ def rendezvous_options(environment: Mapping[str, str]) -> list[str]:
     endpoint = environment.get("RDZV_ENDPOINT")
     if not endpoint:
         raise UserError(f"NNODES={nodes}: set RDZV_ENDPOINT=host:port of one node.")
-    host_names.split(endpoint)
+    hosts.split(endpoint)
     return [
         *("--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint),
         *("--rdzv-id", environment.get("RDZV_ID") or "titan_dit"),

@@ -46,12 +46,12 @@ SECTIONS = {
 """Section -> name -> its dataclass."""
 
 SCHEDULES = {
-    "gpipe": "titan_dit.schedules.looped:GPIPE",
-    "1f1b": "titan_dit.schedules.looped:ONE_F_ONE_B",
-    "interleaved_1f1b": "titan_dit.schedules.looped:INTERLEAVED_1F1B",
-    "interleaved_zero_bubble": "titan_dit.schedules.looped:INTERLEAVED_ZERO_BUBBLE",
-    "zbv_zero_bubble": "titan_dit.schedules.v_shaped:ZBV_ZERO_BUBBLE",
-    "dualpipev": "titan_dit.schedules.v_shaped:DUALPIPEV",
+    "gpipe": "titan_dit.pipeline.schedules.looped:GPIPE",
+    "1f1b": "titan_dit.pipeline.schedules.looped:ONE_F_ONE_B",
+    "interleaved_1f1b": "titan_dit.pipeline.schedules.looped:INTERLEAVED_1F1B",
+    "interleaved_zero_bubble": "titan_dit.pipeline.schedules.looped:INTERLEAVED_ZERO_BUBBLE",
+    "zbv_zero_bubble": "titan_dit.pipeline.schedules.v_shaped:ZBV_ZERO_BUBBLE",
+    "dualpipev": "titan_dit.pipeline.schedules.v_shaped:DUALPIPEV",
 }
 """Pipeline schedules by [pipeline] schedule."""
 

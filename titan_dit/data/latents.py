@@ -35,8 +35,7 @@ from titan_dit.data.manifest import (
     read_manifest,
 )
 from titan_dit.data.sections import Latents
-from titan_dit.data.shard_header import read_header
-from titan_dit.data.shard_rows import RowFile, ShardRows, bytes_of
+from titan_dit.data.shards import RowFile, ShardRows, bytes_of, read_header
 from titan_dit.system.files import write_json, write_whole
 from titan_dit.system.progress import ProgressLine, count
 

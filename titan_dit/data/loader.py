@@ -24,8 +24,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from titan_dit.config.section import UserError
 from titan_dit.data.base import BadSampleError, Batch, Fields, Source
 from titan_dit.data.order import RankOrder
-from titan_dit.launcher.disk_errors import FULL, line_of, shared_memory_is_full
-from titan_dit.launcher.failure import Disruption
+from titan_dit.ranks.disk_errors import FULL, line_of, shared_memory_is_full
+from titan_dit.ranks.failure import Disruption
 from titan_dit.system.files import reason_of
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from titan_dit.data.base import BadSampleError, DataFacts, Field
 from titan_dit.data.indexed_file import IndexedFile
 from titan_dit.data.order import BlendedSource
 from titan_dit.data.sections import IndexedData, Tokens
-from titan_dit.data.shard_rows import RowFile, ShardRows, bytes_of
+from titan_dit.data.shards import RowFile, ShardRows, bytes_of
 from titan_dit.data.tokenizer_file import TokenizerFile, read_tokenizer
 from titan_dit.system.progress import ProgressLine, count
 

@@ -19,20 +19,14 @@ from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_dit.build import build_stages, copies_of, executor_of, own_parameters, place_modules
 from titan_dit.config.layout import as_planned
 from titan_dit.config.training import EMAConfig, TrainingConfig
 from titan_dit.data.base import Batch, Field
 from titan_dit.dry_run.memory import MemoryLog, Peak, StorageKind, local
 from titan_dit.dry_run.pipeline import growth_of, idle_of, microbatches_to_run
 from titan_dit.dry_run.traffic import Traffic, TrafficLog
-from titan_dit.execution.base import Executor
-from titan_dit.execution.build import (
-    build_stages,
-    copies_of,
-    executor_of,
-    own_parameters,
-    place_modules,
-)
+from titan_dit.execution import Executor
 from titan_dit.kernels import cross_entropy
 from titan_dit.models.base import ModelSpec
 from titan_dit.objectives.base import Objective, Prepared
@@ -40,8 +34,8 @@ from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.optim.optimizer import OptimizerConfig, apply_gradients, build_optimizer
 from titan_dit.parallel.init import allocate
-from titan_dit.parallel.links import Links
 from titan_dit.parallel.mesh import Mesh
+from titan_dit.parallel.p2p_groups import P2PGroups
 from titan_dit.plan import RunPlan
 from titan_dit.rng import SampleRNG
 from titan_dit.system.progress import ProgressLine
@@ -64,7 +58,7 @@ class Awaited(dist.Work):
         return True if work is None else work.wait()
 
 
-def await_sends(links: Links) -> None:
+def await_sends(links: P2PGroups) -> None:
     """Make the works of sent messages report their completion.
 
     Those of gloo and of the fake process group never do, so all sent tensors would be held until

@@ -6,10 +6,10 @@ import operator
 from collections.abc import Sequence
 
 from titan_dit.config.section import UserError
+from titan_dit.pipeline.schedules.decide import windows
+from titan_dit.pipeline.schedules.schedule import Action, Kind, peak_activations
+from titan_dit.pipeline.schedules.simulator import Simulation, simulate, stage_costs
 from titan_dit.plan import RunPlan
-from titan_dit.schedules.action import Action, Kind, peak_activations
-from titan_dit.schedules.decide import windows
-from titan_dit.schedules.simulator import Simulation, simulate, stage_costs
 
 MOST_MICROBATCHES = 16
 """Maximum microbatches to run, or 4 per pipeline rank if more. Only gpipe has more in flight."""

@@ -11,8 +11,8 @@ from titan_dit.checks.pipeline import order_hint
 from titan_dit.dry_run.fake_step import RankReport, Report
 from titan_dit.dry_run.memory import StorageKind
 from titan_dit.dry_run.pipeline import most_held, simulated
+from titan_dit.pipeline.schedules.schedule import peak_activations
 from titan_dit.plan import RunPlan
-from titan_dit.schedules.action import peak_activations
 
 GIB = 2**30
 DEVICES_GIB = {

@@ -23,8 +23,8 @@ from titan_dit.config import catalog, config_file
 from titan_dit.data.base import DataFacts
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.interop.tensor_file import OnDemand, writing
-from titan_dit.launcher import disk_errors
 from titan_dit.models.dit_config import DiTConfig
+from titan_dit.ranks import disk_errors
 from titan_dit.system.files import new_path
 
 

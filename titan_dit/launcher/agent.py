@@ -24,10 +24,11 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, run
 
-from titan_dit.launcher import heartbeats, lasting_store, same_launch
+from titan_dit.launcher import rendezvous
 from titan_dit.launcher.cause import is_consequence, is_user_error, message_of, root_cause
-from titan_dit.launcher.failure import LAUNCH, LEAVING, STARTED
-from titan_dit.launcher.torch_range import require
+from titan_dit.launcher.store import LastingStore, connect_again, watch_locally
+from titan_dit.ranks.failure import LAUNCH, LEAVING, STARTED
+from titan_dit.ranks.torch_range import require
 
 __all__ = ["Agent", "ChildFailedError", "RendezvousError", "Stopped", "launch"]
 
@@ -64,9 +65,9 @@ def launch(
     # torchrun's handlers would kill the ranks: leave it only SIGQUIT.
     options.signals_to_handle = "SIGQUIT"
     api.LocalElasticAgent = make_agent  # type: ignore[attr-defined, assignment]
-    heartbeats.watch_locally()
-    mine = same_launch.facts_of(arguments)
-    lasting_store.connect_again(say, partial(same_launch.check, mine, say))
+    watch_locally()
+    mine = rendezvous.facts_of(arguments)
+    connect_again(say, partial(rendezvous.check, mine, say))
     run(options)  # type: ignore[no-untyped-call]
 
 
@@ -249,7 +250,7 @@ class Agent(LocalElasticAgent):
     def note_end(self, worker_group: WorkerGroup, how: bytes) -> None:
         """Tell the launchers of other nodes that the job ends without an error."""
         store = getattr(worker_group.spec.rdzv_handler, "_store", None)
-        if isinstance(store, lasting_store.LastingStore):
+        if isinstance(store, LastingStore):
             store.is_needed = False  # The launcher that has it may end first.
         if store is not None:
             with contextlib.suppress(RuntimeError):
@@ -286,7 +287,7 @@ class Agent(LocalElasticAgent):
         handler = worker_group.spec.rdzv_handler
         store = getattr(handler, "_store", None)
         deadline = time.monotonic() + RETURN_S
-        while isinstance(store, lasting_store.LastingStore) and store.lost is not None:
+        while isinstance(store, LastingStore) and store.lost is not None:
             if time.monotonic() > deadline:
                 return False
             with contextlib.suppress(RendezvousError):

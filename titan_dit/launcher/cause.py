@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from titan_dit.launcher.failure import LEFT
+from titan_dit.ranks.failure import LEFT
 
 RESUME_HINT = "Run the same command again: it resumes from the newest checkpoint, if any."
 KILLS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)

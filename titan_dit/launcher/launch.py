@@ -17,10 +17,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from titan_dit.config.section import UserError
-from titan_dit.launcher import host_names, open_files, waiting
-from titan_dit.launcher.failure import INTERNAL_ERROR, INTERRUPTED, describe
+from titan_dit.launcher import rendezvous
 from titan_dit.launcher.forked_ranks import ForkServer, fork_ranks
-from titan_dit.launcher.signals import Listener
+from titan_dit.ranks import hosts, open_files
+from titan_dit.ranks.failure import INTERNAL_ERROR, INTERRUPTED, describe
+from titan_dit.ranks.signals import Listener
 from titan_dit.system import stdio
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Launcher:
     def give_notice(self, endpoint: str) -> None:
         """Say what the rendezvous waits for, unless it is over."""
         if not self.has_ranks:
-            say(waiting.notice(endpoint))
+            say(rendezvous.notice(endpoint))
 
     def run(self, arguments: list[str]) -> int:
         """Launch the ranks, wait for them, return the exit code."""
@@ -98,15 +99,15 @@ class Launcher:
         if server:
             fork_ranks(server)
 
-        endpoint = waiting.endpoint_of(arguments)
+        endpoint = rendezvous.endpoint_of(arguments)
         try:
             if endpoint:
-                need = open_files.needed_by_launcher(waiting.most_nodes(arguments))
+                need = open_files.needed_by_launcher(rendezvous.most_nodes(arguments))
                 open_files.raise_limit(need, "the launcher of RDZV_ENDPOINT")
-                timer = threading.Timer(waiting.NOTICE_S, self.give_notice, [endpoint])
+                timer = threading.Timer(rendezvous.NOTICE_S, self.give_notice, [endpoint])
                 timer.daemon = True
                 timer.start()
-            options = host_names.torchrun_options(arguments, endpoint)
+            options = hosts.torchrun_options(arguments, endpoint)
             agent.launch(options, self.make_agent, say)
         except UserError as error:
             code, message = describe(error)
@@ -128,7 +129,7 @@ class Launcher:
             )
             return 1
         except socket.gaierror as error:
-            stdio.write(sys.stderr, f"error: {host_names.unknown_names(endpoint)}: {error}\n")
+            stdio.write(sys.stderr, f"error: {hosts.unknown_names(endpoint)}: {error}\n")
             return 1
         return self.code()
 

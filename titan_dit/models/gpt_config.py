@@ -168,7 +168,7 @@ class GPTConfig(Section):
         """The position of every token, [n], and the cosines and sines of rotary angles."""
         import torch
 
-        from titan_dit.models.rotary import rotary_of
+        from titan_dit.models.layers import rotary_of
 
         positions = torch.arange(self.sequence_length, device=device)
         if self.position_embedding_type == "learned":

@@ -32,9 +32,9 @@ class Vocabulary(nn.Module):
 
     score: Callable[..., Tensor]
     """logits [t, rows], targets [t], size -> loss [t]. kernels/cross_entropy.py and
-    parallel/vocabulary.py replace it."""
+    parallel/tensor.py replace it."""
     whole: Callable[[Tensor], Tensor]
-    """This rank's logits -> the logits of all rows; parallel/vocabulary.py replaces it."""
+    """This rank's logits -> the logits of all rows; parallel/tensor.py replaces it."""
 
     def __init__(self, size: int, rows: int) -> None:
         super().__init__()

@@ -13,8 +13,8 @@ from torch import Tensor
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import GenerationConfig, SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field
-from titan_dit.data.codec import codec_of
 from titan_dit.data.token_windows import TokenFacts
+from titan_dit.data.tokenizing.tokenizer import codec_of
 from titan_dit.models.base import ModelConfig
 from titan_dit.objectives import dropout, text_drawing
 from titan_dit.objectives.base import (

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from titan_dit.config.section import UserError
 from titan_dit.config.training import GenerationConfig
-from titan_dit.data.codec import Codec, codec_of
 from titan_dit.data.token_windows import TokenFacts
+from titan_dit.data.tokenizing.tokenizer import Codec, codec_of
 from titan_dit.models.base import ModelSpec
 from titan_dit.objectives.base import DataShare, Forward, Preview
 from titan_dit.rng import SampleRNG

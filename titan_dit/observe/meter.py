@@ -1,4 +1,4 @@
-"""Time per step, time spent waiting for data, peak memory."""
+"""Time per step, time spent waiting for data, peak memory, FLOPs and MFU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,62 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+
+# Dense bf16 tensor-core peaks in TFLOP/s, from the vendors' data sheets; the longest match wins.
+# The peaks in fp16 are the same.
+PEAK_BF16_TFLOPS = {
+    "A100": 312,
+    "A800": 312,
+    "H20": 148,
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989,
+    "H200": 989,
+    "H800": 989,
+    "GH200": 989,
+    "L40S": 362,
+    "B200": 2250,
+    "GB200": 2500,
+}
+PEAK_FP16_TFLOPS = {"Tesla T4": 65, "V100-PCIE": 112, "V100": 125}
+"""Dense fp16 peaks in TFLOP/s of GPUs without bf16."""
+
+
+def peak_tflops(device: torch.device, dtype: str) -> float | None:
+    """Peak TFLOP/s of the device in bf16 or fp16; None if unknown (a CPU, fp32)."""
+    if device.type != "cuda" or dtype not in ("bf16", "fp16"):
+        return None
+    peaks = PEAK_BF16_TFLOPS | (PEAK_FP16_TFLOPS if dtype == "fp16" else {})
+    name = torch.cuda.get_device_name(device)
+    matches = [known for known in peaks if known in name]
+    return peaks[max(matches, key=len)] if matches else None
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Samples of a step over all ranks, and the cost per sample, for throughput and MFU."""
+
+    samples: int
+    tokens_per_sample: int
+    flops_per_sample: int
+    """Forward and backward, without recomputation."""
+    ranks: int
+    peak_tflops: float | None
+    """Peak TFLOP/s of one rank's device; None if unknown."""
+
+    def rates(self, step_ms: float) -> dict[str, float | None]:
+        """Throughput and MFU of a step of `step_ms`, by the keys of metrics.jsonl."""
+        samples_per_s = self.samples / step_ms * 1e3
+        tflops = samples_per_s * self.flops_per_sample / self.ranks / 1e12
+        return {
+            "samples_per_s": samples_per_s,
+            "tokens_per_s": samples_per_s * self.tokens_per_sample,
+            "tflops_per_gpu": tflops,
+            "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
+        }
 
 
 class Meter:

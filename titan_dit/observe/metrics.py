@@ -16,7 +16,7 @@ import numpy as np
 
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError, show
-from titan_dit.observe.flops import Throughput
+from titan_dit.observe.meter import Throughput
 from titan_dit.system import run_files
 from titan_dit.system.files import write_whole
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from titan_dit.config.config_file import Tables, to_toml
 from titan_dit.config.operation import MetricsConfig
-from titan_dit.launcher.disk_errors import refuse_full
 from titan_dit.objectives.base import Preview
 from titan_dit.observe import console
 from titan_dit.observe.curve import draw_curve
@@ -23,6 +22,7 @@ from titan_dit.observe.metrics import (
     tensorboard_writer,
     wandb_writer,
 )
+from titan_dit.ranks.disk_errors import refuse_full
 from titan_dit.system import run_files
 from titan_dit.system.files import write_whole
 from titan_dit.system.progress import Line, width_of

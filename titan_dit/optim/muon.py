@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 from titan_dit.config.section import UserError
 from titan_dit.models.base import ModelSpec
 from titan_dit.optim.adamw import AdamW
-from titan_dit.optim.optimizer import Group, Parameters, State
+from titan_dit.optim.optimizer import Group, Parameters, State, shards_of
 from titan_dit.optim.sections import MuonConfig
-from titan_dit.optim.shards import shards_of
 
 A, B, C = 3.4445, -4.7750, 2.0315
 EPS = 1e-7

@@ -18,8 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from titan_dit.models.base import Model
 from titan_dit.models.layers import TokenLinear
-from titan_dit.parallel.tensor import TensorPlan
-from titan_dit.parallel.token_order import TokenFirst, inner
+from titan_dit.parallel.tensor import TensorPlan, TokenFirst, inner
 
 
 def apply(model: Model, plan: TensorPlan, mesh: DeviceMesh | None) -> None:

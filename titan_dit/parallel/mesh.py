@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_dit.config.layout import ParallelConfig
-from titan_dit.launcher import groups
-from titan_dit.parallel.links import Links
+from titan_dit.parallel.p2p_groups import P2PGroups
+from titan_dit.ranks import process_group
 
 FILL = "dp_shard"
 """The axis that takes the remaining ranks."""
@@ -114,9 +114,9 @@ class Mesh:
 
     def __init__(self, sizes: AxisSizes, device_type: str) -> None:
         self.sizes = sizes
-        with groups.opening(f"the process groups of {sizes}"):
+        with process_group.opening(f"the process groups of {sizes}"):
             self.open(device_type)
-        groups.set_timeouts(groups.STARTING_S)
+        process_group.set_timeouts(process_group.STARTING_S)
 
     def open(self, device_type: str) -> None:
         """Open the process groups of the axes and of the flattened submeshes. Collective."""
@@ -130,7 +130,7 @@ class Mesh:
         self.loss = self.whole[axes("loss")]._flatten("loss")
         copies, several = self.whole[axes("copies")], len(axes("copies")) > 1
         self.copies = copies._flatten("copies") if several else copies
-        self.links = Links(self.whole["pp"])
+        self.links = P2PGroups(self.whole["pp"])
 
     def axis(self, name: str) -> DeviceMesh:
         """The 1D submesh of an axis."""

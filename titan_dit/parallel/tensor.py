@@ -1,7 +1,6 @@
 """Tensor and sequence parallelism: a plan of styles by submodule name, applied from outside.
 
-Between blocks the stream is plain local tensors, except the condition: a replicated DTensor, so
-that the gradients of all blocks accumulate before one all-reduce.
+Also embeddings and logits sharded by vocabulary (arXiv:1909.08053 sec. 3).
 """
 
 from __future__ import annotations
@@ -12,16 +11,109 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
 from titan_dit.config.did_you_mean import nearest
 from titan_dit.config.section import UserError
+from titan_dit.kernels import cross_entropy
 from titan_dit.models.base import Model, Stream
 from titan_dit.models.sample_dropout import SampleDropout
-from titan_dit.parallel.token_order import batch_first, token_first
+from titan_dit.models.vocabulary import Vocabulary
+
+
+def token_first(x: Tensor) -> Tensor:
+    """[b, n, ...] to a contiguous [n, b, ...]; a view if memory has this order already."""
+    return x.transpose(0, 1).contiguous()
+
+
+def batch_first(x: Tensor) -> Tensor:
+    """A contiguous [n, b, ...] as [b, n, ...], a view; its gradient is `token_first`."""
+    result: Tensor = _BatchFirst.apply(x)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _BatchFirst(torch.autograd.Function):
+    """See `batch_first`. autograd's own gradient would be a view, which no collective takes."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        return x.transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
+        return token_first(grad)
+
+
+class TokenFirst(ParallelStyle):
+    """A style that gives its module tokens [n, b, d]; outside of it they are [b, n, d].
+
+    Only for modules that treat every token alike, such as linears. Placements of the inner style
+    count the dims of [n, b, d].
+    """
+
+    def __init__(self, style: ParallelStyle) -> None:
+        super().__init__()
+        self.style = style
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(lambda _, args: (token_first(args[0]), *args[1:]))
+        module = self.style._apply(module, device_mesh)
+        module.register_forward_hook(lambda _, __, out: batch_first(out))
+        return module
+
+
+def inner(style: ParallelStyle | None) -> ParallelStyle | None:
+    """The style that shards the parameters."""
+    return style.style if isinstance(style, TokenFirst) else style
+
+
+def apply(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let every `Vocabulary` of a model take logits that are sharded over the 1D `mesh`."""
+    for module in model.modules():
+        if isinstance(module, Vocabulary):
+            module.score = partial(score, mesh, module.rows)
+            module.whole = partial(whole, mesh, module.rows)
+
+
+def score(mesh: DeviceMesh, rows: int, logits: Tensor, targets: Tensor, size: int) -> Tensor:
+    """`Vocabulary.score` for sharded logits, or whole ones if the plan replicates the layer."""
+    if logits.shape[-1] == rows:
+        return cross_entropy.cross_entropy(logits, targets, size)
+    group = mesh.get_group()
+
+    def reduced(value: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        dist.all_reduce(value, operation, group)
+        return value
+
+    shard = cross_entropy.VocabularyShard(
+        first=mesh.get_local_rank() * largest_share(rows, mesh),
+        largest=partial(reduced, operation=dist.ReduceOp.MAX),
+        total=partial(reduced, operation=dist.ReduceOp.SUM),
+    )
+    return cross_entropy.cross_entropy(logits, targets, size, shard)
+
+
+def whole(mesh: DeviceMesh, rows: int, logits: Tensor) -> Tensor:
+    """`Vocabulary.whole`: all-gather; without gradients."""
+    if logits.shape[-1] == rows:
+        return logits
+    mine = F.pad(logits, (0, largest_share(rows, mesh) - logits.shape[-1])).contiguous()
+    parts = [torch.empty_like(mine) for _ in range(mesh.size())]
+    dist.all_gather(parts, mine, group=mesh.get_group())
+    return torch.cat(parts, -1)[..., :rows]
+
+
+def largest_share(rows: int, mesh: DeviceMesh) -> int:
+    """Rows of every rank but the last ones, which have fewer if the ranks do not divide `rows`."""
+    return -(-rows // mesh.size())
+
 
 Styles = Mapping[str, ParallelStyle]
 

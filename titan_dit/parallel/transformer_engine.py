@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from titan_dit.config.section import UserError, show
-from titan_dit.launcher.torch_range import pip_install
+from titan_dit.ranks.torch_range import pip_install
 
 PACKAGE = "--no-build-isolation 'transformer-engine[pytorch]>=2.9'"
 """Arguments for pip: it is built against the installed torch."""

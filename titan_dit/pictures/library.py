@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import ModuleType
 
 from titan_dit.config.section import UserError
-from titan_dit.launcher.torch_range import pip_install
+from titan_dit.ranks.torch_range import pip_install
 
 
 def install_advice(package: str) -> str:

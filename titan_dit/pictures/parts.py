@@ -21,7 +21,7 @@ from torch import Tensor
 
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError
-from titan_dit.launcher.disk_errors import writing
+from titan_dit.ranks.disk_errors import writing
 from titan_dit.system.files import write_json, write_whole
 
 PLAN = "plan.json"

@@ -31,7 +31,6 @@ from titan_dit.data.listing import (
     list_folder,
 )
 from titan_dit.data.tar_members import BoundedMember, refuse_sparse
-from titan_dit.launcher import open_files
 from titan_dit.pictures.library import parquet
 from titan_dit.pictures.picture_set import (
     BYTES_PER_ROW,
@@ -46,6 +45,7 @@ from titan_dit.pictures.picture_set import (
     make_set,
     numbers_if_decimal,
 )
+from titan_dit.ranks import open_files
 from titan_dit.system.progress import ProgressLine
 
 

@@ -26,9 +26,9 @@ from titan_dit.dry_run.simpler import word
 from titan_dit.opening import plan_run
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.parallel.tensor import TensorPlan
+from titan_dit.pipeline.schedules.schedule import schedule_of
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.planner.hardware import Device
-from titan_dit.schedules.schedule import schedule_of
 
 MIN_TOKENS = 256
 """Minimum tokens of a sample on a cp rank: fewer do not fill a matrix product."""

@@ -17,7 +17,7 @@ from titan_dit.config.job import JobConfig
 from titan_dit.kernels.cross_entropy import CHUNK_ON_DEVICE
 from titan_dit.opening import example_of
 from titan_dit.parallel import float8
-from titan_dit.parallel.float8_gains import UNIT
+from titan_dit.parallel.float8 import UNIT
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.plan import RunPlan
 from titan_dit.planner.rehearsal import (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from titan_dit.checkpoint.record import read_record
-from titan_dit.checkpoint.run_path import find_checkpoint
+from titan_dit.checkpoint.run_checkpoints import find_checkpoint
 from titan_dit.checkpoint.store import location
 from titan_dit.config import catalog, config_file, dotted_names, user_text
 from titan_dit.config.job import JobConfig

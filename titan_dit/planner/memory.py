@@ -17,17 +17,24 @@ from titan_dit.config.job import JobConfig
 from titan_dit.config.parameter_groups import groups_of
 from titan_dit.dry_run.memory import StorageKind
 from titan_dit.dry_run.pipeline import most_held
-from titan_dit.execution.planned import AHEAD
 from titan_dit.optim.sections import MuonConfig
 from titan_dit.parallel.compute_copies import CHUNK, FLOAT8
 from titan_dit.parallel.fsdp import unit_sizes
+from titan_dit.pipeline.pipelined import AHEAD
+from titan_dit.pipeline.schedules.placement import pipeline_order
+from titan_dit.pipeline.schedules.schedule import (
+    Action,
+    Kind,
+    Order,
+    inputs_of,
+    output_of,
+    peak_activations,
+    reader_of,
+)
 from titan_dit.plan import RunPlan
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.rates import OURS, Runtime
 from titan_dit.planner.work import Counts, Part
-from titan_dit.schedules.action import Action, Kind, Order, peak_activations
-from titan_dit.schedules.messages import inputs_of, output_of, reader_of
-from titan_dit.schedules.placement import pipeline_order
 
 PARTS = ("embed", "block", "head")
 

@@ -13,13 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from titan_dit.pipeline.schedules.looped import round_size
+from titan_dit.pipeline.schedules.placement import pipeline_order
+from titan_dit.pipeline.schedules.proof import execution, num_stages_of
+from titan_dit.pipeline.schedules.schedule import (
+    Action,
+    Kind,
+    Order,
+    inputs_of,
+    output_of,
+    schedule_of,
+)
 from titan_dit.plan import RunPlan
-from titan_dit.schedules.action import Action, Kind, Order
-from titan_dit.schedules.looped import round_size
-from titan_dit.schedules.messages import inputs_of, output_of
-from titan_dit.schedules.placement import pipeline_order
-from titan_dit.schedules.proof import execution, num_stages_of
-from titan_dit.schedules.schedule import schedule_of
 
 MIN_ROUNDS = 3
 """Minimum number of rounds to play. A round is `pp` microbatches, or the group of an interleaved

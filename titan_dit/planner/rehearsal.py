@@ -18,15 +18,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from titan_dit.build import executor_of, own_parameters, place_modules
 from titan_dit.config.training import EMAConfig, TrainingConfig
 from titan_dit.data.base import Batch, Field
 from titan_dit.dry_run import fake_step
 from titan_dit.dry_run.fake_step import CPU, HostReads, chunks_of_a_device, fake_world
 from titan_dit.dry_run.memory import MemoryLog, StorageKind, is_wrapper, local
 from titan_dit.dry_run.traffic import READERS, SILENT, TrafficLog, group_name
-from titan_dit.execution.base import scaled
-from titan_dit.execution.build import executor_of, own_parameters, place_modules
-from titan_dit.execution.sliced import SlicedExecutor
+from titan_dit.execution import SlicedExecutor, scaled
 from titan_dit.models.base import Model
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.optim.ema import EMA

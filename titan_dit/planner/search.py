@@ -12,6 +12,8 @@ from typing import NamedTuple
 from titan_dit.config.section import UserError
 from titan_dit.dry_run.memory import StorageKind
 from titan_dit.parallel.mesh import AxisSizes
+from titan_dit.pipeline.schedules.placement import stages_per_rank
+from titan_dit.pipeline.schedules.schedule import schedule_of
 from titan_dit.plan import RunPlan
 from titan_dit.planner import memory as memory_of
 from titan_dit.planner import rates, step
@@ -21,8 +23,6 @@ from titan_dit.planner.links import Network
 from titan_dit.planner.memory import DeviceMemory
 from titan_dit.planner.step import Estimate
 from titan_dit.planner.work import Counts, Part, Work
-from titan_dit.schedules.placement import stages_per_rank
-from titan_dit.schedules.schedule import schedule_of
 from titan_dit.system.progress import ProgressLine
 
 

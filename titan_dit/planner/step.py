@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TypeAlias
 
+from titan_dit.pipeline.schedules.schedule import Kind
 from titan_dit.plan import RunPlan
 from titan_dit.planner import rates
 from titan_dit.planner.data_parallel import Compute, DataParallel, StageShape
@@ -17,7 +18,6 @@ from titan_dit.planner.links import Network
 from titan_dit.planner.pipeline import Durations, pass_times
 from titan_dit.planner.rates import OURS, Runtime
 from titan_dit.planner.work import Counts, Message, Part, Work
-from titan_dit.schedules.action import Kind
 
 Terms: TypeAlias = Mapping[str, float]
 """Seconds by term, see `rates.seconds`."""

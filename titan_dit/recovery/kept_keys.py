@@ -6,7 +6,7 @@ from titan_dit.config.config_file import Tables, of_record, of_run
 from titan_dit.config.job import NEW_RUN, RunConfig
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.training import EMAConfig
-from titan_dit.launcher.ranks import Ranks
+from titan_dit.ranks.process_group import Ranks
 from titan_dit.recovery import resume
 from titan_dit.system import run_files
 

@@ -15,7 +15,7 @@ from typing import Any
 from titan_dit.config import schema
 from titan_dit.data.base import Batch
 from titan_dit.data.order import STEP_RANGES, SampleRange, count, merged, numbers_of, ranges_of
-from titan_dit.launcher.ranks import Ranks
+from titan_dit.ranks.process_group import Ranks
 from titan_dit.recovery.bad_steps import whole_lines
 from titan_dit.system import run_files
 

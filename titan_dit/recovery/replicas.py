@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_dit.config.operation import FaultsConfig
-from titan_dit.launcher.failure import Disruption
-from titan_dit.launcher.ranks import Ranks
 from titan_dit.parallel.mesh import Mesh, axes
+from titan_dit.ranks.failure import Disruption
+from titan_dit.ranks.process_group import Ranks
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> integers of that size."""

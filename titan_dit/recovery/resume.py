@@ -1,4 +1,8 @@
-"""Chooses the checkpoint to resume from and checks that it fits the run."""
+"""Where a run goes on: at the checkpoint that it resumes from or rolls back to.
+
+A rollback follows too many consecutive bad steps. Their samples are skipped from then on.
+`RUN/rollbacks.json` records this at once, because the run may end before its next checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,36 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from titan_dit.checkpoint import checkpoint, run_path
-from titan_dit.checkpoint.averages import averages_in
+from titan_dit.checkpoint import checkpoint, run_checkpoints
+from titan_dit.checkpoint.averages import Snapshots, averages_in
 from titan_dit.checkpoint.record import Damaged, read_record
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
+from titan_dit.config import schema, user_text
 from titan_dit.config.config_file import (
     read_toml,
 )
 from titan_dit.config.job import RunConfig
-from titan_dit.config.operation import CheckpointConfig
+from titan_dit.config.operation import CheckpointConfig, FaultsConfig
 from titan_dit.config.parameter_groups import listed
 from titan_dit.config.section import UserError
-from titan_dit.launcher.failure import is_restarted
-from titan_dit.launcher.ranks import Ranks
+from titan_dit.config.training import EMAConfig
+from titan_dit.data.order import SampleRange
 from titan_dit.models import lora
 from titan_dit.optim.ema import EMA
+from titan_dit.ranks.failure import is_restarted
+from titan_dit.ranks.process_group import Ranks
+from titan_dit.recovery import run_identity
+from titan_dit.recovery.ledger import Ledger, Skipped
 from titan_dit.system import run_files
+from titan_dit.system.files import write_json
 
 
 def checkpoints_of(run: RunConfig, settings: CheckpointConfig) -> Checkpoints:
@@ -135,7 +147,7 @@ def candidates(checkpoints: Checkpoints, resume: str) -> list[Location]:
     newest: dict[str, Any] = next((record for record in records if record), {})
     if newest and newest["config"]["checkpoint"]["resume"] == resume:
         return own
-    named = run_path.resolve(location(resume))
+    named = run_checkpoints.resolve(location(resume))
     paths = [named.checkpoint] if named.checkpoint else own_newest_first(named.checkpoints)
     if not paths:
         raise named.none_found("[checkpoint] resume")
@@ -287,3 +299,228 @@ def without_missing(path: Location, tensors: TensorTree) -> tuple[TensorTree, li
 def of_the_model(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Drop the parameters of an objective's own modules."""
     return {name: t for name, t in tensors.items() if not name.startswith(checkpoint.OWN)}
+
+
+ROLLBACKS = run_files.ROLLBACKS
+ROLLBACKS_SCHEMA = {
+    "skipped": schema.Rows((schema.COUNT, schema.COUNT, str)),
+    "in_vain": schema.COUNT,
+    "reached": schema.COUNT,
+}
+
+
+@dataclass(frozen=True)
+class BadSteps:
+    """The consecutive bad steps that cause a rollback."""
+
+    first: int
+    last: int
+    numbers: SampleRange
+    """(first, end) of the sample numbers that they drew."""
+
+    def message(self, path: object) -> str:
+        """A line for a run that went back to the checkpoint at `path`."""
+        first, end = self.numbers
+        return (
+            f"rolled back from step {self.last} to {path}: samples {first} to {end - 1} are skipped"
+        )
+
+    def as_skipped(self) -> Skipped:
+        """The ledger entry of their samples."""
+        reason = f"steps {self.first} to {self.last} were bad"
+        return Skipped(*self.numbers, reason)
+
+
+@dataclass(frozen=True)
+class Rollbacks:
+    """A run's rollbacks, stored in its directory."""
+
+    skipped: tuple[Skipped, ...] = ()
+    in_vain: int = 0
+    """Consecutive rollbacks without progress past `reached`."""
+    reached: int = 0
+    """The last bad step of any rollback."""
+
+    def with_rollback(self, bad: BadSteps) -> Rollbacks:
+        """Return the rollbacks with one more."""
+        in_vain = self.in_vain + 1 if bad.first <= self.reached else 1
+        return Rollbacks((*self.skipped, bad.as_skipped()), in_vain, max(self.reached, bad.last))
+
+    def write(self, folder: Path) -> None:
+        """Write `rollbacks.json` atomically and durably."""
+        values = {**vars(self), "skipped": [list(vars(entry).values()) for entry in self.skipped]}
+        write_json(folder / ROLLBACKS, values)
+
+
+def read_rollbacks(folder: Path) -> Rollbacks:
+    """Read a run's rollbacks; none if there is no file."""
+    if not (folder / ROLLBACKS).is_file():
+        return Rollbacks()
+    try:
+        values = user_text.read_json(folder / ROLLBACKS, "it")
+        schema.check(values, ROLLBACKS_SCHEMA, "")
+    except ValueError as error:
+            f"[faults] {folder / ROLLBACKS} is damaged: {str(error).strip(' .')}. Restore the "
+            "file, or start a new run with --job.name."
+            "or start a new run with --job.name."
+        ) from None
+    return Rollbacks(
+        tuple(Skipped(*entry) for entry in values["skipped"]), values["in_vain"], values["reached"]
+    )
+
+
+def record_rollback(
+    folder: Path, checkpoints: Checkpoints, config: FaultsConfig, bad: BadSteps, start: Start
+) -> Rollbacks:
+    """Roll back to `start`: rename newer checkpoints and record the rollback. Rank 0 only.
+
+    Raises UserError and changes nothing if rollback is disabled, no checkpoint precedes the bad
+    steps, or the last `max_rollbacks` rollbacks brought no progress.
+    """
+    rollbacks, limit = read_rollbacks(folder).with_rollback(bad), config.max_rollbacks
+    lower = "lower [optimizer] lr with --checkpoint.allow_changes true"
+    older = "resume from an older checkpoint with --checkpoint.resume PATH"
+    if limit == 0:
+        fix = f"Allow rollbacks: --faults.max_rollbacks 3; or {lower}."
+        raise UserError(rollback_refusal(folder, config, bad, "max_rollbacks=0", fix))
+    if start.path is None:
+        reason = f"no checkpoint from before step {bad.first}"
+        raise UserError(
+            rollback_refusal(folder, config, bad, reason, "Lower [optimizer] lr in a new run.")
+        )
+    if rollbacks.in_vain > limit:
+        reason = f"max_rollbacks={limit} brought no progress"
+        fix = f"{lower.capitalize()}, or {older}."
+        raise UserError(rollback_refusal(folder, config, bad, reason, fix))
+    # Rename first: after a kill in between, the run repeats the bad steps and rolls back again.
+    set_aside_newer(checkpoints, start)
+    rollbacks.write(folder)
+    return rollbacks
+
+
+def rollback_refusal(
+    folder: Path, config: FaultsConfig, bad: BadSteps, reason: str, fix: str
+) -> str:
+    """The error message of a run that cannot roll back: why (`reason`) and what to do (`fix`)."""
+    return (
+        f"[faults] max_consecutive_bad_steps={config.max_consecutive_bad_steps}: the last "
+        f"{bad.last - bad.first + 1} steps up to step {bad.last} had a non-finite loss or gradient "
+        f"or a spike, and the run cannot roll back: {reason}. {fix} The samples: "
+        f"python -m titan_dit replay --run {folder} --step {bad.first}. See docs/bad-numbers.md."
+    )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress after a step, equal on all ranks; the default is step 0."""
+
+    step: int = 0
+    cursor: int = 0
+    """First sample number of the next step."""
+    ledger: Ledger = field(default_factory=Ledger)
+    """Status of the samples before the cursor."""
+    guard: Mapping[str, Any] = field(default_factory=dict)
+    """The values of `Guard.state`."""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any], rollbacks: Rollbacks | None = None) -> Progress:
+        """Read from a checkpoint's record; an empty record is step 0.
+
+        Adds the skipped ranges of later `rollbacks`. Old records have only `nan_steps`, no guard.
+        """
+        ledger = Ledger.of(record)
+        return cls(
+            record.get("step", 0),
+            record.get("cursor", 0),
+            ledger.skip(rollbacks.skipped) if rollbacks else ledger,
+            {"nan_steps": record.get("nan_steps", 0), **record.get("guard", {})},
+        )
+
+    def as_record(self, num_rows: int) -> dict[str, Any]:
+        """The keys that `of` reads; `num_rows`, the rows per epoch, give the epoch."""
+        return {
+            "step": self.step,
+            "cursor": self.cursor,
+            "nan_steps": self.guard["nan_steps"],
+            "guard": dict(self.guard),
+            "ledger": self.ledger.as_json(self.cursor, num_rows),
+        }
+
+
+Say: TypeAlias = Callable[..., None]
+"""Prints console lines."""
+
+
+def saves_of(run: RunConfig, settings: CheckpointConfig, ema: EMAConfig, steps: int) -> Checkpoints:
+    """The checkpoints of a run that trains, with the snapshots of its averages."""
+    checkpoints = checkpoints_of(run, settings)
+    checkpoints.snapshots = Snapshots(checkpoints, ema, steps)
+    return checkpoints
+
+
+def resumed(
+    checkpoints: Checkpoints,
+    run: RunConfig,
+    settings: CheckpointConfig,
+    identity: run_identity.Identity,
+    tensors: TensorTree,
+    ema: EMA,
+    say: Say,
+) -> Progress | None:
+    """Load the checkpoint selected by [checkpoint] resume; None to start at step 0. Collective.
+
+    Raises UserError if the checkpoint does not match `identity`, unless allow_changes is set. A
+    change that would train on held-out rows is always refused.
+    """
+    start, ranks = starting_point(checkpoints, settings.resume), Ranks()
+    path, record = start.path, start.record
+    if path is None:
+        ranks.run_on_first(lambda: check_not_elsewhere(run, settings))
+        checkpoints.forget_snapshots_after(0)
+        return None
+    say(*start.messages())
+    run_identity.check_held_out(path, record, identity)
+    own = is_own(checkpoints, path)
+    if not settings.allow_changes:
+        advice = partial(run_identity.ways_out, path, tensors["model"], own=own)
+        run_identity.check_same_mathematics(path, record, identity, advice)
+    check_adapters(path, record, tensors["model"])
+    has_moments = record.get("imported") and checkpoint.holds(path, "optimizer")
+    if settings.allow_changes or has_moments:
+        # The checkpoint may be of another optimizer, or of a run with frozen parameters.
+        tensors, lines = without_missing(path, tensors)
+        say(*lines)
+    load_weights = load_imported if record.get("imported") else load
+    load_weights(path, record, tensors, ema)
+    rollbacks = read_rollbacks(run.folder) if own else Rollbacks()
+    progress = Progress.of(record, ranks.gather(rollbacks)[0])
+    if ranks.is_first:
+        set_aside_newer(checkpoints, start)
+    checkpoints.forget_snapshots_after(progress.step)
+    say(f"resumed from {path}", *run_identity.lines_of_new_keys(record, identity))
+    return progress
+
+
+def rolled_back(
+    checkpoints: Checkpoints,
+    run: RunConfig,
+    config: FaultsConfig,
+    bad: BadSteps,
+    tensors: TensorTree,
+    ema: EMA,
+    say: Say,
+) -> Progress:
+    """Load the newest checkpoint before the bad steps, or raise UserError. Collective."""
+    checkpoints.wait()
+    start = newest_before(checkpoints, bad.first)
+    # Only the first rank changes the disk; if it cannot, all ranks raise.
+    rollbacks = Ranks().run_on_first(
+        lambda: record_rollback(run.folder, checkpoints, config, bad, start)
+    )
+    assert start.path
+    checkpoints.forget_snapshots_after(start.record["step"])
+    # The checkpoint may be of another optimizer: the run was then resumed with allow_changes.
+    tensors, lines = without_missing(start.path, tensors)
+    load(start.path, start.record, tensors, ema)
+    say(*start.messages(), bad.message(start.path), *lines)
+    return Progress.of(start.record, rollbacks)

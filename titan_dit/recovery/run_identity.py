@@ -25,7 +25,7 @@ from titan_dit.config.config_file import (
 )
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import LoRAConfig
-from titan_dit.launcher.ranks import Ranks
+from titan_dit.ranks.process_group import Ranks
 
 
 def ways_out(path: Location, model: Mapping[str, Tensor], *, own: bool) -> str:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from titan_dit.config.dotted_names import imported
 from titan_dit.config.section import UserError
-from titan_dit.launcher.torch_range import pip_install
 from titan_dit.pictures.autoencoder import digest_of_weights
+from titan_dit.ranks.torch_range import pip_install
 
 INCEPTION_URL = (
     "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/"

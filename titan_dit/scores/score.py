@@ -17,7 +17,7 @@ from safetensors import torch as safetensors
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.launcher.ranks import Ranks
+from titan_dit.ranks.process_group import Ranks
 from titan_dit.scores.features import Features
 from titan_dit.scores.moments import Moments, merge
 from titan_dit.scores.pictures import Pictures

@@ -13,10 +13,10 @@ from torch import Tensor
 from titan_dit.config.section import UserError
 from titan_dit.config.training import FIDConfig, SamplingConfig
 from titan_dit.data.listing import few
-from titan_dit.launcher.ranks import Ranks
 from titan_dit.objectives.base import DataShare, Forward, Objective
 from titan_dit.observe import console
 from titan_dit.observe.console import SCORE
+from titan_dit.ranks.process_group import Ranks
 from titan_dit.scores import features, reference, score
 from titan_dit.scores.features import Features
 from titan_dit.scores.pictures import Pictures

@@ -19,12 +19,11 @@ from titan_dit.config.training import ValidationConfig
 from titan_dit.data import loader
 from titan_dit.data.base import DataConfig, Source
 from titan_dit.data.held_out import held_out_rows
-from titan_dit.execution.base import Executor
-from titan_dit.launcher.process_group import World
-from titan_dit.launcher.ranks import Ranks
+from titan_dit.execution import Executor
 from titan_dit.objectives.base import DataShare, Objective, Prepared
 from titan_dit.observe.console import LOSS
 from titan_dit.optim.ema import EMA
+from titan_dit.ranks.process_group import Ranks, World
 from titan_dit.rng import SampleRNG
 from titan_dit.system.files import write_whole
 from titan_dit.system.progress import ProgressLine

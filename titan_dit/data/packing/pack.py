@@ -46,8 +46,8 @@ from titan_dit.data.manifest import (
     read_json,
 )
 from titan_dit.data.packing.images import DecodingBudget, decode_image, read_image
-from titan_dit.launcher import disk_errors
-from titan_dit.launcher.disk_errors import line_of
+from titan_dit.ranks import disk_errors
+from titan_dit.ranks.disk_errors import line_of
 from titan_dit.system import stdio
 from titan_dit.system.file_lock import open_locked
 from titan_dit.system.files import sync_folder, write_json, write_whole

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from titan_dit.config.section import UserError
 from titan_dit.data.tokenizing.chunks import BadLine, TextChunk, texts_of
-from titan_dit.launcher.disk_errors import FULL, shared_memory_is_full
+from titan_dit.ranks.disk_errors import FULL, shared_memory_is_full
 from titan_dit.system.worker import end_with_parent
 
 

@@ -1,17 +1,17 @@
-"""Tokenizers of the library tokenizers: read, converted from vocabulary files, or trained."""
+"""Tokenizers of the library tokenizers: read, converted from vocabulary files, trained, applied."""
 
 from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError
 from titan_dit.data.tokenizer_file import ENDS, LARGEST_ID
-from titan_dit.launcher.torch_range import pip_install
+from titan_dit.ranks.torch_range import pip_install
 
 GPT_SPECIAL = ("<|endoftext|>",)
 BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -142,3 +142,54 @@ def end_of_document(tokenizer: Any, name: str | None, where: str) -> int:
         )
     number: int = known[found]
     return number
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """A codec between text and token ids."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without special tokens around them."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+
+
+class NumberCodec:
+    """A codec of ids written as numbers, such as "17 4 4", for data without a tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Read the ids; UserError for other words."""
+        words = text.split()
+        if wrong := [word for word in words if not word.isdecimal()]:
+            raise UserError(
+                f"the prompt holds {wrong[0]!r}, but the data names no tokenizer: write token ids, "
+                'such as "17 4 4", or name the tokenizer.json.'
+            )
+        return [int(word) for word in words]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Write the ids."""
+        return " ".join(map(str, ids))
+
+
+class TokenizerCodec:
+    """A tokenizer of the library tokenizers."""
+
+    def __init__(self, path: Path) -> None:
+        self.tokenizer = read(path, "data")
+
+    def encode(self, text: str) -> list[int]:
+        """See `Codec.encode`."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Codec.decode`. Bytes that are not a whole UTF-8 character become U+FFFD."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+
+def codec_of(path: str) -> Codec:
+    """The codec of a tokenizer.json, or of numbers if `path` is ""."""
+    return TokenizerCodec(Path(path)) if path else NumberCodec()

@@ -9,8 +9,13 @@ from __future__ import annotations
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from titan_dit.parallel.tensor import ModulationColwise, Replicated, ShardedNorm, TensorPlan
-from titan_dit.parallel.token_order import TokenFirst
+from titan_dit.parallel.tensor import (
+    ModulationColwise,
+    Replicated,
+    ShardedNorm,
+    TensorPlan,
+    TokenFirst,
+)
 
 
 def plan(sequence_parallel: bool) -> TensorPlan:

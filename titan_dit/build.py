@@ -1,0 +1,312 @@
+"""Build an executor: cut a model into stages, parallelize them, initialise the weights."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from titan_dit.config.section import UserError, show
+from titan_dit.data.base import Batch
+from titan_dit.execution import (
+    Executor,
+    LocalExecutor,
+    Shapes,
+    SlicedExecutor,
+    TokenDims,
+    TokenLoss,
+    by_name,
+)
+from titan_dit.models import lora
+from titan_dit.models.base import Model, ModelSpec, TensorSpec, default_initializer
+from titan_dit.models.layers import Attention
+from titan_dit.objectives.base import Objective, Prepared
+from titan_dit.parallel import fsdp, tensor
+from titan_dit.parallel.apply import parallelize
+from titan_dit.parallel.compile import compile_prepare, compile_score
+from titan_dit.parallel.context import slicing_of
+from titan_dit.parallel.init import initialize
+from titan_dit.parallel.mesh import AxisSizes, Mesh
+from titan_dit.pipeline import tied
+from titan_dit.pipeline.schedules.schedule import neighbours
+from titan_dit.plan import RunPlan
+from titan_dit.rng import SampleRNG
+
+if TYPE_CHECKING:
+    from titan_dit.pipeline.recording import PipelineRecording
+
+
+@dataclass(frozen=True)
+class BuiltNetwork:
+    """A network that is ready to run."""
+
+    executor: Executor
+    prepare: Callable[[Batch, SampleRNG], Prepared]
+    """`Objective.prepare` for training; compiled with [compile] objective."""
+    parameters: dict[str, nn.Parameter]
+    """This rank's parameters, under the names of the whole network."""
+    copies: Mapping[str, nn.Parameter]
+    """Copies of tied weights that another stage owns, by the owners' names."""
+    num_parameters: int
+    """Parameters of the whole network."""
+    flops_per_sample: int
+    """FLOPs of forward and backward of the whole network."""
+    notes: Sequence[str]
+    """Console lines about the build."""
+    recording: PipelineRecording | None
+    """Recording of the pipeline's timeline; None without a pipeline."""
+
+
+def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device) -> BuiltNetwork:
+    """Build this rank's part of the network, parallelized, with initial weights."""
+    parts, count, flops = build_stages(plan, mesh)
+    modules = objective.modules()
+    count += sum(p.numel() for p in modules.parameters()) if modules is not None else 0
+    for part in parts.values():
+        table = {**part.initializers(), **lora.initializers(part)}
+        initialize(part, table, plan.seed, device, plan.initial_weights)
+    parameters = own_parameters(parts)
+    if plan.num_stages - 1 in parts:  # The last stage computes the loss.
+        parameters |= place_modules(plan, objective, mesh, device)
+    executor = executor_of(plan, objective, mesh, parts, device)
+    return BuiltNetwork(
+        executor=executor,
+        prepare=compile_prepare(objective, plan.compile, device),
+        parameters=parameters,
+        copies=copies_of(parts),
+        num_parameters=count,
+        flops_per_sample=flops,
+        notes=[*float8_lines(plan, parts), *executor.notes],
+        recording=recording_of(executor, plan, mesh),
+    )
+
+
+def float8_lines(plan: RunPlan, parts: Mapping[int, Model]) -> list[str]:
+    """Console lines about float8 layers; [] without float8."""
+    if plan.precision.float8 == "off":
+        return []
+    from titan_dit.parallel import float8
+
+    return float8.console_lines(parts.values(), plan.precision)
+
+
+def recording_of(executor: Executor, plan: RunPlan, mesh: Mesh) -> PipelineRecording | None:
+    """The recording of a run's first pipeline; None without pp. On every rank."""
+    if mesh.sizes.pp == 1:
+        return None
+    from titan_dit.pipeline.pipelined import PipelinedExecutor
+    from titan_dit.pipeline.recording import PipelineRecording
+
+    pipelined = executor.inner if isinstance(executor, SlicedExecutor) else executor
+    assert isinstance(pipelined, PipelinedExecutor)
+    sizes = [float(len(layers)) for layers in plan.stage_layers]
+    sizes[0] += plan.spec.embed_cost
+    sizes[-1] += plan.spec.head_cost
+    others = [field.name for field in fields(AxisSizes) if field.name != "pp"]
+    takes_part = not any(mesh.axis(name).get_local_rank() for name in others)
+    count = mesh.sizes.product("samples") * mesh.sizes.model // mesh.sizes.pp
+    pipeline = mesh.axis("pp")
+    return PipelineRecording(pipelined, pipeline, sizes, takes_part=takes_part, num_pipelines=count)
+
+
+def own_parameters(parts: Mapping[int, Model]) -> dict[str, nn.Parameter]:
+    """Parameters that this rank trains and saves, by name; without copies of tied weights."""
+    return {
+        name: parameter
+        for part in parts.values()
+        for name, parameter in part.named_parameters()
+        if name not in part.tied
+    }
+
+
+def copies_of(parts: Mapping[int, Model]) -> dict[str, nn.Parameter]:
+    """This rank's copies of tied weights, see `tied.copies_of`."""
+    return {name: copy for part in parts.values() for name, copy in tied.copies_of(part).items()}
+
+
+def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]:
+    """This rank's stages on the meta device, parallelized.
+
+    Also returns the parameters and FLOPs of the whole network, as in `Built`.
+    """
+    last = plan.num_stages - 1
+    parts: dict[int, Model] = {}
+    for stage in plan.stages_of(mesh.axis("pp").get_local_rank()):
+        with torch.device("meta"):
+            model = plan.spec.build()
+        check_model(model, plan.spec)
+        mesh.links.open(neighbours(plan.stage_ranks, joins_ends=bool(model.tied)))
+        count = sum(parameter.numel() for parameter in model.parameters())
+        flops = model.flops_per_sample(plan.spec.num_tokens)
+        if plan.sizes.tp > 1:
+            tensor.check_tied(model, mesh.axis("tp"), plan.tensor_plan)
+        model.cut(plan.stage_layers[stage], is_first=stage == 0, is_last=stage == last)
+        parallelize(
+            model,
+            mesh,
+            plan.tensor_plan,
+            plan.parallel,
+            plan.precision,
+            plan.activation_checkpoint,
+            plan.compile,
+            tokens=plan.microbatch_size * plan.tokens_per_rank,
+            adapters=plan.lora,
+            device=plan.device,
+        )
+        parts[stage] = model
+    return parts, count, flops
+
+
+def check_model(model: Model, model_spec: ModelSpec) -> None:
+    """Raise UserError if a model contradicts its spec."""
+    wanted = [str(layer) for layer in range(model_spec.num_layers)]
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(model, Model) or not isinstance(blocks, nn.ModuleDict):
+        raise UserError(
+            f"[model] builds a {type(model).__name__}, which is no titan_dit.models.base.Model "
+            "with embed, blocks (a ModuleDict) and head."
+        )
+    if list(blocks) != wanted:
+        raise UserError(
+            f"[model] its spec says num_layers={model_spec.num_layers}, but its blocks are "
+            f"{', '.join(blocks) or 'none'}. Key them by layer, from 0 to "
+            f"{model_spec.num_layers - 1}."
+        )
+    heads = model_spec.num_heads
+    groups = model_spec.num_key_value_heads or heads
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Attention):
+            continue
+        wanted_of_layer = {"mask": model_spec.mask, "num_key_value_heads": groups}
+        found = {"mask": layer.mask, "num_key_value_heads": heads // layer.group_size}
+        for key, value in wanted_of_layer.items():
+            if found[key] != value:
+                raise UserError(
+                    f"[model] its spec says {key}={show(value)}, but {name} has "
+                    f"{key}={show(found[key])}. Make them the same."
+                )
+
+
+def place_modules(
+    plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device
+) -> dict[str, nn.Parameter]:
+    """The parameters of the objective's modules, replicated over tp, sharded like the model's."""
+    modules = objective.modules()
+    if modules is None:
+        return {}
+    for module in modules.values():
+        if mesh.sizes.tp > 1:
+            tensor.replicate(module, mesh.axis("tp"))
+        fsdp.shard_module(module, mesh.fsdp, plan.precision)
+    # A prefix, so that their names differ from the model's.
+    holder = nn.ModuleDict({"objective": modules})
+    tensors = itertools.chain(holder.named_parameters(), holder.named_buffers())
+    initializers = {name: default_initializer(name, tensor) for name, tensor in tensors}
+    initializers |= {
+        f"objective.{name}": initializer for name, initializer in objective.initializers().items()
+    }
+    initialize(holder, initializers, plan.seed, device, plan.initial_weights)
+    return dict(holder.named_parameters())
+
+
+def executor_of(
+    plan: RunPlan, objective: Objective, mesh: Mesh, parts: dict[int, Model], device: torch.device
+) -> Executor:
+    """The executor of the parts, on all tokens or on a cp rank's slice of them."""
+    executor = whole_token_executor(
+        plan,
+        mesh,
+        parts,
+        by_name(
+            objective.loss,
+            tuple(plan.spec.trained_outputs),
+            plan.tokens_per_rank,
+        ),
+        device,
+    )
+    executor.score = compile_score(executor.score, objective, plan.compile, device)
+    if mesh.sizes.cp > 1:
+        dims = TokenDims.of(plan.spec, objective.token_targets)
+        slicing = slicing_of(plan.spec.mask, plan.parallel.cp_method)
+        executor = SlicedExecutor(executor, mesh.axis("cp"), dims, slicing)
+    executor.sum_over_data, executor.spec = mesh.sum_over_data, plan.spec
+    return executor
+
+
+def whole_token_executor(
+    plan: RunPlan, mesh: Mesh, parts: dict[int, Model], loss: TokenLoss, device: torch.device
+) -> Executor:
+    """The pipelined executor, or the local one without pp."""
+    if mesh.sizes.pp == 1:
+        return LocalExecutor(parts[0], loss, plan.microbatch_size)
+    # Lazy imports: most runs have no pipeline.
+    from titan_dit.pipeline.pipelined import PipelinedExecutor
+
+    shapes, pipeline = shapes_of(plan), plan.pipeline
+    given = (
+        parts,
+        mesh.links,
+        plan.order(plan.num_microbatches),
+        plan.stage_ranks,
+        shapes,
+        loss,
+        plan.microbatch_size,
+        device,
+        plan.dtype,
+    )
+    if not plan.decides_at_run_time:
+        return PipelinedExecutor(*given)
+    from titan_dit.pipeline.deciding import DecidingExecutor, Decisions
+    from titan_dit.pipeline.transports.choice import open_transport
+
+    transport, line = open_transport(
+        mesh.links,
+        plan.stage_ranks,
+        shapes.stream,
+        device,
+        pipeline.transport,
+        pipeline.network,
+    )
+    return DecidingExecutor(
+        *given,
+        memory=pipeline.memory,
+        transport=transport,
+        decisions=Decisions(mesh.same_work),
+        notes=[line],
+    )
+
+
+def shapes_of(plan: RunPlan) -> Shapes:
+    """The shapes of a microbatch between the stages of this rank."""
+    model_spec, size = plan.spec, plan.microbatch_size
+
+    def local(spec: TensorSpec) -> tuple[int, ...]:
+        dims = enumerate(spec.shape)
+        own = (n // plan.sizes.cp if dim == spec.token_dim else n for dim, n in dims)
+        return size, *own
+
+    def empty(spec: TensorSpec, shape: tuple[int, ...], *, learns: bool = False) -> Tensor:
+        dtype = spec.dtype or plan.dtype
+        learns = learns and dtype.is_floating_point
+        return torch.empty(shape, dtype=dtype, requires_grad=learns)
+
+    stream = list(model_spec.stream.values())
+    wholes = tuple(local(spec) for spec in stream)
+    shapes = tensor.local_shapes(wholes, plan.tensor_plan, plan.sizes.tp)
+    first_input, given = next(iter(model_spec.inputs.items()))
+    with torch.device("meta"):
+        return Shapes(
+            first_input=first_input,
+            given=empty(given, local(given)),
+            stream=tuple(
+                empty(spec, shape, learns=True) for spec, shape in zip(stream, shapes, strict=True)
+            ),
+            predictions=tuple(empty(spec, local(spec)) for spec in model_spec.predictions.values()),
+            losses=torch.empty(
+                size, plan.tokens_per_rank, dtype=torch.promote_types(plan.dtype, torch.float32)
+            ),
+        )

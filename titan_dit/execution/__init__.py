@@ -1,1 +1,0 @@
-"""Executors: forward and backward of a batch, on any layout."""

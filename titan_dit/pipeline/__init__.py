@@ -1,0 +1,1 @@
+"""Pipelines: schedules as data, executors that run them, transports, timelines."""

@@ -1,0 +1,1 @@
+"""Pipeline schedules as data; nothing here imports torch."""

@@ -1,0 +1,184 @@
+"""Files of orders and of measured costs.
+
+An order is a CSV file with a line for each rank: its actions in sequence, as torch writes them.
+Costs are JSON: seconds of every action and of every message.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_dit.config import user_text
+from titan_dit.config.section import UserError, show
+from titan_dit.pipeline.schedules.schedule import Action, Kind, Order
+from titan_dit.system import run_files
+from titan_dit.system.files import write_json, write_whole
+
+MAX_ORDER_BYTES = 16 << 20
+ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
+
+
+def write_order(path: Path, order: Order, comments: Iterable[str] = ()) -> None:
+    """Write an order, whole or not at all; each comment is a line at the top."""
+    lines = [f"# {comment}" for comment in comments]
+    lines += [",".join(map(str, actions)) for actions in order]
+    write_whole(path, "\n".join(lines) + "\n")
+
+
+def read_order(path: Path) -> Order:
+    """Read an order. Raises UserError unless it is a file of actions; see `proof.check`, too."""
+    where = f"[pipeline] order={show(str(path))}"
+    try:
+        text = user_text.read(path, where, MAX_ORDER_BYTES)
+    except UserError as error:
+        raise UserError(f"{error} {ORDER_REMEDY}") from None
+    order = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            cells = [cell.strip() for cell in line.strip().rstrip(",").split(",")]
+            order.append(tuple(_action(cell, f"{where}: line {number}") for cell in cells))
+    if not order:
+        raise UserError(f"{where} has no actions. {ORDER_REMEDY}")
+    return tuple(order)
+
+
+ORDER_REMEDY = 'Write it by `python -m titan_dit pipeline plan`, or set order = "planned".'
+
+
+def _action(cell: str, where: str) -> Action:
+    found = ACTION.fullmatch(cell)
+    if not found:
+        shown = cell if len(cell) <= 20 else f"{cell[:20]}..."
+        raise UserError(
+            f"{where}: {show(shown)} is not an action: stage, F, B, I or W, microbatch, such as "
+            f'"0F0". {ORDER_REMEDY}'
+        )
+    stage, kind, microbatch = found.groups()
+    return Action(Kind(kind), int(stage), int(microbatch))
+
+
+COSTS_FORMAT = 1
+COSTS_NAME = re.compile(r"timeline-steps-(\d+)-(\d+)\.costs\.json")
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """Medians over the steps of a profile, in seconds."""
+
+    stage_ranks: tuple[int, ...]
+    """The pipeline rank of every stage."""
+    num_microbatches: int
+    order: Order
+    """The actions of every rank, as they ran."""
+    seconds: Mapping[Action, float]
+    """Seconds of every action of the order."""
+    links: Mapping[tuple[int, int], float]
+    """(source, target) -> seconds from the end of an action to the arrival of its output."""
+    step_s: float
+    """Seconds of the measured pass over all microbatches."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks."""
+        return len(self.order)
+
+    def latency(self, source: int, target: int) -> float:
+        """Seconds from `source` to `target`, for the simulator; 0 if it was not measured."""
+        return self.links.get((source, target), 0.0)
+
+
+def newest_costs(run: Path) -> Path:
+    """The profile of the run's last steps. Raises UserError if there is none."""
+    folder = run / run_files.PROFILE
+    names = folder.iterdir() if folder.is_dir() else ()
+    found = {path: COSTS_NAME.fullmatch(path.name) for path in names}
+    spans = [(int(m[2]), int(m[1]), path) for path, m in found.items() if m]
+    if not spans:
+        where = f"no timeline-steps-*.costs.json in {folder}" if run.is_dir() else "no such folder"
+        raise UserError(
+            f"--run {run}: {where}. Train the run a few steps with --profile.enabled true and "
+            "[parallel] pp above 1."
+        )
+    return max(spans)[2]
+
+
+def write_costs(path: Path, costs: MeasuredCosts) -> None:
+    """Write the file."""
+    by_stage: dict[str, list[float | None]] = {}
+    for action, seconds in costs.seconds.items():
+        name = f"{action.stage}{action.kind}"
+        by_stage.setdefault(name, [None] * costs.num_microbatches)[action.microbatch] = seconds
+    content = {
+        "format": COSTS_FORMAT,
+        "stage_ranks": list(costs.stage_ranks),
+        "num_microbatches": costs.num_microbatches,
+        "splits_backward": any(action.kind is Kind.BACKWARD_INPUT for action in costs.seconds),
+        "order": [[str(action) for action in actions] for actions in costs.order],
+        "actions": by_stage,
+        "links": {f"{source}->{target}": s for (source, target), s in costs.links.items()},
+        "step_s": costs.step_s,
+    }
+    write_json(path, content, indent=1)
+
+
+def read_costs(path: Path) -> MeasuredCosts:
+    """Read the file. Raises UserError if it is damaged or of another format."""
+    text = user_text.read(path, str(path))
+    try:
+        content = user_text.parse_json(text)
+        number = content["format"]
+        costs = parsed_costs(content) if number == COSTS_FORMAT else None
+    except (ArithmeticError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise UserError(
+            f"{path} is no whole costs file ({type(error).__name__}: {error}). Profile the run "
+            "again: --profile.enabled true."
+        ) from None
+    if costs is None:
+        raise UserError(
+            f"{path} has format={number}, but this titan_dit reads {COSTS_FORMAT}. Profile the run "
+            "again: --profile.enabled true."
+        )
+    return costs
+
+
+def parsed_costs(content: Mapping[str, Any]) -> MeasuredCosts:
+    """The costs from the content of a file."""
+    order = tuple(tuple(map(action_of, row)) for row in content["order"])
+    by_stage = {name: list(values) for name, values in content["actions"].items()}
+    seconds = {
+        action: seconds_of(by_stage[f"{action.stage}{action.kind}"], action)
+        for actions in order
+        for action in actions
+    }
+    links = {}
+    for name, value in content["links"].items():
+        source, target = map(int, name.split("->"))
+        links[source, target] = max(0.0, float(value))
+    return MeasuredCosts(
+        stage_ranks=tuple(map(int, content["stage_ranks"])),
+        num_microbatches=int(content["num_microbatches"]),
+        order=order,
+        seconds=seconds,
+        links=links,
+        step_s=float(content["step_s"]),
+    )
+
+
+def action_of(text: str) -> Action:
+    """An action by its name; ValueError if it is none."""
+    found = ACTION.fullmatch(text)
+    if not found:
+        raise ValueError(f"{text!r} is not an action")
+    return Action(Kind(found[2]), int(found[1]), int(found[3]))
+
+
+def seconds_of(values: list[float | None], action: Action) -> float:
+    """The seconds of one action; ValueError if they are missing."""
+    value = values[action.microbatch]
+    if value is None:
+        raise ValueError(f"{action} was not measured")
+    return float(value)

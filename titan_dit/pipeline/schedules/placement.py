@@ -1,0 +1,160 @@
+"""Stages of a pipeline: their layers, and their ranks.
+
+Layers are split so that the slowest stage is as fast as possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+from titan_dit.config.section import UserError, show
+from titan_dit.pipeline.schedules.schedule import Order, number, schedule_of
+
+
+@lru_cache(maxsize=4096)  # A search asks for the same stages thousands of times.
+def split_layers(
+    num_layers: int, num_stages: int, *, embed: float = 0.0, head: float = 0.0
+) -> tuple[int, ...]:
+    """Layers per stage, at least one, that minimise the cost of the slowest stage.
+
+    `embed` and `head`: extra costs of the first and last stage, in layers. Ties are broken by the
+    smallest sum of squared costs, then by the fewest layers in the first stages, where 1F1B holds
+    the most activations. Raises UserError if there are fewer layers than stages.
+    """
+    if num_layers < num_stages:
+        raise UserError(
+            f"{num_stages} pipeline stages ([parallel] pp x stages per rank) need at least as many "
+            f"layers, but the model has {num_layers}. Reduce pp or [pipeline] virtual_stages."
+        )
+    extra = [0.0] * num_stages
+    extra[0] += embed
+    extra[-1] += head
+    limit = _smallest_limit(num_layers, extra)
+    # best[n]: (sum of squares, layers per stage) of n layers on the stages so far, last to first.
+    # Comparing the tuples breaks ties in favour of few layers in the first stages.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for cost in reversed(extra):
+        grown: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for held, (squares, split) in best.items():
+            for count in range(1, _most_layers(limit, cost, num_layers - held) + 1):
+                option = (squares + (count + cost) ** 2, (count, *split))
+                grown[held + count] = min(option, grown.get(held + count, option))
+        best = grown
+    return best[num_layers][1]
+
+
+def _most_layers(limit: float, cost: float, num_layers: int) -> int:
+    """Maximum layers, up to `num_layers`, of a stage with this extra cost within the limit."""
+    # Count down instead of dividing: the same sums as the limits, with the same rounding.
+    return next((n for n in range(num_layers, 0, -1) if n + cost <= limit), 0)
+
+
+def _smallest_limit(num_layers: int, extra: Sequence[float]) -> float:
+    """The smallest possible cost of the slowest stage; tries every possible cost of a stage."""
+    limits = sorted({n + cost for n in range(1, num_layers + 1) for cost in extra})
+    for limit in limits:
+        room = [_most_layers(limit, cost, num_layers) for cost in extra]
+        if min(room) > 0 and sum(room) >= num_layers:
+            return limit
+    raise AssertionError("The last limit has room for every layer on one stage.")
+
+
+def check_split(split: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Return the user's split; UserError if it does not fit the layers or the stages."""
+    where = f"[pipeline] split={show(split)}"
+    if len(split) != num_stages:
+        raise UserError(
+            f"{where} has {len(split)} stages, but there are {num_stages} ([parallel] pp x "
+            f"stages per rank). Set {num_stages} numbers, or split=[] to balance."
+        )
+    if min(split) < 1:
+        raise UserError(f"{where}: every stage needs at least one layer.")
+    if sum(split) != num_layers:
+        raise UserError(
+            f"{where} adds up to {sum(split)} layers, but the model has {num_layers}. "
+            "Correct the sum, or set split=[] to balance."
+        )
+    return tuple(split)
+
+
+def layers_of_stages(split: Sequence[int]) -> tuple[range, ...]:
+    """The global indices of every stage's layers."""
+    ends = tuple(accumulate(split))
+    return tuple(range(end - count, end) for count, end in zip(split, ends, strict=True))
+
+
+def stages_per_rank(schedule: str, virtual_stages: int = 1) -> int:
+    """Stages per rank: virtual_stages if interleaved, two if V-shaped, else one.
+
+    Raises UserError for an unknown schedule, or if the user's `virtual_stages` does not fit it.
+    """
+    found = schedule_of(schedule)
+    if virtual_stages < 1:
+        raise UserError(f"[pipeline] virtual_stages={virtual_stages} must be at least 1.")
+    if found.interleaved:
+        return virtual_stages
+    if found.v_shaped:
+        if virtual_stages not in (1, 2):
+            raise UserError(
+                f"[pipeline] schedule={show(schedule)} always has two stages per rank, but "
+                f"virtual_stages={virtual_stages}. Remove virtual_stages, or use an "
+                "interleaved schedule."
+            )
+        return 2
+    if virtual_stages != 1:
+        raise UserError(
+            f"[pipeline] schedule={show(schedule)} has one stage per rank, but "
+            f'virtual_stages={virtual_stages}. Set schedule="interleaved_1f1b" or virtual_stages=1.'
+        )
+    return 1
+
+
+def stages_of_rank(
+    schedule: str, rank: int, num_ranks: int, virtual_stages: int = 1
+) -> tuple[int, ...]:
+    """The stages of pipeline rank `rank`, in model order."""
+    num = stages_per_rank(schedule, virtual_stages)
+    if schedule_of(schedule).v_shaped:
+        return rank, 2 * num_ranks - 1 - rank
+    return tuple(chunk * num_ranks + rank for chunk in range(num))
+
+
+def rank_of_stage(schedule: str, stage: int, num_ranks: int) -> int:
+    """The pipeline rank of `stage`."""
+    if schedule_of(schedule).v_shaped:
+        return min(stage, 2 * num_ranks - 1 - stage)
+    return stage % num_ranks
+
+
+def check_schedule(
+    schedule: str, *, num_ranks: int, num_microbatches: int, virtual_stages: int = 1
+) -> None:
+    """Raise UserError unless the schedule supports these microbatches, ranks and stages."""
+    num = stages_per_rank(schedule, virtual_stages)
+    if num_microbatches < 1:
+        raise UserError(f"A pipeline step needs at least one microbatch, not {num_microbatches}.")
+    schedule_of(schedule).check(schedule, num_ranks, num_microbatches, num)
+
+
+def pipeline_order(
+    schedule: str, *, num_ranks: int, num_microbatches: int, virtual_stages: int = 1
+) -> Order:
+    """The actions of every pipeline rank in a step. Raises UserError as `check_schedule` does."""
+    check_schedule(
+        schedule,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        virtual_stages=virtual_stages,
+    )
+    num = stages_per_rank(schedule, virtual_stages)
+    program = schedule_of(schedule).program
+    return tuple(
+        tuple(
+            action
+            for action in number(program(rank, num_ranks, num_microbatches, num))
+            if action.microbatch < num_microbatches
+        )
+        for rank in range(num_ranks)
+    )

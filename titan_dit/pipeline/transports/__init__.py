@@ -1,0 +1,1 @@
+"""How activations and gradients travel between pipeline ranks in run-time order."""

@@ -1,0 +1,1 @@
+"""What every rank uses: process groups, failures, signals, the watchdog."""
