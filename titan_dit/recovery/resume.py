@@ -360,9 +360,9 @@ def read_rollbacks(folder: Path) -> Rollbacks:
         values = user_text.read_json(folder / ROLLBACKS, "it")
         schema.check(values, ROLLBACKS_SCHEMA, "")
     except ValueError as error:
+        raise UserError(
             f"[faults] {folder / ROLLBACKS} is damaged: {str(error).strip(' .')}. Restore the "
             "file, or start a new run with --job.name."
-            "or start a new run with --job.name."
         ) from None
     return Rollbacks(
         tuple(Skipped(*entry) for entry in values["skipped"]), values["in_vain"], values["reached"]
