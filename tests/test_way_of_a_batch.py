@@ -17,11 +17,11 @@ WAY = [
     "data/latents.py",
     "data/shards.py",
     "diffusion/objective.py",
-    "models/dit_sizes.py",
-    "models/dit.py",
+    "models/dit_config.py",
     "models/layers.py",
     "diffusion/rectified_flow.py",
     "execution.py",
+    "models/dit.py",
     "kernels/linear.py",
 ]
 """Without rng.py and the interfaces in base.py."""
