@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sys
 from types import SimpleNamespace
 
 import pytest
