@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -17,16 +16,24 @@ from titan_dit.launcher.agent import STOPPED, Agent, EndedElsewhere, Stopped
 
 pytestmark = pytest.mark.alone
 
-COMMAND = (sys.executable, "-m", "titan_dit", "train", "--config", "digits", *QUICK)
-COMMAND += ("--training.steps", 100_000, "--checkpoint.every", 25)
+TRAIN = ("-m", "titan_dit.train", "--config", "digits", *QUICK)
+TRAIN += ("--training.steps", 100_000, "--checkpoint.every", 25)
 TIMING = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4"
 """A node is lost after 4 s; the defaults take longer."""
 
 
-def as_nodes(nodes):
-    """What `titan_dit train` reads: one rank per node."""
-    where = {"NNODES": nodes, "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}", "NGPU": 1}
-    return where | {"RDZV_CONF": TIMING}
+def node(endpoint, nodes, *words, restarts=0, timing=TIMING, address="127.0.0.1"):
+    """The command of a launcher with one rank, `words`.
+
+    Rank 0 is on the node with the first address in alphabetical order; of equal ones on that
+    whose launcher has the lowest pid, which may be either.
+    """
+    command = launcher(*words, ranks=1, restarts=restarts)
+    meeting = ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    meeting += ["--rdzv-conf", timing, "--local-addr", address]
+    at = command.index("--standalone")
+    command[at : at + 1] = meeting
+    return command
 
 
 def elastic(folder, body, nodes, restarts=0):
@@ -37,12 +44,7 @@ def elastic(folder, body, nodes, restarts=0):
         f"print('is restart:', failure.is_restarted(), flush=True)\n{body}"
     )
     endpoint = f"127.0.0.1:{free_port()}"
-    command = launcher(script, ranks=1, restarts=restarts)
-    meeting = ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
-    meeting += ["--rdzv-conf", TIMING]
-    at = command.index("--standalone")
-    command[at : at + 1] = meeting
-    return command, endpoint
+    return node(endpoint, nodes, script, restarts=restarts), endpoint
 
 
 # Scripts of ranks that are asked to restart with another node.
@@ -121,40 +123,81 @@ def test_ranks_that_wait_for_a_lost_node_begin_again_without_it(tmp_path):
         assert first.end(20) == 0
 
 
-def test_a_lost_node_is_done_without_and_taken_back_and_all_stop_together(tmp_path):
-    where = as_nodes("1:2")
-    with Running(COMMAND, tmp_path, "first", **where) as first:
+DYING = """
+import os, signal, sys
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from titan_dit.launcher import launch
+DynamicRendezvousHandler._get_world = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(launch.main())
+"""
+
+
+def test_a_node_that_is_lost_before_its_ranks_start_is_done_without(tmp_path):
+    """The others wait for its part in the store of the rendezvous, up to read_timeout."""
+    script, dying = tmp_path / "script.py", tmp_path / "dying.py"
+    script.write_text("print('running', flush=True)\nimport time\ntime.sleep(600)\n")
+    dying.write_text(DYING)
+    endpoint = f"127.0.0.1:{free_port()}"
+    command = node(endpoint, "1:2", script, timing=f"{TIMING},read_timeout=4")
+    module = command.index("titan_dit.launcher.launch")
+    lost = [*command[: module - 1], dying, *command[module + 1 :]]
+    with Running(command, tmp_path, "first") as first:
+        first.wait_for("running")
+        with Running(lost, tmp_path, "second") as second:
+            second.wait_until(lambda: second.process.poll() is not None)
+            first.wait_for("a node was lost before its ranks started")
+            first.wait_for("restarted: 1 ranks on one node")
+            first.wait_for("running", times=2)
+    assert "Traceback" not in first.said
+
+
+ADDRESSES = ("127.0.0.1", "localhost")
+
+
+@pytest.mark.parametrize(
+    "addresses", [ADDRESSES, ADDRESSES[::-1]], ids=["rank 0 stays", "rank 0 on the other node"]
+)
+def test_a_lost_node_is_done_without_and_taken_back_and_all_stop_together(addresses, tmp_path):
+    endpoint = f"127.0.0.1:{free_port()}"
+    here, there = (
+        node(endpoint, "1:2", *TRAIN, restarts=10, address=address) for address in addresses
+    )
+    with Running(here, tmp_path, "first") as first:
         # The first node hosts the rendezvous and must not be lost.
-        first.wait_until(lambda: is_open(where["RDZV_ENDPOINT"]))
-        with Running(COMMAND, tmp_path, "second", **where) as second:
-            first.wait_for("dp_shard 2 on cpu")
-            first.wait_for_step(30)
+        first.wait_until(lambda: is_open(endpoint))
+        with Running(there, tmp_path, "second") as second:
+            with_rank_0 = first if addresses == ADDRESSES else second
+            with_rank_0.wait_for("dp_shard 2 on cpu")
+            with_rank_0.wait_for_step(30)
             for pid in (*second.children(), second.process.pid):
                 os.kill(pid, signal.SIGKILL)
         first.wait_for("1 ranks on one node")
         assert "another rank was lost" in first.said
+        assert "restart 1, 9 left" in first.said  # Ranks that fail count, whatever the cause.
         assert "Traceback" not in first.said
         first.wait_for("one rank on cpu")
         alone_from = first.step
         first.wait_until(lambda: first.step > alone_from + 2)
 
-        with Running(COMMAND, tmp_path, "third", **where) as third:
+        with Running(there, tmp_path, "third") as third:
+            with_rank_0, other = (first, third) if addresses == ADDRESSES else (third, first)
             first.wait_for("another node is waiting")
             first.wait_for("2 ranks on 2 nodes", times=2)
-            first.wait_for("dp_shard 2 on cpu", times=2)
-            told = first.said.count("\nstep ")
-            first.wait_until(lambda: first.said.count("\nstep ") > told + 3)
+            other.wait_for(f"2 ranks on 2 nodes; rank 0 prints on another node ({min(addresses)})")
+            with_rank_0.wait_for("dp_shard 2 on cpu", times=2 if first is with_rank_0 else 1)
+            told = with_rank_0.said.count("\nstep ")
+            with_rank_0.wait_until(lambda: with_rank_0.said.count("\nstep ") > told + 3)
             third.send(signal.SIGTERM)
             assert third.end() == 0, third.said
             assert first.end() == 0, first.said
+            assert "Traceback" not in first.said + third.said
     # No step was lost when the node joined: the run continued after the last step.
-    resumed = int(first.said.rpartition("resumed from outputs/digits/checkpoints/step-")[2][:8])
-    *_, stopped, _ = re.findall(r"stopped after step (\d+);", first.said)
-    assert int(stopped) == resumed
+    stops = re.findall(r"stopped after step (\d+);", first.said + third.said)
+    resumed = re.findall(r"resumed from outputs/digits/checkpoints/step-0*(\d+)", with_rank_0.said)
+    assert stops[-2] == resumed[-1]
     rows = [row["step"] for row in metrics(tmp_path / "outputs" / "digits")]
-    assert rows == list(range(1, first.step + 1))
-    assert first.step in checkpoints(tmp_path)
-    assert "Traceback" not in third.said
+    assert rows == list(range(1, with_rank_0.step + 1))
+    assert with_rank_0.step in checkpoints(tmp_path)
 
 
 SIGNALS = """

@@ -149,6 +149,30 @@ def test_a_node_whose_clock_is_set_back_sends_heartbeats_as_before(clock, monkey
     assert type(state.last_heartbeats["a"]) is datetime  # Other nodes have to unpickle it.
 
 
+def test_a_record_of_the_rendezvous_costs_no_walk_through_the_stack(monkeypatch):
+    """It is taken between reading the state and writing it, where others write in between."""
+    for name in ("_BackendRendezvousStateHolder", "datetime", "get_method_name"):
+        monkeypatch.setattr(dynamic_rendezvous, name, getattr(dynamic_rendezvous, name))
+    watch_locally()
+
+    def walk(*_):
+        raise AssertionError("walked")
+
+    monkeypatch.setattr(dynamic_rendezvous.inspect, "stack", walk)
+    names = []
+    monkeypatch.setattr(
+        dynamic_rendezvous, "construct_and_record_rdzv_event", lambda name, **_: names.append(name)
+    )
+    watch = LocalWatch(Shared("ab"), SETTINGS)
+    node = dynamic_rendezvous._NodeDesc("c", 1, 0)
+    executor = dynamic_rendezvous._DistributedRendezvousOpExecutor(node, watch, SETTINGS)
+    executor._state = watch.state
+    executor._add_to_wait_list()
+    kind = "_DistributedRendezvousOpExecutor"
+    assert names == [f"{kind}._add_to_wait_list", f"{kind}._keep_alive"]
+    assert watch.state.wait_list == {node}
+
+
 class SetBack(datetime):
     """A wall clock that can be set back."""
 

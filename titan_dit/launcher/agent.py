@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -118,6 +119,15 @@ class Agent(LocalElasticAgent):
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         return [handler.proc for handler in handlers.values()]
 
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Rendezvous and set this node's ranks; again if a node was lost in between."""
+        while True:
+            try:
+                super()._rendezvous(worker_group)
+                return
+            except DistStoreError:  # The lost node's part did not come.
+                self.say("a node was lost before its ranks started: the others rendezvous again")
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks, after the rendezvous."""
         # Not under the lock: the store may be out of reach, and a stop request must not wait.
@@ -132,10 +142,14 @@ class Agent(LocalElasticAgent):
             started: dict[int, Any] = super()._start_workers(worker_group)
             self.announce_ends()
         nodes, ranks = worker_group.group_world_size, worker_group.workers[0].world_size
+        group_rank = worker_group.group_rank
         if self.starts or nodes != 1:
             started_how = "restarted" if self.starts else "started"
             on = f"{nodes} nodes" if nodes != 1 else "one node"
-            self.say(f"{started_how}: {ranks} ranks on {on}")
+            # Its console is silent from here on.
+            first = worker_group.master_addr
+            elsewhere = f"; rank 0 prints on another node ({first})" if group_rank else ""
+            self.say(f"{started_how}: {ranks} ranks on {on}{elsewhere}")
         self.starts += 1
         return started
 
