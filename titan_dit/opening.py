@@ -100,7 +100,7 @@ def check_launch(config: JobConfig) -> None:
 
 @dataclass(frozen=True)
 class DataExample:
-    """What an objective needs to know of a dataset, which need not be there."""
+    """Facts and fields of a dataset, from which an objective is built; it need not be there."""
 
     facts: DataFacts
     fields: Mapping[str, Field]

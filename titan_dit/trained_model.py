@@ -41,7 +41,7 @@ class TrainedModel:
     model_config: ModelConfig
     objective: Objective
     network: Model
-    """In eval mode, fp32."""
+    """The network, in eval mode and fp32."""
     weights: str
     """Loaded weights: "ema 0.9999", "model", or "sigma_rel 0.075 of step 4096" (made by `ema`)."""
     spec: ModelSpec
@@ -54,7 +54,7 @@ class TrainedModel:
 
     @cached_property
     def model(self) -> nn.Module:
-        """For a diffusion `LatentNetwork`, called as `model(x, t, y)`; else `network`."""
+        """The network to call: for diffusion a `LatentNetwork`, `model(x, t, y)`; else `network`."""
         if isinstance(self.objective, Diffusion):
             return LatentNetwork(self.network, self.objective).eval()
         return self.network

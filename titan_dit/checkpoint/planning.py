@@ -129,12 +129,12 @@ class PlanningProcess:
             raise OSError(f"the planning process does not start: {self.end()}")
 
     def choose(self, plans: Sequence[bytes]) -> list[bytes]:
-        """As `GlobalPlan.choose`."""
+        """Return the chosen plans, see `GlobalPlan.choose`."""
         choices: list[bytes] = self.ask("choose", plans)
         return choices
 
     def describe(self, results: Sequence[bytes]) -> dict[str, bytes]:
-        """As `GlobalPlan.describe`; ends the process."""
+        """Return the files of metadata, see `GlobalPlan.describe`; end the process."""
         described: dict[str, bytes] = self.ask("describe", results)
         self.close()
         return described

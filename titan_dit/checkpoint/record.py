@@ -29,12 +29,12 @@ class Damaged(UserError):
 
 
 def wrong_digest(text: str) -> str | None:
-    """What is wrong with a SHA-256, or None."""
+    """Message about a value that is no SHA-256; None if it is one."""
     return None if len(text) == 64 and HEX.issuperset(text) else "is not a SHA-256 in hex"
 
 
 def wrong_time(text: str) -> str | None:
-    """What is wrong with a time, or None."""
+    """Message about a value that is no time; None if it is one."""
     try:
         return None if datetime.fromisoformat(text).tzinfo else "has no time zone"
     except ValueError:

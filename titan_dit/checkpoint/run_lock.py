@@ -147,7 +147,7 @@ class Watched:
     stamp: float
     """Time of the last renewal, by the store's clock."""
     silent_s: float
-    """Its age at the first look; negative if the renewal came later."""
+    """Age of `stamp` at the first look; negative if the renewal came later."""
     was_renewed: bool = False
     """True if renewed since the first look. One renewal may be the last; two mean it is alive."""
     began: float = field(default_factory=time.monotonic)
@@ -195,7 +195,7 @@ class Lock:
         """Folders created by `take`, innermost first."""
         self.renewing: threading.Thread | None = None
         self.watched: Watched | None = None
-        """What `watch` has seen."""
+        """Observations of `watch`."""
 
     def watch(self) -> None:
         """Begin to watch another machine's lock before `take`, which then waits for less."""

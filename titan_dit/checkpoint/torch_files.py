@@ -499,7 +499,7 @@ class Reader(filesystem.FileSystemReader):
         return Metadata(tensors, storage_data=places, storage_meta=about)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
-        """As torch's. Raises UserError if a tensor cannot be read from its file."""
+        """Load a plan's tensors in place. Raises UserError if one cannot be read from its file."""
         try:
             self.check_stored(plan)
             return super().read_data(plan, planner)
@@ -638,7 +638,7 @@ class Writer(filesystem.FileSystemWriter):
                 os.fsync(stream.fileno())
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's, but raises the underlying OSError instead of torch.save's RuntimeError."""
+        """Write a plan's tensors; raises the OSError itself, not torch.save's RuntimeError."""
         try:
             return super().write_data(*args, **kwargs)
         except RuntimeError as error:
@@ -681,7 +681,7 @@ class Digested:
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """As torch's, with a digest for files opened to write."""
+        """Open a file; those opened to write get a digest."""
         with super().create_stream(path, mode) as stream:  # type: ignore[misc]
             if mode != "wb":
                 yield stream

@@ -570,7 +570,7 @@ def write_original(target: Path, run: SavedWeights, config: DiTConfig, form: str
 
 
 def meaning(objective: Mapping[str, Any]) -> str:
-    """What an [objective] trains a network for, in a few words."""
+    """Label of an [objective]: its name and what else the format cannot hold."""
     words = [objective[key] for key in ("name", *ORIGINAL) if objective.get(key)]
     steps = objective.get("steps")
     return " ".join(words) + (f" in {steps} steps" if steps else "")
@@ -613,11 +613,11 @@ OF_RUNS = ("weights", "decay", "step")
 
 
 class Kind(NamedTuple):
-    """What --input can be."""
+    """A kind of --input."""
 
     name: str
     use: str
-    """What `convert` does with it."""
+    """The conversion of this kind, for messages: an import or an export."""
     flags: tuple[str, ...] = ()
 
 
@@ -658,7 +658,7 @@ def main(options: ConvertFlags) -> None:
 
 
 def kind_of(source: Location) -> Kind:
-    """What --input is."""
+    """The kind of an --input."""
     if isinstance(source, URL):
         return RUN
     if peft.is_directory(source):

@@ -70,7 +70,7 @@ def show_tokens(prefix: Path, num: int, tokenizer: str | None) -> None:
 
 
 def of_tokenizer(path: Path, counts: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str, str]:
-    """What the tokenizer says of the ids."""
+    """Rows about the tokenizer: its size, and the bytes per token of the ids."""
     read = read_tokenizer(path)
     if len(counts) > read.vocabulary:
         raise UserError(

@@ -75,7 +75,7 @@ def tokenizer_of(options: DataTokenizeFlags) -> Any:
 
 
 def recipe_of(options: DataTokenizeFlags, made: Any) -> Recipe:
-    """What the workers need."""
+    """The settings of the worker processes."""
     if options.split_sentences:
         tokenizers.needed("sentencex", TOKENIZE)
     elif options.language != ENGLISH:

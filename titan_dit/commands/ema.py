@@ -26,14 +26,14 @@ from titan_dit.recovery.resume import readable
 from titan_dit.system.progress import ProgressLine, count
 
 LARGEST_ERROR = 0.01
-"""Of the profile, relative: beyond it the snapshots do not make the average."""
+"""Largest relative error of a profile; beyond it the snapshots do not make the average."""
 SHOWN_STEPS = 8
 OF_CHECKPOINT = (MANIFEST, METADATA, TENSORS)
 """Files of a checkpoint without tensors."""
 
 
 def wrong_groups(groups: object) -> str | None:
-    """What is wrong with [optimizer] groups, or None."""
+    """Message about [optimizer] groups that are no list of tables; None if they are."""
     is_right = isinstance(groups, list | tuple) and all(isinstance(g, dict) for g in groups)
     return None if is_right else "must be a list of tables"
 
@@ -55,7 +55,7 @@ class Snapshot:
 
     @property
     def profiles(self) -> list[Profile]:
-        """Of its averages."""
+        """The profiles of its averages: the weight of every step."""
         table, ledger = self.record["config"]["ema"], Ledger.of(self.record)
         skipped = [(entry.first_step, entry.last_step) for entry in ledger.untrained]
         time = clock(self.record["step"], table["every"], skipped)
@@ -162,7 +162,7 @@ def terms_of(snapshots: Sequence[Snapshot], fitted: Fit) -> Iterator[Term]:
 
 
 def has_frozen(config: Mapping[str, Any]) -> bool:
-    """Whether parameters were not trained, and so have no averages; by a checkpoint's config."""
+    """True if a checkpoint's config freezes parameters, which then have no averages."""
     groups = config["optimizer"].get("groups", ())
     return bool(config.get("lora", {}).get("rank")) or any(group.get("frozen") for group in groups)
 

@@ -100,7 +100,7 @@ def changed(options: EvaluateFlags, kind: type[Section]) -> list[str]:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How two sets of pictures are compared."""
+    """A comparison of two sets of pictures: features and metrics."""
 
     options: EvaluateFlags
     network: Features
@@ -145,7 +145,7 @@ class Scoring:
         return found
 
     def about(self, drawn: Pictures, real: Reference) -> dict[str, Any]:
-        """What the scores are of. Reads the pictures again for their digests."""
+        """Origin of the scores, as JSON. Reads the pictures again for their digests."""
         options, network = self.options, self.network
         found = {
             "samples": drawn.count,
@@ -310,7 +310,7 @@ def given_pictures(options: EvaluateFlags) -> Pictures:
 
 
 def about_run(job: Job, labels: str) -> dict[str, Any]:
-    """What the drawn pictures depend on."""
+    """Origin of the drawn pictures, as JSON: checkpoint, sampler, guidance, labels."""
     record = read_record(job.run.path)
     kept = ("cfg_scale", "cfg_channels", "cfg_interval", "cfg_rescale", "eta")
     return {
@@ -353,7 +353,7 @@ def report_scores(
 OF_RUN = ("job", "model", "objective", "data", "precision", "ema", "validation")
 """Sections that the run decides. Layout, compilation and the rest are those of the command line."""
 IMPORTED = ("model", "objective", "data", "parallel")
-"""Those whose names are imported."""
+"""Sections whose names may be imported from the run's modules."""
 BATCH = 16
 WHAT_MODEL_IS = ("tensor_plan",)
 """Keys of [parallel] that belong to the model."""

@@ -89,5 +89,5 @@ def is_positional(hint: Any) -> bool:
 
 
 def parts_of(hint: Any) -> tuple[Any, ...]:
-    """What is annotated to a type."""
+    """The annotations of a type."""
     return getattr(hint, "__metadata__", ())

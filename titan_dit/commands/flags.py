@@ -152,9 +152,9 @@ class ConvertFlags(Section):
     """Import: folder of the new checkpoint. Export: FILE.pt or FILE.safetensors of a DiT; a new
     folder for diffusers, or of a language model."""
     format: Literal["dit", "sit", "peft"] | None = None
-    """Whose file is read or written: the original DiT's or SiT's, which have the same names. Unset:
-    SiT's if its train.py wrote the file, or the run's [objective] is SiT's; else DiT's. peft: a
-    folder of the run's adapters ([lora]) alone."""
+    """Format of the file: of the original DiT or of SiT, which name their tensors alike. Unset: SiT
+    if its train.py wrote the file, or the run's [objective] is SiT's; else DiT. peft: a folder of
+    the run's adapters ([lora]) alone."""
     heads: Few | None = None
     """Import: attention heads, for sizes other than S, B, L and XL."""
     scale: Annotated[Finite, Bound(above=0)] | None = None
@@ -164,9 +164,9 @@ class ConvertFlags(Section):
     noise_schedule: Literal["linear", "cosine"] | None = None
     """Import: the noise schedule. Unset: linear, as the original."""
     weights: Literal["ema", "model"] | None = None
-    """Of a run, or of --base: EMA or model (non-averaged) weights. Unset: EMA."""
+    """Weights of the run, or of --base: EMA or model (non-averaged). Unset: EMA."""
     decay: Decay | None = None
-    """Of the same: EMA decay, if the run has several. Unset: the first."""
+    """EMA decay, if the run or --base has several. Unset: the first."""
     vae: FilePath = ""
     """Export to diffusers: folder of the autoencoder, for a whole DiTPipeline; "none" writes the
     transformer alone. Unset: the one that made the run's latents, if it is a folder."""
@@ -175,7 +175,7 @@ class ConvertFlags(Section):
     base: RunPath = ""
     """Import of a folder of peft: the run whose weights the adapters belong to."""
     step: NonNegativeInt | None = None
-    """Of the same: step of the checkpoint. Unset: the newest."""
+    """Step of the checkpoint of --base. Unset: the newest."""
     trust: bool = False
     """Import modules that the run's config names, such as a model of your own: their code runs."""
 
@@ -211,7 +211,7 @@ class DataEncodeFlags(Section):
     num_classes: Dim | None = None
     """Number of classes, if the input lacks some. Default: as found."""
     split: str | None = None
-    """Of parquet or tar files: only those whose name, or folder's, begins with it: train."""
+    """Parquet or tar files to take: those whose name, or folder's, begins with it: train."""
     shard_size: PositiveInt | None = None
     """Pictures per shard. Default: 128 MiB, or less if that is below 64 shards."""
     workers: Workers | None = None
@@ -297,7 +297,7 @@ class DataShowFlags(Section):
     verify: bool = False
     """Check all data: the SHA-256 of every shard, or every file of a folder. Tokens always are."""
     tokenizer: FilePath | None = None
-    """Of tokens: the tokenizer.json, to print text."""
+    """The tokenizer.json, to print tokens as text."""
 
     @property
     def drawn(self) -> Path:
@@ -332,14 +332,14 @@ class DataTokenizeFlags(Section):
     merge_file: FilePath | None = None
     """GPT-2's merges.txt."""
     lower: bool = False
-    """With BERT's vocab.txt: convert to lower case."""
+    """Convert to lower case; for BERT's vocab.txt."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys of a JSON line that hold text; each gets files of its own, PREFIX_KEY_document."""
     append_eod: bool = False
     """Append the token that ends a document."""
     eod_token: str | None = None
-    """That token. Default: the first of <|endoftext|>, <|end_of_text|>, </s>, <eos>, [SEP] that the
-    tokenizer has."""
+    """Token that ends a document. Default: the first of <|endoftext|>, <|end_of_text|>, </s>, <eos>,
+    [SEP] that the tokenizer has."""
     split_sentences: bool = False
     """Make each sentence a sequence, for BERT: PREFIX_KEY_sentence."""
     language: str = ENGLISH
@@ -394,7 +394,7 @@ class DataTrainTokenizerFlags(Section):
     """bpe: on bytes, as GPT-2's, with <|endoftext|>. wordpiece: as BERT's, with [PAD], [UNK],
     [CLS], [SEP], [MASK]."""
     lower: bool = False
-    """Of wordpiece: convert to lower case."""
+    """Convert to lower case; for wordpiece."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys of a JSON line that hold text."""
     max_document_bytes: PositiveInt = Limits.max_document_bytes
@@ -436,7 +436,7 @@ class PipelineDrawFlags(Section):
     out: OutputPath
     """FILE.png to write."""
     schedule: Annotated[str, OneOf(tuple(SCHEDULES))] = "interleaved_zero_bubble"
-    """As [pipeline] schedule."""
+    """The schedule, see [pipeline] schedule."""
     virtual_stages: Annotated[int, Bound(least=1, most=64)] | None = None
     """Stages per rank of an interleaved schedule. Default: 2."""
     ranks: Annotated[int, Bound(least=1, most=1024)] = 4
@@ -444,7 +444,7 @@ class PipelineDrawFlags(Section):
     microbatches: Annotated[int, Bound(least=1, most=1024)] = 8
     """Microbatches of a step."""
     memory: Annotated[float, Bound(least=1, most=1e6)] = 1.0
-    """As [pipeline] memory: of run-time order and of the plan."""
+    """Memory of run-time order and of the plan, see [pipeline] memory."""
     lengths: tuple[PositiveFloat, ...] = ()
     """Factors on the microbatches, in turn: --lengths 1 1 3 makes every third one long."""
     slowness: tuple[PositiveFloat, ...] = ()
@@ -454,7 +454,7 @@ class PipelineDrawFlags(Section):
     jitter: Annotated[float, Bound(least=0, most=10)] = 0.0
     """Standard deviation of the log of a random factor on every time."""
     seed: NonNegativeInt = 0
-    """Of the jitter."""
+    """Seed of the jitter."""
     plan: bool = False
     """Also draw what `pipeline plan` makes of these times; it knows nothing of the jitter."""
 
@@ -584,7 +584,7 @@ class RunsFlags(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class CommonFlags(Section):
-    """What to draw from, and how much."""
+    """Flags of every kind of sampling: run, weights, number."""
 
     section = "sample"
 
@@ -678,7 +678,7 @@ class SampleFlags(TextFlags, PictureFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class LossFlags(Section):
-    """What is scored, and how."""
+    """Flags of the validation loss: run, weights, data, layout."""
 
     section = "evaluate"
 
@@ -721,7 +721,7 @@ class ReferenceFlags(Section):
     feature_weights: FilePath = ""
     """File with the weights of inception."""
     metrics: str = "fid"
-    """Of fid, kid, is and prdc (precision, recall, density, coverage), with commas."""
+    """Metrics, separated by commas: fid, kid, is, prdc (precision, recall, density, coverage)."""
     save_samples: OutputPath = ""
     """FILE.npz for the drawn pictures, as ADM's evaluator reads it."""
     save_reference: OutputPath = ""

@@ -82,7 +82,7 @@ def check(options: Section, keys: Sequence[str] = ()) -> None:
 
 
 def conflict(output: Named, source: Named) -> str:
-    """How an output would change an input; "" if it does not."""
+    """Message about an output that would change an input; "" if none would."""
     if is_same(output.path, source.path):
         return "is"
     if is_aside(source.path, output.path):

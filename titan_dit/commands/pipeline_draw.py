@@ -69,7 +69,7 @@ class Drawn:
         return took
 
     def simulations(self) -> dict[str, Simulation]:
-        """What is drawn, by name: planned order first."""
+        """The simulations to draw, by name: planned order first."""
         memory = self.options.memory
         found = {
             "planned": self.simulate(self.order),

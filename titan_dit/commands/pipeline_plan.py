@@ -132,7 +132,7 @@ def ms(seconds: float) -> str:
 
 
 def verdict(found: PlannedOrder, out: Path) -> str:
-    """What to run next."""
+    """Advice on the command to run next."""
     if found.pays:
         return (
             f"wrote {out}: {found.gain:.2f} x as fast as planned, simulated. Run it with "

@@ -111,7 +111,7 @@ class Origin:
     data_digest: str | None
     """Digest of the dataset that the weights were trained on."""
     loss_scale: float | None
-    """Of the step in fp16, or of the weights' checkpoint; None if neither is known."""
+    """fp16's loss scale at the step, or in the weights' checkpoint; None if neither is known."""
 
 
 def main(options: ReplayFlags) -> None:
@@ -336,7 +336,7 @@ class Replayer:
     num_samples: int
     """Samples of the whole step, over which the loss is averaged."""
     loss_scale: Tensor | None
-    """Of fp16."""
+    """fp16's loss scale; None in other formats."""
 
     def run(
         self, microbatch: int, numbers: Sequence[int], device: torch.device

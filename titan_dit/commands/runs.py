@@ -24,7 +24,7 @@ MISSING = "-"
 
 @dataclass(frozen=True)
 class Run:
-    """What a run directory tells."""
+    """A run directory's name and metrics."""
 
     name: str
     rows: list[Row]

@@ -28,13 +28,13 @@ from titan_dit.trained_model import TrainedModel, device_of, load_trained
 
 
 class Family(NamedTuple):
-    """How the runs of one kind of objective are sampled."""
+    """Flags and command of one kind of objective."""
 
     objective: type[Any]
     flags: type[CommonFlags]
-    """Its own flags beside the common ones."""
+    """The common flags and its own."""
     command: ModuleType
-    """With `check(flags)` and `main(run, objective, flags)`."""
+    """A module with `check(flags)` and `main(run, objective, flags)`."""
 
 
 FAMILIES = {

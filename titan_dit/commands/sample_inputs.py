@@ -199,7 +199,7 @@ def check_guide(guide: str, ours: Diffusion, theirs: Diffusion) -> None:
 
 
 def latents_of(diffusion: Diffusion) -> str:
-    """What a network was trained on, in words."""
+    """Description of the latents that a network was trained on."""
     data = diffusion.data
     return f"latents of {data.vae} with scale {shown(data.scale)} and shift {shown(data.shift)}"
 

@@ -61,7 +61,7 @@ def check(flags: CommonFlags) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What is drawn, and into what."""
+    """Everything that decides the drawn pictures, and their output."""
 
     run: TrainedModel
     diffusion: Diffusion
@@ -69,7 +69,7 @@ class Job:
     sampler: Sampler
     guidance: Guidance
     guide: TrainedModel | None
-    """That of --guide."""
+    """The network of --guide."""
     labels: Int64[Tensor, " n"]
     noise: Float[Tensor, "n c h w"] | None
     vae: Autoencoder | None
@@ -83,7 +83,7 @@ class Job:
 
     @property
     def sampler_name(self) -> str:
-        """As --sampler names it."""
+        """Name of the sampler, as --sampler takes it."""
         return drawing.name_of_sampler(self.diffusion.config, self.flags.sampler)
 
     @property
@@ -159,7 +159,7 @@ def draw(job: Job, ranks: Ranks) -> FinishedParts:
 
 @contextmanager
 def told_how_to_go_on(parts: FinishedParts) -> Iterator[None]:
-    """On Ctrl-C say what is drawn and how to go on."""
+    """On Ctrl-C print what is drawn so far and how to continue."""
     try:
         yield
     except KeyboardInterrupt:

@@ -42,7 +42,7 @@ class ParallelConfig(Section):
     pp: Few = 1
     """Pipeline-parallel ranks: the layers are split into stages, see [pipeline]."""
     sequence_parallel: bool = True
-    """With tp above 1: shard the tokens between blocks, too (arXiv:2205.05198)."""
+    """Sequence parallelism: with tp above 1, shard the tokens between blocks (arXiv:2205.05198)."""
     tensor_plan: str = "auto"
     """Tensor-parallel plan, "package.module:function"; auto takes the model's own."""
     async_tp: bool = False
@@ -146,11 +146,11 @@ class CompileConfig(Section):
     enabled: bool = False
     """Compile the blocks; they share one graph."""
     ends: bool = False
-    """With `enabled`: compile embed and head, too, which takes two more graphs."""
+    """Compile embed and head, too: two more graphs. Needs `enabled`."""
     objective: bool = True
-    """With `enabled`: compile the objective's `prepare` and its loss in training."""
+    """Compile the objective's `prepare` and its loss in training. Needs `enabled`."""
     cuda_graphs: bool = False
-    """With `enabled`: CUDA graphs, for small, host-bound models on one GPU with one microbatch."""
+    """CUDA graphs, with `enabled`: for small, host-bound models on one GPU with one microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)

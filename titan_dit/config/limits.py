@@ -22,7 +22,7 @@ def raised(limit: int) -> int:
 
 
 def advice(flag: str = "") -> str:
-    """How to raise a limit: by its flag, or by the variable."""
+    """Advice on raising a limit: its flag, or the variable."""
     return f"raise {flag}" if flag else f"set {VARIABLE}={raised(1) * 2}"
 
 

@@ -46,7 +46,7 @@ class CheckpointConfig(Section):
     """Weights of `init` to load. ema: its first average, if it has one, else as model. model: the
     weights of its last step."""
     reinitialize: tuple[str, ...] = ()
-    """With `init`: patterns of parameters that keep their random initial values: "head.*"."""
+    """Patterns of parameters that `init` leaves at their random values: "head.*"."""
     allow_changes: bool = False
     """Resume even if keys that change the mathematics (model, objective, data, ...) differ."""
 
@@ -122,4 +122,4 @@ class ProfileConfig(Section):
     ranks: tuple[NonNegativeInt, ...] = ()
     """Profiled ranks; empty is rank 0."""
     memory: bool = False
-    """On a GPU, also record every allocation with its stack, for torch's memory viewer."""
+    """Record every GPU allocation with its stack, for torch's memory viewer."""

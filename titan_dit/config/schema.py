@@ -84,7 +84,7 @@ DEEPEST, LONGEST = 8, 4096
 
 
 def wrong_name(name: str) -> str | None:
-    """What is wrong with a file name in a manifest, or None. It must not leave the folder."""
+    """Message about a file name that is none or leaves the folder; None if it is right."""
     if name in ("", ".", "..") or not name.isprintable() or {*name} & {*"/\\"}:
         return "is not the name of a file in the folder of the manifest"
     return None

@@ -62,7 +62,7 @@ class OneOf:
     names: tuple[str, ...]
 
     def broken_by(self, value: Any) -> str | None:
-        """What is wrong with `value`, or None."""
+        """Message about a wrong value; None if it is right."""
         if value in self.names or ":" in value:
             return None
         return f"is not one of {', '.join(map(show, self.names))}"
@@ -81,7 +81,7 @@ class FromHome:
         return os.path.expanduser(path)  # noqa: PTH111
 
     def broken_by(self, path: str) -> str | None:
-        """What is wrong with the path, or None."""
+        """Message about a wrong path; None if it is right."""
         return "holds a NUL character. Remove it" if "\0" in path else None
 
 

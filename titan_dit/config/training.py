@@ -270,7 +270,7 @@ class SamplingConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig(Section):
-    """How the texts of a preview are drawn from a language model."""
+    """Texts of a preview, drawn from a language model."""
 
     section = "generation"
 

@@ -38,13 +38,13 @@ LOST_NODE_S = 2.0
 """Time for the ranks to agree on their end after a node was lost. Those that are blocked in a
 collective with it cannot, and are killed."""
 LEAVING_S = 30.0
-"""The same for ranks that have agreed and save: the node was not really lost."""
+"""Time for ranks that have agreed on their end and save: the node was not really lost."""
 RETURN_S = 3.0
 """Time for the store to be reached again when a rank lost another one: the network may be back."""
 LINGER_S = 2.0
 """A node that ends the job stays this long: the others may rendezvous there and must see it."""
 STOPPED, DONE = b"stopped", b"done"
-"""How a job has ended without an error, for the launchers of other nodes."""
+"""Ends of a job without an error, as the store has them for the launchers of other nodes."""
 
 
 class Stopped(Exception):
@@ -271,7 +271,7 @@ class Agent(LocalElasticAgent):
                 store.set(self.key_of_end(worker_group), how)
 
     def end_of(self, worker_group: WorkerGroup) -> bytes:
-        """How another node has ended the job; empty if it did so by an error, or is unknown."""
+    """The end of the job by another node (STOPPED, DONE); empty after an error, or if unknown."""
         store = getattr(worker_group.spec.rdzv_handler, "_store", None)
         key = self.key_of_end(worker_group)
         with contextlib.suppress(RuntimeError):
@@ -282,7 +282,7 @@ class Agent(LocalElasticAgent):
 
     @staticmethod
     def key_of_end(worker_group: WorkerGroup) -> str:
-        """Where the store has the end of the job; several run ids may share one store."""
+        """Key of the end of the job in the store; several run ids may share one store."""
         return f"titan_dit.end.{worker_group.spec.rdzv_handler.get_run_id()}"
 
     def has_lost_node(self, worker_group: WorkerGroup) -> bool:

@@ -23,7 +23,7 @@ LOST_PEER = (
 )
 
 Failures = Mapping[int, ProcessFailure]
-"""By rank."""
+"""Global rank -> its failure."""
 
 
 def root_cause(failures: Failures) -> tuple[int, ProcessFailure]:

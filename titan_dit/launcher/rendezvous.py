@@ -35,12 +35,12 @@ def option(arguments: Sequence[str], name: str) -> str | None:
 
 
 def notice(endpoint: str) -> str:
-    """What is known of the endpoint, as one line."""
+    """One line about an endpoint that no rendezvous has completed at."""
     return f"still waiting for RDZV_ENDPOINT={endpoint}: {state_of(endpoint)}"
 
 
 def state_of(endpoint: str) -> str:
-    """Whether the endpoint can be reached, and what to do."""
+    """State of the endpoint (connects, unknown host, unreachable), and the fix."""
     host = endpoint
     try:
         host, port = hosts.split(endpoint)
@@ -61,7 +61,7 @@ Facts = Mapping[str, str]
 
 
 def facts_of(arguments: Sequence[str]) -> Facts:
-    """What must be equal, by its name in a message; the first difference is reported."""
+    """Name -> value of what all launchers must have in common; the first difference is reported."""
     return {
         "NNODES": option(arguments, "--nnodes") or "1",
         "torch": importlib.metadata.version("torch"),

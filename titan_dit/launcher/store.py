@@ -37,9 +37,9 @@ CONNECT_S = 1.0
 NOTICE_S = 3.0
 """A store that is gone longer is reported."""
 GONE_S = 120.0
-"""Without the store for longer, the launcher ends."""
+"""The launcher ends once the store has been gone for this long."""
 REFUSED_S = 10.0
-"""The same if its host refuses connections: the launcher there has ended."""
+"""The launcher ends sooner if the host refuses connections: the launcher there has ended."""
 
 Backend: Any = c10d_rendezvous_backend.C10dRendezvousBackend
 Store: Any = dist.Store  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ class TensorSpec:
     """Shape and dtype of one input or output of a model."""
 
     shape: tuple[int, ...]
-    """Without the batch dim."""
+    """Sizes of all dims but the batch dim."""
     token_dim: int | None = None
     """The dim of `shape` that counts tokens and is sliced over cp; None if there is none."""
     dtype: torch.dtype | None = None

@@ -102,7 +102,7 @@ def selective_contexts() -> Any:
 
 
 def empty_contexts() -> Any:
-    """As `selective_contexts`, saving the output of no operator."""
+    """Contexts of selective recomputation that save the output of no operator."""
     return create_selective_checkpoint_contexts([])  # type: ignore[no-untyped-call]
 
 

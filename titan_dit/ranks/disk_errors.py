@@ -30,7 +30,7 @@ FIXES = {
     errno.EMFILE: "Raise the limit: ulimit -n 65536.",
     errno.EIO: "The disk fails: name a path on another one.",
 }
-"""What to do, by errno."""
+"""errno -> the fix."""
 Paths = Iterable[tuple[str, str]]
 """(flag or key, path) of all that a command reads and writes."""
 

@@ -190,7 +190,7 @@ def with_conf(options: list[str], conf: int | None) -> list[str]:
 
 
 def unknown_names(endpoint: str | None) -> str:
-    """What to do if torch fails to resolve a name nevertheless."""
+    """Advice if torch fails to resolve a name nevertheless."""
     where = f"RDZV_ENDPOINT={endpoint}: " if endpoint else ""
     return (
         f"{where}this host's own name, {socket.gethostname()}, or another one is unknown. Add it "

@@ -80,7 +80,7 @@ class Listener:
                     self.heard(signal.Signals(number))
 
     def forget(self) -> None:
-        """In a forked child: stop writing signals into the parent's pipe."""
+        """Stop writing signals into the parent's pipe; a forked child calls it."""
         if self.is_active:
             signal.set_wakeup_fd(-1)
 

@@ -11,7 +11,7 @@ import re
 from titan_dit.config.section import UserError
 
 OLDEST, NEWEST = (2, 11), (2, 15)
-"""As in pyproject.toml."""
+"""Supported versions of torch; equal to pyproject.toml's."""
 
 
 def check_torch() -> None:

@@ -39,7 +39,7 @@ def records() -> dict[str, bytes]:
 def summary(record: bytes, last: int = 10) -> list[str]:
     """One line for each of the `last` collectives of every group, oldest first.
 
-    Of every group, so that a save in the background does not hide the collectives of the step.
+    Each group has its own: a save in the background does not hide the collectives of the step.
     """
     entries: list[dict[str, Any]] = pickle.loads(record).get("entries", [])
     in_group: Counter[str] = Counter()

@@ -15,4 +15,4 @@ SAMPLES_SEEN = "samples-seen"
 
 FOLDERS = (CHECKPOINTS, SNAPSHOTS, PROFILE, SAMPLES_SEEN)
 OWN = (CONFIG, METRICS, FAULTS, LOCK, ROLLBACKS, WANDB, *FOLDERS)
-"""What a run needs to go on. Others in its folder are results, which may be written again."""
+"""Files that a run resumes from. Others in its folder are results, which may be overwritten."""

@@ -8,7 +8,7 @@ import threading
 
 
 def end_with_parent() -> None:
-    """In a worker: exit when its parent has ended, even by SIGKILL."""
+    """Exit when the parent has ended, even by SIGKILL; a worker process calls it."""
     threading.Thread(target=_wait, daemon=True).start()
 
 

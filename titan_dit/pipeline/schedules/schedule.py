@@ -46,7 +46,7 @@ Order: TypeAlias = tuple[tuple[Action, ...], ...]
 """The actions of every pipeline rank, in sequence."""
 
 ANY_STAGE = -1
-"""In a program: the oldest pending weight gradient of any stage."""
+"""Stage of a weight gradient in a program: the oldest pending one of any stage."""
 
 Program: TypeAlias = Iterable[tuple[Kind, int]]
 """A rank's actions without microbatches: (kind, stage)."""

@@ -63,11 +63,11 @@ def lanes(stage_ranks: Sequence[int]) -> tuple[Lane, ...]:
 
 @dataclass(frozen=True)
 class End:
-    """What an end of a lane knows: its lane, the other rank, the tensors of a message."""
+    """One end of a lane: the other rank, and the tensors of a message."""
 
     lane: Lane
     index: int
-    """Of the lane in `lanes`."""
+    """Index of the lane in `lanes`."""
     peer: Peer
     links: P2PGroups
     tensors: Stream
@@ -89,7 +89,7 @@ class End:
 
     @property
     def num_bytes(self) -> int:
-        """Of one message."""
+        """Bytes of a message."""
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
     def empty(self) -> Stream:

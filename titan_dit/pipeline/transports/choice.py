@@ -27,7 +27,7 @@ Ends: TypeAlias = tuple[Callable[[End], Sender], Callable[[End], Receiver]]
 
 
 def ends_of(name: Name, peer: Peer, device: torch.device, agent: Agent | None) -> tuple[str, Ends]:
-    """How a lane to another rank travels, in words, and its two ends; equal on both ranks.
+    """(name of the transport to another rank, its sender and receiver); equal on both ranks.
 
     `agent`: None if not every rank has nixl.
     """

@@ -175,6 +175,6 @@ class Cuda:
         stream.wait_event(event)
 
     def is_done(self, event: torch.cuda.Event) -> bool:
-        """Whether the device has done all work before an event; also of another process."""
+        """True if the device has done all work before an event, which may be another process's."""
         done: bool = event.query()  # type: ignore[no-untyped-call]
         return done

@@ -53,7 +53,7 @@ class Slot:
 
 
 class Loan:
-    """What all tensors of a taken message keep alive."""
+    """A reference that all tensors of a taken message hold: its slot is free once they are."""
 
 
 class Pinned(NamedTuple):
@@ -246,7 +246,7 @@ class CudaReceiver(Receiver):
         return credit, ()
 
     def handles_of(self, slot: Slot) -> bytes:
-        """What the sender needs to open a slot; nothing where CUDA has no IPC, as on WSL2."""
+        """Handles by which the sender opens a slot; empty where CUDA has no IPC, as on WSL2."""
         try:
             return self.cuda.share(slot.address) + self.cuda.handle(slot.read)
         except RuntimeError:  # DriverFailed, or torch's own error: it takes host memory.

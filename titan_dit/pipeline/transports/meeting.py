@@ -33,7 +33,7 @@ HELLO = struct.Struct("<16sI")
 MEETING_S = 60.0
 """Ranks that have gathered their addresses meet within this time."""
 CONNECT_S = 3.0
-"""For one address of another host."""
+"""Timeout of a connection to one address of another host."""
 ITEM = array.array("i").itemsize
 READ = 1 << 16
 """Bytes of a read."""
@@ -51,7 +51,7 @@ class Notice(NamedTuple):
 
 
 class Door(NamedTuple):
-    """Where a rank can be met."""
+    """Port and addresses at which a rank listens, and its token."""
 
     token: bytes
     port: int

@@ -36,7 +36,7 @@ class Flying(NamedTuple):
     number: int
     transfer: Any
     free: Callable[[], None]
-    """To be called when it is done."""
+    """Call it when the write is done."""
     tensors: Stream = ()
 
 
@@ -96,7 +96,7 @@ class NixlSender(Sender):
 
 
 class WrittenReceiver(Receiver):
-    """What receivers share whose slots the network writes."""
+    """Base of receivers whose slots the network writes."""
 
     agent: Agent
     registered: list[Any]

@@ -80,7 +80,7 @@ class Agent:
         self.nixl.deregister_memory(registered)
 
     def describe(self, registered: Any) -> bytes:
-        """What another rank needs to write into registered memory: this agent's addresses, keys."""
+        """Addresses and keys by which another rank writes into this agent's registered memory."""
         described: bytes = self.nixl.get_partial_agent_metadata(registered, inc_conn_info=True)
         return described
 

@@ -38,7 +38,7 @@ NO_MEMORY = (errno.ENOMEM, errno.ENOSPC, errno.EFAULT, errno.EFBIG)
 
 
 class Layout:
-    """Where the tensors of a message lie in a slot."""
+    """Offsets of a message's tensors in a slot."""
 
     def __init__(self, tensors: Stream) -> None:
         self.tensors, self.offsets, end = tensors, list[int](), 0
