@@ -54,7 +54,7 @@ class TrainedModel:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The network to call: for diffusion a `LatentNetwork`, `model(x, t, y)`; else `network`."""
+        """A `LatentNetwork` for diffusion, called as `model(x, t, y)`; else `network`."""
         if isinstance(self.objective, Diffusion):
             return LatentNetwork(self.network, self.objective).eval()
         return self.network

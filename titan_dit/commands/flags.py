@@ -338,8 +338,8 @@ class DataTokenizeFlags(Section):
     append_eod: bool = False
     """Append the token that ends a document."""
     eod_token: str | None = None
-    """Token that ends a document. Default: the first of <|endoftext|>, <|end_of_text|>, </s>, <eos>,
-    [SEP] that the tokenizer has."""
+    """Token that ends a document. Default: the first of <|endoftext|>, <|end_of_text|>, </s>,
+    <eos>, [SEP] that the tokenizer has."""
     split_sentences: bool = False
     """Make each sentence a sequence, for BERT: PREFIX_KEY_sentence."""
     language: str = ENGLISH

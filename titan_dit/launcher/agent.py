@@ -271,7 +271,7 @@ class Agent(LocalElasticAgent):
                 store.set(self.key_of_end(worker_group), how)
 
     def end_of(self, worker_group: WorkerGroup) -> bytes:
-    """The end of the job by another node (STOPPED, DONE); empty after an error, or if unknown."""
+        """How another node ended the job (STOPPED, DONE); empty after an error, or if unknown."""
         store = getattr(worker_group.spec.rdzv_handler, "_store", None)
         key = self.key_of_end(worker_group)
         with contextlib.suppress(RuntimeError):
