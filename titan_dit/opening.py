@@ -126,7 +126,8 @@ def open_objective(
 ) -> Objective:
     """The objective for a dataset, checked with the model, the data and the optimizer.
 
-    Of a source the first row is read. `previews`: it must implement `preview`. Raises UserError.
+    Reads the first row of a source. `previews`: the objective must implement `preview`. Raises
+    UserError.
     """
     objective = config.objective.build(config.model, data.facts)
     source = data if isinstance(data, Source) else None

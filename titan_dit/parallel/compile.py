@@ -152,7 +152,7 @@ class Recompiles:
 
 
 Score = TypeVar("Score", bound=Callable[..., Any])
-"""`Executor.score`."""
+"""Type of `Executor.score`, kept by its compilation."""
 FEW_KERNELS = {"realize_opcount_threshold": 100, "realize_reads_threshold": 1000}
 """Settings of inductor. By default a value that takes 30 operators, or has 4 readers, gets a kernel
 of its own; below these limits each reader computes it again. On a GPU a launch costs more; on a CPU

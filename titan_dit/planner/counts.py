@@ -125,8 +125,8 @@ def with_weight_gradients(own: Trace, other: Trace) -> Trace:
 AXES = ("tp", "cp")
 """Mesh axes whose messages are counted."""
 SIZES = (2, 3)
-"""Microbatch sizes to rehearse. Not 1: a dim of one element has any stride, so that copies and
-views of other sizes differ from its."""
+"""Microbatch sizes to rehearse. Not 1: a dim of one element fits any stride, so that size has
+other copies and views than all larger ones."""
 LARGE = 16
 """float8 is for large products only: its second size is far from the first."""
 FP32 = 4

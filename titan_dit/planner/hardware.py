@@ -42,15 +42,15 @@ class Efficiency:
     """Shares of the peaks that software reaches, 0 to 1. A calibration fits them."""
 
     products: Share
-    """Large matrix products, of the peak."""
+    """Large matrix products / peak FLOP/s."""
     attention: Share
-    """Fused attention, forward, head dim 128, long sequences; of the peak."""
+    """Fused attention (forward, head dim 128, long sequences) / peak FLOP/s."""
     moved: Share
-    """Elementwise kernels, of the copy rate."""
+    """Elementwise kernels / copy rate."""
     inner: Share
-    """Collectives inside a node, of the link."""
+    """Collectives inside a node / bandwidth of the link."""
     node: Share
-    """Collectives across nodes, of the link."""
+    """Collectives across nodes / bandwidth of the link."""
 
 
 @dataclass(frozen=True, kw_only=True)
