@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -123,34 +124,46 @@ def load_trained(
     `decay` selects the EMA; None: the first. Without any EMA, "ema" falls back to "model". `trust`:
     import the modules that its config names; without it they are refused.
     """
-    known = Known.of(path, trust)
-    model = known.outline()
+    network = SavedNetwork.of(path, weights, decay, trust)
+    model = network.outline()
     model.to_empty(device=device)
     model.tie()
     if device.type == "cpu":
         linear.apply(model)
-    tensors = {name: p.detach() for name, p in model.named_parameters()}
-    progress = known.verifying()
-    saved = Weights(path, known.record, weights, decay)
-    saved.load(tensors, progress.add)
-    progress.end()
-    bound = known.bound()
-    step, label = known.record["step"], known.label(saved.what)
-    return TrainedModel(path, step, known.model, bound, model.eval(), label, known.spec)
+    with network.verifying() as read:
+        network.saved.load({name: p.detach() for name, p in model.named_parameters()}, read)
+    return TrainedModel(
+        path,
+        network.step,
+        network.model_config,
+        network.objective,
+        model.eval(),
+        network.weights,
+        network.spec,
+    )
+
+
+def open_weights(
+    path: Location, weights: str, decay: float | None, trust: bool = False
+) -> SavedNetwork:
+    """Verify a checkpoint's weights, which stay there; arguments and errors of `load_trained`."""
+    network = SavedNetwork.of(path, weights, decay, trust)
+    with network.verifying() as read:
+        network.saved.verify(network.outlines, read)
+    return network
 
 
 @dataclass(frozen=True)
-class Known:
-    """A checkpoint's network, as its record describes it."""
+class SavedNetwork:
+    """A checkpoint's network, as its record describes it; its weights are read when asked for."""
 
-    path: Location
-    record: Mapping[str, Any]
-    model: ModelConfig
-    objective: ObjectiveConfig
-    spec: ModelSpec
+    saved: Weights
+    """The checkpoint's parameters."""
+    model_config: ModelConfig
+    objective_config: ObjectiveConfig
 
     @classmethod
-    def of(cls, path: Location, trust: bool) -> Known:
+    def of(cls, path: Location, weights: str, decay: float | None, trust: bool) -> SavedNetwork:
         """Read the record, and print which modules of the user it imports."""
         record = read_record(path)
         tables = config_file.of_record(record)
@@ -159,46 +172,7 @@ class Known:
         model, objective = (sections[name] for name in USED)
         for line in dotted_names.origins({"model": model, "objective": objective}):
             console.say(line)
-        return cls(path, record, model, objective, objective.model_spec(model))
-
-    def outline(self) -> Model:
-        """The network without memory. Raises UserError if the config's sizes are too large."""
-        try:
-            with torch.device("meta"):
-                return self.spec.build()
-        except (RuntimeError, OverflowError) as error:
-            raise UserError(
-                f"{self.path}: its [model] cannot be built: {reason_of(error)}. Use another one."
-            ) from None
-
-    def bound(self) -> Objective:
-        """The objective, for the data of the run."""
-        return self.objective.build(self.model, self.objective.facts(self.record["data"]))
-
-    def label(self, loaded: str) -> str:
-        """Label of the loaded weights; for an average made by `ema`, its sigma_rel and step."""
-        if averaged := self.record.get("averaged"):
-            return f"sigma_rel {averaged['sigma_rel']} of step {averaged['step']}"
-        return loaded
-
-    def verifying(self) -> ProgressLine:
-        """Progress over the bytes of the files."""
-        size = sum(entry["bytes"] for entry in self.record["files"].values())
-        return ProgressLine(size, "B", what=f"verified {self.path.name}", form=count)
-
-
-@dataclass(frozen=True)
-class SavedWeights:
-    """Trained weights that stay in their checkpoint, and are read one tensor at a time."""
-
-    model_config: ModelConfig
-    objective: Objective
-    weights: str
-    """Label of the weights, see `TrainedModel.weights`."""
-    tensors: OnDemand
-    """The parameters, by name; adapters are merged."""
-    saved: Weights
-    """The checkpoint's parameters, from which `tensors` reads."""
+        return cls(Weights(path, record, weights, decay), model, objective)
 
     @property
     def path(self) -> Location:
@@ -215,33 +189,64 @@ class SavedWeights:
         """The checkpoint's step."""
         return int(self.record["step"])
 
+    @property
+    def weights(self) -> str:
+        """Label of the weights, see `TrainedModel.weights`."""
+        if averaged := self.record.get("averaged"):
+            return f"sigma_rel {averaged['sigma_rel']} of step {averaged['step']}"
+        return self.saved.what
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """The network's ModelSpec."""
+        return self.objective_config.model_spec(self.model_config)
+
+    @cached_property
+    def objective(self) -> Objective:
+        """The objective, for the data of the run."""
+        facts = self.objective_config.facts(self.record["data"])
+        return self.objective_config.build(self.model_config, facts)
+
+    def outline(self) -> Model:
+        """The network without memory. Raises UserError if the config's sizes are too large."""
+        try:
+            with torch.device("meta"):
+                return self.spec.build()
+        except (RuntimeError, OverflowError) as error:
+            raise UserError(
+                f"{self.path}: its [model] cannot be built: {reason_of(error)}. Use another one."
+            ) from None
+
+    @cached_property
+    def outlines(self) -> dict[str, Tensor]:
+        """The network's parameters without memory, by name."""
+        model = self.outline()
+        model.tie()
+        return dict(model.named_parameters())
+
+    @cached_property
+    def tensors(self) -> OnDemand:
+        """The parameters, by name, read one at a time; adapters are merged."""
+
+        def get(name: str) -> Tensor:
+            tensor = torch.empty_like(self.outlines[name], device="cpu")
+            with reading(self.path):
+                self.saved.read({name: tensor})
+            return tensor
+
+        return OnDemand(self.outlines, get)
+
+    @contextmanager
+    def verifying(self) -> Iterator[Callable[[int], None]]:
+        """Show progress over the bytes of the files; yields a call that takes the bytes read."""
+        size = sum(entry["bytes"] for entry in self.record["files"].values())
+        progress = ProgressLine(size, "B", what=f"verified {self.path.name}", form=count)
+        yield progress.add
+        progress.end()
+
     def diffusion(self, command: str) -> Diffusion:
         """See `TrainedModel.diffusion`."""
         return as_diffusion(self.objective, self.path, command)
-
-
-def open_weights(
-    path: Location, weights: str, decay: float | None, trust: bool = False
-) -> SavedWeights:
-    """Verify a checkpoint and describe its weights; arguments and errors of `load_trained`."""
-    known = Known.of(path, trust)
-    model = known.outline()
-    model.tie()
-    parameters = dict(model.named_parameters())
-    saved = Weights(path, known.record, weights, decay)
-    progress = known.verifying()
-    saved.verify(parameters, progress.add)
-    progress.end()
-
-    def get(name: str) -> Tensor:
-        tensor = torch.empty_like(parameters[name], device="cpu")
-        with reading(path):
-            saved.read({name: tensor})
-        return tensor
-
-    bound, label = known.bound(), known.label(saved.what)
-    found = OnDemand(parameters, get)
-    return SavedWeights(known.model, bound, label, found, saved)
 
 
 def as_diffusion(objective: Objective, path: Location, command: str) -> Diffusion:

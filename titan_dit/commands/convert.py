@@ -45,10 +45,10 @@ from titan_dit.models.dit_config import DiTConfig
 from titan_dit.observe import console
 from titan_dit.pictures import autoencoder
 from titan_dit.system.files import write_json
-from titan_dit.trained_model import SavedWeights, open_weights
+from titan_dit.trained_model import SavedNetwork, open_weights
 
 
-def counterpart(run: SavedWeights, where: str) -> DiffusersDiT:
+def counterpart(run: SavedNetwork, where: str) -> DiffusersDiT:
     """The network in diffusers; UserError unless it is a DiT."""
     config = run.model_config
     if type(config) is not DiTConfig:
@@ -57,7 +57,7 @@ def counterpart(run: SavedWeights, where: str) -> DiffusersDiT:
     return DiffusersDiT(config, objective.output_channels(config.in_channels))
 
 
-def write_adapter(source: str, target: Path, run: SavedWeights, as_is: bool) -> None:
+def write_adapter(source: str, target: Path, run: SavedNetwork, as_is: bool) -> None:
     """Export the adapters of a run alone."""
     if target.suffix in tensor_file.WEIGHT_SUFFIXES:
         raise UserError(f"--out {target}: peft's format is a folder. Name one, such as adapter.")
@@ -93,7 +93,7 @@ def write_adapter(source: str, target: Path, run: SavedWeights, as_is: bool) -> 
         console.say(f"        They belong to the weights of {base['init']} ({kind}).")
 
 
-def check_base(source: str, run: SavedWeights, given: Mapping[str, Any]) -> None:
+def check_base(source: str, run: SavedNetwork, given: Mapping[str, Any]) -> None:
     """Refuse adapters of a run whose other weights are not those of `given`, its [checkpoint]."""
     whole = "Export the whole network, without --format peft."
     if changed := given.get("reinitialize"):
@@ -144,7 +144,7 @@ def read_adapter(source: Path, target: Path, options: ConvertFlags) -> None:
         console.say(f"warning: --base {base} {line}")
 
 
-def warnings(base: str, run: SavedWeights) -> Iterator[str]:
+def warnings(base: str, run: SavedNetwork) -> Iterator[str]:
     """Why adapters of diffusers' DiT may not belong to a base."""
     if run.saved.adapters:
         began = run.record["config"]["checkpoint"].get("init")
@@ -158,7 +158,7 @@ def warnings(base: str, run: SavedWeights) -> Iterator[str]:
         )
 
 
-def with_adapters(run: SavedWeights, adapters: Mapping[str, Tensor]) -> OnDemand:
+def with_adapters(run: SavedNetwork, adapters: Mapping[str, Tensor]) -> OnDemand:
     """The weights of a run and adapters."""
     weights = run.tensors
 
@@ -258,7 +258,7 @@ def facts_of(
 
 
 def write_diffusers(
-    target: Path, run: SavedWeights, config: DiTConfig, given: str, as_is: bool
+    target: Path, run: SavedNetwork, config: DiTConfig, given: str, as_is: bool
 ) -> None:
     """Export a DiT as a folder; with --vae or the run's autoencoder as a whole pipeline."""
     diffusers_dit.check_expressible(config, as_is)
@@ -354,7 +354,7 @@ def read_language_model(source: Path, target: Path) -> None:
     console.say(f"wrote   {target}. Train from it with --checkpoint.resume {target}")
 
 
-def write_language_model(source: Location, target: Path, run: SavedWeights) -> None:
+def write_language_model(source: Location, target: Path, run: SavedNetwork) -> None:
     """Export a checkpoint of a language model as a folder of transformers."""
     record = run.record
     objective = config_file.build_sections(
@@ -543,7 +543,7 @@ def stored_objective(weights: tensor_file.WeightFile, trust: bool) -> dict[str, 
     return stored
 
 
-def write_original(target: Path, run: SavedWeights, config: DiTConfig, form: str | None) -> None:
+def write_original(target: Path, run: SavedNetwork, config: DiTConfig, form: str | None) -> None:
     """Export a DiT as a file of the original or of SiT, whose names are the same."""
     objective = run.diffusion("convert").config
     table = {"name": objective.name, **asdict(objective)}
