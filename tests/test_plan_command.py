@@ -16,7 +16,7 @@ from titan_dit.planner import hardware
 
 SECTIONS = {
     "data": {"name": "latents", "path": "nowhere"},
-    "model": TABLES["model"] | {"layers": 2, "channels": 4},
+    "model": TABLES["model"] | {"num_layers": 2, "in_channels": 4},
     "training": {"steps": 100, "global_batch_size": 8},
     "precision": {"dtype": "bf16"},
 }
@@ -200,5 +200,5 @@ def test_nothing_that_fits_names_what_would(tmp_path, config, run):
         run("--config", config, "--gpus", 1, "--device", file, *words, *FIXED)
     text = str(error.value)
     assert "\n" not in text
-    assert "--fix remat.mode=none --fix training.microbatch_size=8 fits" in text
-    assert text.endswith("Set --fix remat.mode=full; or set --fix training.microbatch_size=1.")
+    assert "--fix activation_checkpoint.mode=none --fix training.microbatch_size=8 fits" in text
+    assert text.endswith("Set --fix activation_checkpoint.mode=full; or set --fix training.microbatch_size=1.")
