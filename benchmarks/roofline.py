@@ -128,9 +128,7 @@ def attention_tflops(gpu: dict[str, Any], config: DiTConfig) -> float | None:
 
 def flags_shape(options: argparse.Namespace) -> dict[str, Any] | None:
     """Model shape of the flags, or None."""
-    shape: dict[str, Any] = {
-        argument: getattr(options, flag) for flag, argument in SHAPE.items()
-    }
+    shape: dict[str, Any] = {argument: getattr(options, flag) for flag, argument in SHAPE.items()}
     return shape if any(shape.values()) else None
 
 
