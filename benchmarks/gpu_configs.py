@@ -79,10 +79,10 @@ def predict(pipe: Connection, cells: Sequence[Cell]) -> None:
 
 def dry_run_gib(cell: Cell) -> float:
     """Peak memory of our eager step on one rank, by the dry run (docs/dry-run.md)."""
-    ours, _ = OBJECTIVES[cell.objective]
+    settings, _ = OBJECTIVES[cell.objective]
     config = JobConfig(
         model=cell.config,
-        objective=ours,
+        objective=settings,
         data=Synthetic(
             latent_size=cell.config.latent_size,
             channels=cell.config.in_channels,
@@ -92,8 +92,8 @@ def dry_run_gib(cell: Cell) -> float:
         precision=BF16,
         optimizer=AdamWConfig(),
     )
-    facts, fields = ours.example(cell.config)
-    objective = ours.build(cell.config, facts)
+    facts, fields = settings.example(cell.config)
+    objective = settings.build(cell.config, facts)
     plan = resolve(config, 1)
     report = take_fake_step(plan, objective, fields, config.training, config.optimizer, config.ema)
     return report.peak / 2**30
