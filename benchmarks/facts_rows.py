@@ -112,11 +112,11 @@ def model_table(fact: Fact, *, is_llama: bool) -> dict[str, Any]:
     """[model]: GPT-2 as Megatron trains it, or Llama."""
     llama = {
         "num_key_value_heads": fact["kv_heads"],
-        "positions": "rotary",
+        "position_embedding_type": "rotary",
         "norm": "rmsnorm",
         "mlp": "swiglu",
         "bias": False,
-        "tied": False,
+        "tie_word_embeddings": False,
     }
     return {
         "name": "gpt",
@@ -172,7 +172,7 @@ REHEARSALS: dict[str, Rehearsals] = {}
 def rehearsed(fact: Fact, plan: RunPlan) -> Counts:
     """Counts of this project's own run of a plan."""
     # A layer's counts do not depend on how many there are.
-    model = json.dumps({**fact.tables["model"], "layers": 0})
+    model = json.dumps({**fact.tables["model"], "num_layers": 0})
     if model not in REHEARSALS:
         REHEARSALS[model] = Rehearsals(config_of(fact.tables))
     return REHEARSALS[model].counts(plan)

@@ -79,18 +79,21 @@ def predict(pipe: Connection, cells: Sequence[Cell]) -> None:
 
 def dry_run_gib(cell: Cell) -> float:
     """Peak memory of our eager step on one rank, by the dry run (docs/dry-run.md)."""
-    path, _ = OBJECTIVES[cell.objective]
-    sizes = {key: getattr(cell.config, key) for key in ("latent_size", "channels", "num_classes")}
+    settings, _ = OBJECTIVES[cell.objective]
     config = JobConfig(
         model=cell.config,
-        objective=path,
-        data=Synthetic(**sizes),
+        objective=settings,
+        data=Synthetic(
+            latent_size=cell.config.latent_size,
+            channels=cell.config.in_channels,
+            num_classes=cell.config.num_classes,
+        ),
         training=TrainingConfig(steps=1, global_batch_size=cell.batch),
         precision=BF16,
         optimizer=AdamWConfig(),
     )
-    facts, fields = path.example(cell.config)
-    objective = path.build(cell.config, facts)
+    facts, fields = settings.example(cell.config)
+    objective = settings.build(cell.config, facts)
     plan = resolve(config, 1)
     report = take_fake_step(plan, objective, fields, config.training, config.optimizer, config.ema)
     return report.peak / 2**30

@@ -58,8 +58,8 @@ class Cell:
     @functools.cached_property
     def tflop(self) -> float:
         """Model TFLOPs of a step, by the `flops_per_sample` of our model, for every contender."""
-        path, _ = OBJECTIVES[self.objective]
-        model = network(self.config, path)
+        objective, _ = OBJECTIVES[self.objective]
+        model = network(self.config, objective)
         return model.flops_per_sample(self.config.token_shape[0]) * self.batch / 1e12
 
 
@@ -106,9 +106,11 @@ def trained(model: plain_dit.Network, cell: Cell, *, compiled: bool) -> Step:
 
 def ours(cell: Cell, place: Place, *, compiled: bool, **changes: Any) -> Step:
     """titan_dit's training step; `changes` are keywords of `trainer_step`."""
-    path, _ = OBJECTIVES[cell.objective]
+    objective, _ = OBJECTIVES[cell.objective]
     config, batch = cell.config, cell.batch
-    return trainer_step(config, batch, place.device, path, place.mesh, compiled=compiled, **changes)
+    return trainer_step(
+        config, batch, place.device, objective, place.mesh, compiled=compiled, **changes
+    )
 
 
 def with_attention(cell: Cell, place: Place, *, key: str) -> Step:
@@ -142,9 +144,9 @@ def float8(cell: Cell, place: Place, *, recipe: str) -> Step:
 
 def linears_of(cell: Cell) -> dict[str, LinearShape]:
     """A block's linear layers over tokens, on one rank, by name within the block."""
-    path, _ = OBJECTIVES[cell.objective]
+    objective, _ = OBJECTIVES[cell.objective]
     rows = cell.batch * cell.config.token_shape[0]
-    found = linears(network(cell.config, path), plan(True), AxisSizes(), rows)
+    found = linears(network(cell.config, objective), plan(True), AxisSizes(), rows)
     return {name.split(".", 2)[2]: shape for name, shape in found.items()}
 
 

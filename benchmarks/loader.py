@@ -100,8 +100,8 @@ def ours(
     order = RankOrder(BatchPlan(batch), EpochOrder(0, len(source)), 0, 1)
     objective, cpu = RectifiedFlowConfig().build(model, source.facts), torch.device("cpu")
     for read in loader.load(source, order, 0, objective.inspect, cpu, workers=workers):
-        clean = objective.clean(read.fields, SampleRNG(0, read.sample_numbers))
-        yield clean.tokens, clean.labels
+        rng = SampleRNG(0, read.sample_numbers)
+        yield objective.clean_tokens(read.fields, rng), read.fields["label"]
 
 
 def measure(

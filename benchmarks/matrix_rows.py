@@ -68,9 +68,9 @@ NUMBERS = {
     "microbatch_size": "micro_batch_samples",
     "num_microbatches": "num_microbatches",
     "global_batch_size": "global_batch_samples",
-    "hidden_size": "hidden",
-    "num_layers": "layers",
-    "num_heads": "heads",
+    "hidden": "hidden",
+    "layers": "layers",
+    "heads": "heads",
 }
 """Field of `Row` -> column of the table."""
 
@@ -153,7 +153,7 @@ def small_tables(row: Row, small: Small) -> config_file.Tables:
         "vocab_size": small.vocabulary,
         "sequence_length": small.tokens,
     }
-    keys = {"sequence_length": small.tokens, "vocabulary": small.vocabulary}
+    keys = {"sequence_length": small.tokens, "vocab_size": small.vocabulary}
     tables["data"] = {"name": "matrix_rows:RandomTokens", **keys}
     size = max(1, row.microbatch_size // small.share)
     batch = row.dp * min(row.num_microbatches, small.microbatches) * size
@@ -164,7 +164,7 @@ def small_tables(row: Row, small: Small) -> config_file.Tables:
     }
     tables["precision"] = {"dtype": "fp32"}
     # The recipes' warm-up of 5,000 steps would leave the second loss as it was.
-    tables["lr_schedule"] = {"warmup_steps": 0, "decay": "constant"}
+    tables["lr_scheduler"] = {"warmup_steps": 0, "decay": "constant"}
     tables["optimizer"] |= {"lr": 1e-3}
     tables["checkpoint"] = {"every": 0}
     tables["metrics"] = {"tensorboard": False}
@@ -180,7 +180,7 @@ def reference_config(row: Row, small: Small) -> JobConfig:
     """The config of the same steps in one process, without splitting and recomputation."""
     tables = small_tables(row, small)
     tables["parallel"] = {}
-    tables["remat"] = {"mode": "none"}
+    tables["activation_checkpoint"] = {"mode": "none"}
     tables["training"] |= {"microbatch_size": min(64, tables["training"]["global_batch_size"])}
     return config_file.build(tables, catalog.variant)
 
@@ -191,7 +191,7 @@ class RandomTokens(DataConfig):
 
     name = "matrix_rows:RandomTokens"
     sequence_length: int
-    vocabulary: int
+    vocab_size: int
     count: int = 1024
 
     def open(self) -> Windows:

@@ -87,8 +87,15 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
-    shape = {name: getattr(options, name) for name in ("hidden", "layers", "heads")}
-    config = DiTConfig(**shape, patch_size=2, latent_size=4, in_channels=4, num_classes=10)
+    config = DiTConfig(
+        hidden_size=options.hidden,
+        num_layers=options.layers,
+        num_heads=options.heads,
+        patch_size=2,
+        latent_size=4,
+        in_channels=4,
+        num_classes=10,
+    )
     with process_group.start("cpu"):
         mesh = Mesh(AxisSizes(), "cpu")
         sides = {}

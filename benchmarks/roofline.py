@@ -28,7 +28,14 @@ from titan_dit.config.section import UserError
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.ranks.failure import run_and_exit
 
-SHAPE = ("size", "hidden", "layers", "heads", "patch")
+SHAPE = {
+    "size": "size",
+    "hidden": "hidden_size",
+    "layers": "num_layers",
+    "heads": "num_heads",
+    "patch": "patch_size",
+}
+"""Flag -> argument of DiTConfig."""
 AXES = ("dp_replicate", "dp_shard", "tp", "cp")
 
 
@@ -47,7 +54,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--link-gbs", type=float, help="GB/s per rank along dp_*")
     parser.add_argument("--inner-gbs", type=float, help="GB/s per rank along tp and cp")
     parser.add_argument("--size", help="model of cells without one (XL/2), or:")
-    for name in SHAPE[1:]:
+    for name in list(SHAPE)[1:]:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--mlp-ratio", type=float, default=4.0)
     parser.add_argument("--qk-norm", action="store_true")
@@ -121,7 +128,7 @@ def attention_tflops(gpu: dict[str, Any], config: DiTConfig) -> float | None:
 
 def flags_shape(options: argparse.Namespace) -> dict[str, Any] | None:
     """Model shape of the flags, or None."""
-    shape: dict[str, Any] = {name: getattr(options, name) for name in SHAPE}
+    shape: dict[str, Any] = {argument: getattr(options, flag) for flag, argument in SHAPE.items()}
     return shape if any(shape.values()) else None
 
 

@@ -15,7 +15,7 @@ MODEL = r"(\w+)/(\d+)(?:x(\d+))?"
 def shape_of(model: str) -> dict[str, Any]:
     """DiTConfig arguments of "XL/2", "7B/2x8" (8 layers), "toy" or "toyx1"."""
     if toy := re.fullmatch(r"toy(?:x(\d+))?", model):
-        return TOY | ({"layers": int(toy[1])} if toy[1] else {})
+        return TOY | ({"num_layers": int(toy[1])} if toy[1] else {})
     match = re.fullmatch(MODEL, model)
     if not match or match[1] not in SIZES:
         raise UserError(

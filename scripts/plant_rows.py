@@ -129,14 +129,20 @@ def planted(plant: Plant, place: Place) -> str:
 
 
 def mirror(root: Path, file: Path) -> str:
-    """Tests of a source file: its test file, or else the test folder of its package."""
+    """Tests of a source file: its test file, or else the test folder of its package.
+
+    A room within a room may have its tests in the outer one's folder: tests/pipeline/ is flat.
+    """
     inner = file.relative_to(root / PACKAGE)
-    of_file = Path("tests") / inner.parent / f"test_{inner.stem.strip('_')}.py"
-    if (root / of_file).exists():
-        return of_file.as_posix()
-    if inner.parent == Path():
-        raise PlantError(f"{of_file} does not exist. Give the row tests.")
-    return (Path("tests") / inner.parent).as_posix()
+    name = f"test_{inner.stem.strip('_')}.py"
+    folders = [Path("tests") / parent for parent in inner.parents]
+    for folder in folders[:-1] or folders:
+        if (root / folder / name).exists():
+            return (folder / name).as_posix()
+    for folder in folders[:-1]:
+        if (root / folder).is_dir():
+            return folder.as_posix()
+    raise PlantError(f"{folders[0] / name} does not exist. Give the row tests.")
 
 
 def pick_tests(

@@ -16,7 +16,7 @@ from titan_dit.planner import hardware
 
 SECTIONS = {
     "data": {"name": "latents", "path": "nowhere"},
-    "model": TABLES["model"] | {"layers": 2, "channels": 4},
+    "model": TABLES["model"] | {"num_layers": 2, "in_channels": 4},
     "training": {"steps": 100, "global_batch_size": 8},
     "precision": {"dtype": "bf16"},
 }
@@ -149,7 +149,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_search(config, run, tm
         run(*words, "--write", config)
     assert config.read_text() == before
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"--out .*: .*Name a file elsewhere"):
+    with pytest.raises(UserError, match=r"--out .*plan.json: its folder .*/file cannot.* is there"):
         run(*words, "--out", tmp_path / "file" / "plan.json")
     with pytest.raises(UserError, match="no layout can run"):
         run(*words, "--out", tmp_path / "plan.json", "--fix", "parallel.tp=3")
@@ -200,5 +200,9 @@ def test_nothing_that_fits_names_what_would(tmp_path, config, run):
         run("--config", config, "--gpus", 1, "--device", file, *words, *FIXED)
     text = str(error.value)
     assert "\n" not in text
-    assert "--fix remat.mode=none --fix training.microbatch_size=8 fits" in text
-    assert text.endswith("Set --fix remat.mode=full; or set --fix training.microbatch_size=1.")
+    sizes = "--fix parallel.cp=1 --fix parallel.pp=1 --fix parallel.tp=1"
+    assert f"no layout with --fix activation_checkpoint.mode=none {sizes} --fix" in text
+    assert "--fix training.microbatch_size=8 fits" in text
+    assert text.endswith(
+        "Set --fix activation_checkpoint.mode=full; or set --fix training.microbatch_size=1."
+    )

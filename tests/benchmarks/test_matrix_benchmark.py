@@ -162,7 +162,7 @@ class Dies(matrix_rows.RandomTokens):
 def test_a_task_that_fails_leaves_the_others_alone():
     forked.context()
     tables = matrix_rows.small_tables(row_of("DP_1x1x1"), Small(layers=1, tokens=8, steps=1))
-    wide = tables | {"model": tables["model"] | {"hidden": 129}}
+    wide = tables | {"model": tables["model"] | {"hidden_size": 129}}
     dies = tables | {"data": tables["data"] | {"name": Dies.name}}
     tasks = [Task("wide", wide, 1), Task("dies", dies, 1), Task("good", tables, 1)]
     steps = []

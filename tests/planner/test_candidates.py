@@ -46,7 +46,13 @@ def test_no_layout_stands_twice(found):
 def test_the_plan_of_a_layout_is_that_of_its_config(space, found):
     for candidate in found[::97]:
         plan, own = space.plan(candidate), resolve(space.config_of(candidate), 4)
-        for name in ("sizes", "microbatch_size", "num_microbatches", "remat", "precision"):
+        for name in (
+            "sizes",
+            "microbatch_size",
+            "num_microbatches",
+            "activation_checkpoint",
+            "precision",
+        ):
             assert getattr(plan, name) == getattr(own, name)
         assert plan.parallel == own.parallel
         assert plan.pipeline == own.pipeline

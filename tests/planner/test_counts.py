@@ -148,7 +148,7 @@ def test_messages_are_those_of_a_dry_run(name, mode, sizes):
         **BF16,
     }
     make = {"dit": tiny_config, "gpt": gpt_config, "bert": bert_config}[name]
-    config = make(model={"layers": 2}, training={"microbatch_size": 2}, **changes)
+    config = make(model={"num_layers": 2}, training={"microbatch_size": 2}, **changes)
     world = 2 * sizes.get("tp", 1) * sizes.get("cp", 1)
     found, report = run(counts, config, world), run(dry_run, config, world)
     sent, passes = Counter(), whole(found, 2, "forward", "backward")
@@ -198,7 +198,7 @@ PASSES = "forward", "backward"
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_compiled_casts_read_each_float8_operand_twice_more(recipe):
     config, without, work = run(in_float8, recipe)
-    plan, h = resolve(config, 1), config.model.hidden
+    plan, h = resolve(config, 1), config.model.hidden_size
     tokens = plan.microbatch_size * plan.spec.num_tokens
     f = round(config.model.mlp_ratio * h)
     # Inputs, output gradients and weights of qkv, out, up and down; each is in two products.

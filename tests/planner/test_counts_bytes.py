@@ -120,7 +120,7 @@ MEMORY = [
 def test_what_parts_keep_and_use_adds_up_to_the_dry_runs_peak(name, mode, dtype):
     """One rank and microbatch, as the docstrings of `Part` say."""
     sections = {"activation_checkpoint": {"mode": mode}, "precision": {"dtype": dtype}}
-    long = {"sequence_length": 256, "hidden": 64}
+    long = {"sequence_length": 256, "hidden_size": 64}
     config = dit(**sections) if name == "dit" else gpt_config(model=long, **sections)
     found, [rank] = run(counts, config), run(dry_run, config, 1).ranks
     plan = resolve(config, 1)

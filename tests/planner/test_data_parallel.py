@@ -169,7 +169,7 @@ def by_hand(
     world=4,
     **sections,
 ):
-    sections["model"] = EVEN | {"layers": 6}
+    sections["model"] = EVEN | {"num_layers": 6}
     sections["parallel"] = {"blocks_per_fsdp_unit": 1} | sections.get("parallel", {})
     ranks = world // sections["parallel"].get("pp", 1)
     sections["training"] = {"global_batch_size": 2 * ranks * count, "microbatch_size": 2}

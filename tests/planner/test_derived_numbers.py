@@ -16,7 +16,7 @@ DEVICE = device_of("h100")
 PARTS = ("embed", "block", "head")
 NEAR = 0.01
 """Of a number, relative to the largest of the three parts."""
-TOKENS = {"sequence_length": 1024, "vocabulary": 512}
+TOKENS = {"sequence_length": 1024, "vocab_size": 512}
 GPT = {
     "model": {"name": "gpt", "hidden_size": 256, "num_heads": 8, "num_layers": 2, **TOKENS},
     "objective": {"name": "next_token"},
@@ -24,7 +24,7 @@ GPT = {
     "training": {"steps": 1, "global_batch_size": 64},
     "precision": {"dtype": "bf16"},
 }
-WORDS = {"sequence_length": 512, "vocabulary": 30522}
+WORDS = {"sequence_length": 512, "vocab_size": 30522}
 """Sixteen samples have more logits than a device scores at a time, three have fewer."""
 WIDE = GPT | {"model": GPT["model"] | WORDS, "data": GPT["data"] | WORDS}
 WIDE |= {"training": {"steps": 1, "global_batch_size": 128}}

@@ -110,7 +110,7 @@ def plan_of(schedule, stages, num_ranks, count):
     """A plan of this many microbatches."""
     total = num_ranks * stages_per_rank(schedule, stages)
     config = tiny_config(
-        model={"layers": total},
+        model={"num_layers": total},
         parallel={"pp": num_ranks},
         pipeline={"schedule": schedule, "virtual_stages": stages},
         training={"global_batch_size": count, "microbatch_size": 1},
@@ -159,7 +159,7 @@ def test_an_order_of_a_file_is_played_as_it_is(tmp_path):
     order = pipeline_order("gpipe", num_ranks=2, num_microbatches=4)
     files.write_order(tmp_path / "order.csv", order)
     config = tiny_config(
-        model={"layers": 2},
+        model={"num_layers": 2},
         parallel={"pp": 2},
         pipeline={"order": str(tmp_path / "order.csv")},
         training={"global_batch_size": 4, "microbatch_size": 1},

@@ -29,7 +29,7 @@ from titan_dit.planner.search import (
 
 MODEL = CostModel(counts=counts_of)
 SMALL = {"hidden_size": 512, "num_layers": 4, "num_heads": 4, "latent_size": 64}
-LAYERS = SMALL["layers"]
+LAYERS = SMALL["num_layers"]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 

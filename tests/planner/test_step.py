@@ -26,7 +26,7 @@ def plan_of(pp=1, count=1, layers=4, world=None, schedule="1f1b", stages=1, **se
         split = [layers // num] * num
         sections["pipeline"] = {"schedule": schedule, "virtual_stages": stages, "split": split}
     config = tiny_config(
-        model={"layers": layers},
+        model={"num_layers": layers},
         parallel=parallel,
         training={"global_batch_size": count * data, "microbatch_size": 1},
         **sections,

@@ -138,7 +138,7 @@ def test_weights_of_inception_come_from_a_file(tmp_path):
     torch.save({"other": torch.zeros(2)}, file)
     with pytest.raises(UserError, match="does not hold Inception's weights"):
         features.load("inception", str(file), CPU)
-    with pytest.raises(UserError, match=r"\[evaluation\] feature_weights .* does not hold"):
+    with pytest.raises(UserError, match=r"\[fid\] feature_weights .* does not hold"):
         features.load("inception", str(file), CPU, "[fid] features")
 
 

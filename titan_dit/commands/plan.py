@@ -93,8 +93,9 @@ def check_options(options: PlanFlags) -> None:
 def check_writable(flag: str, file: Path) -> None:
     """Refuse, before the search, a file that cannot be written."""
     is_new = not file.exists()
-    with disk_errors.writing(f"--{flag} {file}"):
+    with disk_errors.writing(f"--{flag} {file}: its folder {file.parent}"):
         file.parent.mkdir(parents=True, exist_ok=True)
+    with disk_errors.writing(f"--{flag} {file}"):
         file.open("a").close()
         if is_new:
             file.unlink()
