@@ -167,10 +167,10 @@ WRONG = {
     "config = None must be a table": lambda m: m.update(config=None),
     "config model is missing": lambda m: m["config"].pop("model"),
     "config ema decays is missing": lambda m: m["config"].update(ema={}),
-    "config model hidden = .* out of range": lambda m: m["config"]["model"].update(
+    "config model hidden_size = .* out of range": lambda m: m["config"]["model"].update(
         hidden_size=10**400
     ),
-    "config model hidden is nested|not JSON .nested": lambda m: m["config"]["model"].update(
+    "config model hidden_size is nested|not JSON .nested": lambda m: m["config"]["model"].update(
         hidden_size=DEEP
     ),
     "data count is missing": lambda m: m.update(data={}),

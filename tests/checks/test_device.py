@@ -120,7 +120,7 @@ def test_a_head_dim_that_is_padded_is_told_with_its_cost():
     # DiT-XL/2 at 1024 tokens: 3147.191 GFLOP a sample, attention's 12 n^2 h l of it 12.9%.
     _, plan = planned(
         model={"size": "XL/2", "latent_size": 64, "in_channels": 4}
-        | dict.fromkeys(("hidden", "layers", "heads", "patch"))
+        | dict.fromkeys(("hidden_size", "num_layers", "num_heads", "patch_size"))
     )
     line = attention_hint(plan, torch.device("cuda"), 3147191000000, "flash")
     assert "72 is none of 32, 64, 96, 128, 192, 256: flash kernels pad it to 96, +33% F" in line

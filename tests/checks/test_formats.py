@@ -76,10 +76,10 @@ def test_some_modes_are_refused_in_compiled_tensor_parallel_blocks(mode):
 
 def test_recomputation_that_a_schedule_cannot_have_is_refused_before_anything_is_built():
     """A dry run runs the same checks."""
-    with pytest.raises(UserError, match=r"\[remat\] mode=.selective."):
+    with pytest.raises(UserError, match=r"\[activation_checkpoint\] mode=.selective."):
         check(
             {"pp": 2},
-            model={"layers": 8},
+            model={"num_layers": 8},
             activation_checkpoint={"mode": "selective"},
             pipeline={"schedule": "zbv_zero_bubble"},
         )

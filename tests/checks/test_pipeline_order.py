@@ -10,7 +10,7 @@ from titan_dit.config.section import UserError
 from titan_dit.pipeline.schedules import files
 from titan_dit.pipeline.schedules.placement import pipeline_order
 
-MODEL = {"layers": 8}
+MODEL = {"num_layers": 8}
 TRAINING = {"microbatch_size": 4}  # Four microbatches of a batch of 16.
 
 

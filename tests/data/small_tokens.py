@@ -25,7 +25,7 @@ def counting(num, sizes):
 def tokens(*paths, **keys):
     """The [data] section."""
     return Tokens(
-        **{"paths": paths, "sequence_length": 8, "vocabulary": 1000, "split": (1,)} | keys
+        **{"paths": paths, "sequence_length": 8, "vocab_size": 1000, "split": (1,)} | keys
     )
 
 

@@ -265,7 +265,7 @@ def test_full_shared_memory_ends_the_run_where_a_batch_cannot_be_sent(monkeypatc
 
     monkeypatch.setattr(torch.Tensor, "share_memory_", full)  # In the worker, which is forked.
     order = RankOrder(BatchPlan(4), EpochOrder(5, 40), 0, 1)
-    with pytest.raises(Disruption, match=r"^\[data\] /dev/shm is full .*--data\.workers 0$"):
+    with pytest.raises(Disruption, match=r"^\[data\] /dev/shm is full .*--data\.num_workers 0$"):
         next(loader.load(KINDS, order, 0, anything, CPU, workers=1))
     # Any other error of the thread that sends it: the batch would never come.
     monkeypatch.undo()
@@ -289,7 +289,10 @@ def test_an_error_of_a_users_source_keeps_its_traceback():
 
 @pytest.mark.parametrize(
     ("number", "words"),
-    [(errno.ENOSPC, "/dev/shm is full"), (errno.EAGAIN, r"workers=2 cannot start: .*Set fewer")],
+    [
+        (errno.ENOSPC, "/dev/shm is full"),
+        (errno.EAGAIN, r"num_workers=2 cannot start: .*Set fewer"),
+    ],
 )
 def test_workers_that_cannot_start_are_a_line(monkeypatch, number, words):
     def refuse(*_, **__):

@@ -38,7 +38,7 @@ def tokenizer(folder, vocabulary=SPECIAL):
 
 def opened(folder, documents, **keys):
     path = write(folder / "sentences", documents)
-    fixed = {"tokenizer": tokenizer(folder), "vocabulary": 60000, "split": (1,)}
+    fixed = {"tokenizer": tokenizer(folder), "vocab_size": 60000, "split": (1,)}
     section = SentencePairs(paths=(path,), **fixed | {"sequence_length": LENGTH} | keys)
     return section.open()
 
@@ -76,7 +76,7 @@ def test_samples_are_of_the_sentences_that_megatrons_loop_takes(tmp_path, short_
     documents = [
         [draw.choice((1, 3, 7, 20, 50)) for _ in range(draw.randrange(1, 30))] for _ in range(60)
     ]
-    source = opened(tmp_path, documents, short_share=short_share)
+    source = opened(tmp_path, documents, short_seq_prob=short_share)
     starts = np.cumsum([0, *(n for lengths in documents for n in lengths)]) + 4
     expected = built_one_by_one(documents, Targets(LENGTH - 3, short_share))
     found = texts(source)
@@ -94,7 +94,7 @@ def test_samples_are_of_the_sentences_that_megatrons_loop_takes(tmp_path, short_
 
 
 def test_short_sentences_are_kept_whole_and_the_remainder_is_told(tmp_path):
-    source = opened(tmp_path, [[10, 10, 10, 10, 10], [9]], short_share=0.0)
+    source = opened(tmp_path, [[10, 10, 10, 10, 10], [9]], short_seq_prob=0.0)
     # Four sentences reach 32 tokens; the fifth alone would be no pair.
     assert texts(source) == [(list(range(4, 36)), [0] * 10 + [1] * 10 + [2] * 10 + [3] * 2)]
     assert source.facts.num_left_out == 18 + 9
@@ -102,7 +102,7 @@ def test_short_sentences_are_kept_whole_and_the_remainder_is_told(tmp_path):
 
 
 def test_a_long_first_sentence_leaves_half_of_the_sample_to_the_second(tmp_path):
-    source = opened(tmp_path, [[100, 40]], short_share=0.0)
+    source = opened(tmp_path, [[100, 40]], short_seq_prob=0.0)
     ((ids, numbers),) = texts(source)
     assert numbers == [0] * 16 + [1] * 16
     assert ids == list(range(4 + 84, 4 + 116))
@@ -110,18 +110,18 @@ def test_a_long_first_sentence_leaves_half_of_the_sample_to_the_second(tmp_path)
 
 def test_short_samples_are_a_share_of_all_and_the_same_at_every_start(tmp_path):
     documents = [[8] * 40] * 50
-    source = opened(tmp_path, documents, short_share=0.3)
+    source = opened(tmp_path, documents, short_seq_prob=0.3)
     found = texts(source)
     share = sum(len(ids) < 32 for ids, _ in found) / len(found)
     assert 0.2 < share < 0.4
-    assert texts(opened(tmp_path, documents, short_share=0.3)) == found
+    assert texts(opened(tmp_path, documents, short_seq_prob=0.3)) == found
     assert texts(pickle.loads(pickle.dumps(source))) == found
 
 
 def test_validation_has_documents_of_its_own(tmp_path):
     documents = [[8] * 12] * 20
     path = write(tmp_path / "sentences", documents)
-    keys = {"tokenizer": tokenizer(tmp_path), "vocabulary": 60000, "sequence_length": LENGTH}
+    keys = {"tokenizer": tokenizer(tmp_path), "vocab_size": 60000, "sequence_length": LENGTH}
     section = SentencePairs(paths=(path,), split=(3, 1), **keys)
     parts = section.open(), section.validation_part().open()
     train, held_out = ({i for ids, _ in texts(part) for i in ids} for part in parts)
@@ -132,7 +132,7 @@ def test_validation_has_documents_of_its_own(tmp_path):
 def test_several_paths_are_numbered_one_after_another(tmp_path):
     first = write(tmp_path / "one", [[8] * 12])
     second = write(tmp_path / "two", [[9] * 12])
-    keys = {"tokenizer": tokenizer(tmp_path), "vocabulary": 500, "sequence_length": LENGTH}
+    keys = {"tokenizer": tokenizer(tmp_path), "vocab_size": 500, "sequence_length": LENGTH}
     alone = [SentencePairs(paths=(p,), split=(1,), **keys).open() for p in (first, second)]
     both = SentencePairs(paths=(first, second), split=(1,), **keys).open()
     assert texts(both) == [*texts(alone[0]), *texts(alone[1])]
@@ -145,7 +145,7 @@ def test_several_paths_are_numbered_one_after_another(tmp_path):
 
 def test_data_without_pairs_are_refused(tmp_path):
     path = write(tmp_path / "one", [[8], [9]])
-    keys = {"tokenizer": tokenizer(tmp_path), "vocabulary": 500, "sequence_length": LENGTH}
+    keys = {"tokenizer": tokenizer(tmp_path), "vocab_size": 500, "sequence_length": LENGTH}
     message = refused(SentencePairs(paths=(path,), split=(1,), **keys).open)
     assert message.endswith(
         "its part for training has no document of two sentences. "
@@ -159,5 +159,5 @@ def test_data_without_pairs_are_refused(tmp_path):
 
 
 def test_an_id_beyond_the_vocabulary_is_refused(tmp_path):
-    message = refused(lambda: opened(tmp_path, [[8] * 12], vocabulary=50))
-    assert "is outside vocabulary=50" in message
+    message = refused(lambda: opened(tmp_path, [[8] * 12], vocab_size=50))
+    assert "is outside vocab_size=50" in message

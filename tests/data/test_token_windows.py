@@ -110,16 +110,16 @@ def test_the_digest_follows_the_contents_and_not_the_path(first, tmp_path):
 def test_facts_tell_the_bytes_of_a_byte_level_tokenizer(tmp_path):
     path = write_tokens(tmp_path / "set", [[1, 2, 3, 0], [3, 3, 3, 0]])
     tokenizer = byte_level_file(tmp_path / "tokenizer.json")
-    config = tokens(path, vocabulary=None, tokenizer=tokenizer, sequence_length=3, split=(1, 1))
+    config = tokens(path, vocab_size=None, tokenizer=tokenizer, sequence_length=3, split=(1, 1))
     facts = config.open().facts
     assert (facts.vocabulary, facts.end_of_document, facts.bytes_per_token) == (4, 0, 7 / 4)
     assert config.validation_part().open().facts.bytes_per_token == 12 / 4
     assert TokenFacts.from_json(json.loads(json.dumps(facts.as_json()))) == facts
     without = tokens(path, sequence_length=3, end_of_document=7).open().facts
     assert (without.bytes_per_token, without.end_of_document) == (None, 7)
-    few = tokens(path, tokenizer=tokenizer, vocabulary=3, sequence_length=3)
+    few = tokens(path, tokenizer=tokenizer, vocab_size=3, sequence_length=3)
     message = refused(few.survey)
-    assert "vocabulary=3 is less than the 4 tokens" in message
+    assert "vocab_size=3 is less than the 4 tokens" in message
 
 
 @pytest.mark.parametrize("bad", [1000, -1])
@@ -127,7 +127,7 @@ def test_ids_outside_the_vocabulary_are_refused_by_name(tmp_path, bad, monkeypat
     documents = counting(0, [10, 10, 10])
     documents[2][4] = bad
     path = write_tokens(tmp_path / "set", documents, "int32")
-    said = f"set.bin: id {bad} at token 24, in document 2, is outside vocabulary=1000"
+    said = f"set.bin: id {bad} at token 24, in document 2, is outside vocab_size=1000"
     assert said in refused(tokens(path).open)
     # Beyond the tokens that are checked at the start: when it is read, and then for good.
     monkeypatch.setattr("titan_dit.data.token_windows.CHECKED_TOKENS", 10)
@@ -173,7 +173,7 @@ def test_parts_without_a_window_are_refused(first, second):
         ({"weights": (1.0,)}, "1 weights for 2 paths. Give one for each"),
         ({"split": (0, 1)}, "up to three shares"),
         ({"split": (1, 1, 1, 1)}, "up to three shares"),
-        ({"vocabulary": None}, "Set tokenizer"),
+        ({"vocab_size": None}, "Set tokenizer"),
         ({"weights": (1.0, 0.0)}, "must be above 0"),
     ],
 )
@@ -185,13 +185,13 @@ def test_keys_that_do_not_fit_are_refused(keys, message):
 def test_what_the_files_or_the_tokenizer_refute_is_refused(first):
     assert "Give the path of a .bin without its suffix: --data.paths" in refused(tokens().open)
     message = refused(tokens(first, end_of_document=1000).open)
-    assert "end_of_document=1000 is not below vocabulary=1000" in message
+    assert "end_of_document=1000 is not below vocab_size=1000" in message
 
 
 def test_a_run_finds_its_tokenizer_from_another_folder(first, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     byte_level_file(Path("here.json"))
-    facts = tokens(first, vocabulary=1000, tokenizer="here.json").survey().facts
+    facts = tokens(first, vocab_size=1000, tokenizer="here.json").survey().facts
     assert facts.tokenizer == str(tmp_path / "here.json")
 
 

@@ -71,9 +71,9 @@ def test_the_named_sizes_are_recognised(size):
 
 
 def test_other_sizes_need_the_number_of_heads():
-    with pytest.raises(UserError, match=r"hidden=48, layers=2 is none of S, .* --heads N"):
+    with pytest.raises(UserError, match=r"hidden_size=48, num_layers=2 is none of S, .* --heads N"):
         infer(STATE, heads=None)
-    with pytest.raises(UserError, match="is not divisible by heads=5"):
+    with pytest.raises(UserError, match="is not divisible by num_heads=5"):
         infer(STATE, heads=5)
 
 

@@ -48,7 +48,7 @@ def test_what_follows_the_end_of_a_document_can_be_left_out():
     ("facts", "words"),
     [
         (TokenFacts(count=1, sequence_length=32, vocabulary=200), "sequence_length=32 and"),
-        (TokenFacts(count=1, sequence_length=16, vocabulary=201), "Set .model. vocabulary = 201"),
+        (TokenFacts(count=1, sequence_length=16, vocabulary=201), "Set .model. vocab_size = 201"),
         (TokenFacts(count=1, sequence_length=16, vocabulary=200), "Set .data. end_of_document"),
     ],
 )
@@ -61,10 +61,9 @@ def test_other_data_and_other_models_are_refused():
     digits = tiny_config()
     with pytest.raises(UserError, match=r'Set .model. name = "gpt"'):
         NextTokenConfig().model_spec(digits.model)
-    sizes = {"vocabulary": 200, "sequence_length": 16}
-    bert = BERTConfig(
-        hidden_size=32, num_layers=2, num_heads=4, **sizes
-    )  # It has a causal model's keys.
+    # It has a causal model's keys.
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4}
+    bert = BERTConfig(**sizes, vocab_size=200, sequence_length=16)
     with pytest.raises(UserError, match=r'name="bert" is no causal language model.* = "gpt"'):
         NextTokenConfig().model_spec(bert)
     with pytest.raises(UserError, match=r'Set .data. name = "tokens"'):

@@ -4,17 +4,18 @@ import pytest
 import torch
 
 from titan_dit.config.section import UserError
-from titan_dit.config.training import SamplingConfig
+from titan_dit.config.training import GenerationConfig, SamplingConfig
 from titan_dit.data.token_windows import TokenFacts
 from titan_dit.data.tokenizing.tokenizer import NumberCodec, codec_of
 from titan_dit.models.gpt_config import GPTConfig
 from titan_dit.objectives import text_drawing
 from titan_dit.objectives.base import DataShare
+from titan_dit.objectives.sections import NextTokenConfig
 from titan_dit.objectives.text_drawing import Writer, prompt_ids, titled, written
 
 VOCABULARY, WINDOW, END = 10, 6, 9
 FACTS = TokenFacts(count=1, sequence_length=WINDOW, vocabulary=VOCABULARY, end_of_document=END)
-GREEDY = SamplingConfig(length=8, temperature=0.0)
+GREEDY = GenerationConfig(max_new_tokens=8, temperature=0.0)
 
 
 MODEL = GPTConfig(
@@ -63,7 +64,7 @@ def test_a_text_depends_on_seed_and_number_alone():
     def flat(inputs, static):
         return torch.zeros(*inputs["tokens"].shape, VOCABULARY)
 
-    drawing = SamplingConfig(length=12)
+    drawing = GenerationConfig(max_new_tokens=12)
     even = Writer(flat, MODEL, torch.device("cpu"), is_executor=True)
     whole = even.extend([1], torch.arange(4), 5, drawing, drawing.max_new_tokens, None)
     assert torch.equal(
@@ -79,7 +80,7 @@ def test_a_text_depends_on_seed_and_number_alone():
 def test_one_process_stops_when_every_text_has_ended_and_an_executor_does_not():
     prompt = [9, 0]  # Of the prompt's own token the text does not end.
     ends = expected(prompt, 8).index(END, 2) - 1
-    given = prompt, torch.arange(1), 0, GREEDY, END
+    given = prompt, torch.arange(1), 0, GREEDY, GREEDY.max_new_tokens, END
     whole, stopped = (writer(is_executor).extend(*given) for is_executor in (True, False))
     assert whole.shape == (1, 10)
     assert stopped.shape == (1, 2 + ends)
@@ -93,7 +94,7 @@ def test_a_text_is_the_prompt_and_what_follows_up_to_the_end_of_the_document():
 
 
 def test_a_preview_has_one_text_per_sample_on_any_number_of_data_ranks(tmp_path):
-    sampling = SamplingConfig(num=5, prompt="1 2", length=4, temperature=2.0)
+    generation = GenerationConfig(prompt="1 2", max_new_tokens=4, temperature=2.0)
     parts = []
 
     def share(rank, ranks):
@@ -103,12 +104,12 @@ def test_a_preview_has_one_text_per_sample_on_any_number_of_data_ranks(tmp_path)
 
         return DataShare(torch.device("cpu"), rank, ranks, gather)
 
-    text_drawing.preview(forward, MODEL, FACTS, sampling, 7, share(0, 1)).write(
+    text_drawing.preview(forward, MODEL, FACTS, 5, generation, 7, share(0, 1)).write(
         tmp_path / "whole.txt"
     )
     parts.clear()
-    text_drawing.preview(forward, MODEL, FACTS, sampling, 7, share(0, 2))
-    last = text_drawing.preview(forward, MODEL, FACTS, sampling, 7, share(1, 2))
+    text_drawing.preview(forward, MODEL, FACTS, 5, generation, 7, share(0, 2))
+    last = text_drawing.preview(forward, MODEL, FACTS, 5, generation, 7, share(1, 2))
     last.write(tmp_path / "parts.txt")
     whole = (tmp_path / "whole.txt").read_text()
     assert whole == (tmp_path / "parts.txt").read_text()
@@ -119,9 +120,11 @@ def test_a_preview_has_one_text_per_sample_on_any_number_of_data_ranks(tmp_path)
 
 
 def test_a_preview_has_few_texts_by_default(tmp_path):
-    sampling = SamplingConfig(prompt="1 2", length=1)
+    generation = GenerationConfig(prompt="1 2", max_new_tokens=1)
     alone = DataShare(torch.device("cpu"))
-    text_drawing.preview(forward, MODEL, FACTS, sampling, 7, alone).write(tmp_path / "few.txt")
+    objective = NextTokenConfig().build(MODEL, FACTS)
+    drawn = objective.preview(forward, SamplingConfig(), generation, 7, alone)
+    drawn.write(tmp_path / "few.txt")
     assert (tmp_path / "few.txt").read_text().count("---") == 4
 
 

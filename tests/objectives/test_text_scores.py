@@ -5,14 +5,14 @@ import math
 import pytest
 
 from titan_dit.config.section import UserError
-from titan_dit.config.training import SamplingConfig
+from titan_dit.config.training import GenerationConfig, SamplingConfig
 from titan_dit.data.base import DataFacts
 from titan_dit.data.token_windows import TokenFacts
 from titan_dit.models.gpt_config import GPTConfig
 from titan_dit.objectives.sections import NextTokenConfig
 
 SIZES = {"sequence_length": 4, "vocabulary": 10}
-MODEL = GPTConfig(hidden_size=8, num_layers=1, num_heads=2, **SIZES)
+MODEL = GPTConfig(hidden_size=8, num_layers=1, num_heads=2, sequence_length=4, vocab_size=10)
 TRAINED_ON = TokenFacts(count=1, bytes_per_token=9.0, **SIZES)
 OBJECTIVE = NextTokenConfig().build(MODEL, TRAINED_ON)
 
@@ -35,4 +35,4 @@ def test_a_loss_beyond_all_bounds_has_a_finite_perplexity():
 
 def test_a_prompt_that_does_not_fit_the_data_is_refused_before_training():
     with pytest.raises(UserError, match="prompt has the token id 12"):
-        OBJECTIVE.check_preview(SamplingConfig(prompt="12"))
+        OBJECTIVE.check_preview(SamplingConfig(), GenerationConfig(prompt="12"))

@@ -106,7 +106,7 @@ def test_a_disk_that_is_full_after_the_lock_is_one_line(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")  # As `write` raises it: no file.
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(UserError) as caught:
         RunLog(tmp_path, "run", is_written=True).open({}, MetricsConfig(), 0)
     assert f"error: {caught.value}\n" == FULL.format(tmp_path)

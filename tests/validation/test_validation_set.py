@@ -139,7 +139,7 @@ def test_an_older_run_and_its_replay_hold_out_what_they_held_out(tmp_path, capsy
     shutil.rmtree(tmp_path / "checkpoints")
     assert replayed_rows(tmp_path, capsys) == newer
     keys = [line for line in written.splitlines() if not line.startswith("data_order")]
-    config.write_text("\n".join(keys).replace("format = 4", "format = 3"))
+    config.write_text("\n".join(keys).replace("format = 5", "format = 3"))
     assert replayed_rows(tmp_path, capsys) == older
 
 

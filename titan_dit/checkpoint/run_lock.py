@@ -1,4 +1,13 @@
-"""The run lock: one launch at a time trains into a run directory and a checkpoint folder."""
+"""The run lock: one launch at a time trains into a run directory and a checkpoint folder.
+
+`run.lock` names the holder (process, host, launch) as JSON. A lock of a dead process on this
+machine is taken over at once. Processes on other machines cannot be checked: their locks are
+renewed every BEAT_S and become stale after STALE_S without renewal. A lock that is renewed twice
+while watched is in use. Restarted ranks belong to the same launch, on any node.
+
+flock only serialises access to the file. It cannot be the lock itself: on NFS a flock can outlive
+a dead node.
+"""
 
 from __future__ import annotations
 

@@ -164,7 +164,8 @@ def check_tensor(plan: RunPlan) -> None:
     if heads % groups:
         raise UserError(
             f"[model] num_key_value_heads={groups} does not divide num_heads={heads}. "
-            f"Set num_key_value_heads = {largest_divisor(heads, below=groups)}, or leave it out."
+            f"Set num_key_value_heads = {largest_divisor(heads, below=groups)}, or leave it out "
+            "for one per head."
         )
     shards = {"heads": heads, "query groups": groups, "MLP width": model_spec.ffn}
     for what, count in shards.items():
@@ -196,7 +197,7 @@ def check_context(plan: RunPlan) -> None:
     if parallel.cp_method == "ulysses" and heads % sizes.cp:
         raise UserError(
             f'[parallel] cp_method="ulysses": cp={sizes.cp} does not divide the {heads} heads of a '
-            f'rank (heads={model_spec.num_heads}, tp={sizes.tp}). Set cp_method = "ring" or '
+            f'rank (num_heads={model_spec.num_heads}, tp={sizes.tp}). Set cp_method = "ring" or '
             f"cp = {largest_divisor(heads, below=sizes.cp)}."
         )
     if sizes.cp == 1 or parallel.cp_method != "ring":

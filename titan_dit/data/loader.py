@@ -168,7 +168,7 @@ def started(loader: StatefulDataLoader[Any], workers: int) -> Iterator[Any]:
     try:
         return iter(loader)
     except OSError as error:
-        line = f"workers={workers} cannot start: {reason_of(error)}. Set fewer."
+        line = f"num_workers={workers} cannot start: {reason_of(error)}. Set fewer."
         if error.errno in FULL:  # Their locks are in shared memory, too.
             line = shared_memory_is_full(NO_WORKERS)
         # The traceback keeps a half-made iterator, which prints an error of its own when it ends.

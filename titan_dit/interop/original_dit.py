@@ -320,8 +320,8 @@ def heads_of(hidden: int, layers: int) -> int:
         if (width, depth) == (hidden, layers):
             return heads
     raise UserError(
-        f"hidden={hidden}, layers={layers} is none of {', '.join(SIZES)}, so the number of heads "
-        "is unknown. Set it with --heads N."
+        f"hidden_size={hidden}, num_layers={layers} is none of {', '.join(SIZES)}, so the "
+        "number of heads is unknown. Set it with --heads N."
     )
 
 

@@ -71,7 +71,7 @@ def build(section: NextTokenConfig, model: ModelConfig, facts: DataFacts) -> Nex
     if facts.vocabulary > found.vocab_size:
         raise UserError(
             f"[data] has token ids up to {facts.vocabulary - 1}, but [model] "
-            f"vocabulary={found.vocab_size}. Set [model] vocab_size = {facts.vocabulary}."
+            f"vocab_size={found.vocab_size}. Set [model] vocab_size = {facts.vocabulary}."
         )
     if section.mask_end_of_document and facts.end_of_document is None:
         raise UserError(
