@@ -147,8 +147,8 @@ def read_table(path: Path = TABLE) -> list[Measured]:
 def gains(shape: LinearShape, recipe: str, device: str, table: Sequence[Measured]) -> bool:
     """True if float8 makes the layer faster on the named device ("" without a GPU).
 
-    By measurement if there is one near (`python benchmarks/float8_shapes.py` writes the table), else
-    by the roofline, which ignores launch overhead.
+    By measurement if there is one near (`python benchmarks/float8_shapes.py` writes their table),
+    else by the roofline, which ignores launch overhead.
     """
     if not shape.fits:
         return False
