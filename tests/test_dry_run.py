@@ -305,7 +305,7 @@ def test_every_recipe_passes(name, flags):
     pp = config.parallel.pp
     per_rank = config.pipeline.virtual_stages
     tables = config_file.to_tables(config)
-    tables["model"] |= {"size": None, "layers": max(2, pp * per_rank)}
+    tables["model"] |= {"size": None, "num_layers": max(2, pp * per_rank)}
     tables["model"] = {k: v for k, v in tables["model"].items() if v is not None}
     config = config_file.build(tables, catalog.variant)
     world = smallest_world(config.parallel)

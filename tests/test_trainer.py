@@ -26,7 +26,7 @@ def trainer_in(world, folder, name, rank=0, **sections):
 def one_step(world, folder, rank):
     """Step 5: the loss, the rate returned and used, what the guard notes, the next cursor."""
     training, rate = {"steps": 100, "global_batch_size": 16}, {"warmup_steps": 10}
-    sections = {"training": training, "lr_schedule": rate, "optimizer": {"lr": 1.0}}
+    sections = {"training": training, "lr_scheduler": rate, "optimizer": {"lr": 1.0}}
     trainer = trainer_in(world, folder, f"steps-{rank}", rank, **sections)
     trainer.step, trainer.cursor = 5, 16
     loss, _, lr = trainer.train_step(next(trainer.batches()))

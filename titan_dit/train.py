@@ -21,6 +21,11 @@ EXPANDABLE = "expandable_segments:True"
 def expand_segments(environment: MutableMapping[str, str], *, cuda_graphs: bool) -> None:
     """Set expandable segments in `environment`; call before CUDA is used.
 
+    Ordinary segments are as large as their first request. Where sizes change (other samples, a
+    partial batch, drawing), the gaps between them cannot be joined: memory is reserved that no
+    request fits (docs.pytorch.org/docs/stable/notes/cuda.html, "Optimizing memory usage"). torch
+    2.11 to 2.15 read these variables when CUDA first allocates, not on import.
+
     Not if the user has set the allocator or NCCL's registration, and not with CUDA graphs: torch
     has excluded and readmitted graphs' private pools, and a capture beside collectives has hung
     with expandable segments (pytorch/torchtitan#3306).

@@ -43,7 +43,7 @@ def config_of(family, parallel, pipeline, mode="none", dtype="fp32"):
         return case_config("dit", parallel, pipeline, {}, dtype, mode, layers)
     make = {"gpt": gpt_config, "bert": bert_config}[family]
     return make(
-        model={"layers": layers},
+        model={"num_layers": layers},
         parallel=parallel,
         pipeline=pipeline,
         training={"microbatch_size": 1},

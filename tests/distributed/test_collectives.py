@@ -45,7 +45,7 @@ def sent_per_layer(world, sequence_parallel):
     found = []
     for layers in (2, 6):
         config = tiny_config(
-            model={"layers": layers},
+            model={"num_layers": layers},
             parallel={"tp": world.size, "sequence_parallel": sequence_parallel},
         )
         trainer = Trainer(config, world)

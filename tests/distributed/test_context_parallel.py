@@ -140,7 +140,7 @@ def test_tokens_in_slices_give_the_loss_and_gradients_of_one_process(results, re
 
 
 def test_each_rank_sends_what_theory_says(results):
-    c, layers, elements = len(results), CONFIG.model.layers, 8 * 16 * CONFIG.model.hidden
+    c, layers, elements = len(results), CONFIG.model.num_layers, 8 * 16 * CONFIG.model.hidden_size
     theory = {
         # Keys and values forward, again backward, and their gradients.
         "ring": (4 * 6 * (c - 1) * elements * layers // c, 3 * (c - 1) * layers),
@@ -174,7 +174,7 @@ def test_compiled_blocks_are_one_graph_with_the_collectives_in_it(reference):
     expected_loss, expected = reference
     for results in on_ranks(2, compiled):
         # Not two thirds of it: the compiler must not keep the keys of all ranks for backward.
-        assert results["ring"][2][1] == 3 * CONFIG.model.layers
+        assert results["ring"][2][1] == 3 * CONFIG.model.num_layers
         for method, (loss, found, _, graphs) in results.items():
             assert graphs == 1, method
             assert loss == pytest.approx(expected_loss, rel=1e-6), method

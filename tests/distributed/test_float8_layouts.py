@@ -150,7 +150,7 @@ def scales_of_a_pipeline(world, folder, layout, pipeline):
             world,
             "tensorwise",
             layout=layout,
-            model={"layers": 4},
+            model={"num_layers": 4},
             training={"global_batch_size": 16, "microbatch_size": 2},
             pipeline=pipeline,
             ema={"decays": [0.5]},

@@ -81,7 +81,7 @@ def from_a_huge_scale(world, family=tiny_config):
     keys = {"loss_scale_init": start, "loss_scale_window": 2, "loss_scale_hysteresis": 1}
     found = {}
     for layout in CASES[world.size]:
-        trainer = trainer_in(world, layout, keys, family, model={"layers": 4})
+        trainer = trainer_in(world, layout, keys, family, model={"num_layers": 4})
         steps = steps_of(trainer, range(1, 10))
         found[json.dumps(layout)] = steps, overflow_of_one_rank(trainer)
     return found
@@ -184,7 +184,7 @@ def run(world, folder, steps, spoiled=(), **sections):
     keys = {"loss_scale_init": 2.0**12, "loss_scale_min": 2.0**10, "loss_scale_window": 2}
     training = {"global_batch_size": 8, "steps": steps}
     tables = {"checkpoint": {"every": 4, "keep": 0}, "job": {"dir": str(folder)}, **sections}
-    model = {"layers": 1}
+    model = {"num_layers": 1}
     trainer = Trainer(
         tiny_config(model=model, training=training, precision={"dtype": "fp16", **keys}, **tables),
         world,

@@ -36,11 +36,11 @@ FLOW, DDPM = {}, {"name": "ddpm", "min_snr_gamma": 5.0}
 # Of a GPT: keys of [model].
 TIED = {"dropout": 0.1}
 UNTIED = {
-    "tied": False,
+    "tie_word_embeddings": False,
     "norm": "rmsnorm",
     "mlp": "swiglu",
     "bias": False,
-    "positions": "rotary",
+    "position_embedding_type": "rotary",
     "num_key_value_heads": 2,
 }
 # Of a BERT: norms after or before, and whether the order of spans is a second task, on padded
@@ -190,7 +190,7 @@ IN_FP64 = {
 def case_config(model, parallel, pipeline, kind, dtype="fp32", mode="none", layers=None):
     """As small as the layout allows: there are more ranks than cores."""
     data_ranks = parallel.get("dp_replicate", 1) * parallel.get("dp_shard", 1)
-    layers = {"layers": layers or layers_for(parallel, pipeline)}
+    layers = {"num_layers": layers or layers_for(parallel, pipeline)}
     sections = {
         "parallel": parallel,
         "pipeline": pipeline,
@@ -203,7 +203,7 @@ def case_config(model, parallel, pipeline, kind, dtype="fp32", mode="none", laye
         return tiny_config(model=layers | {"qk_norm": True}, objective=kind, **sections)
     if model == "gpt":
         # Then the loss's divisor is a sum over ranks, and weights are sliced with their tokens.
-        ends = {} if kind.get("tied", True) else {"end_of_document": 0}
+        ends = {} if kind.get("tie_word_embeddings", True) else {"end_of_document": 0}
         objective = {"mask_end_of_document": bool(ends)}
         return gpt_config(data=ends, objective=objective, model=layers | kind, **sections)
     norm_place, sentence_order = kind

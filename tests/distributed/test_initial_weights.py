@@ -109,7 +109,7 @@ def alone(world, folder, ten, seven, plain):
     new_classes = trainer_of(world, folder / "adapted", seven, 7, init=source)
     given = new_classes.tensors()["model"], new_classes.ema
     config = new_classes.identity.config
-    config = config | {"model": config["model"] | {"heads": 2}}
+    config = config | {"model": config["model"] | {"num_heads": 2}}
     other = replace(new_classes.identity, config=config)
     *_, warning = initial_weights.load(new_classes.config.checkpoint, other, *given)
     frozen = replace(other, config=config | {"lora": {"rank": 2}})
@@ -278,7 +278,7 @@ def test_other_units_networks_or_predictions_are_named():
     assert differences(model={"num_classes": 3, "size": "S/2"}) == []
     assert differences(now | {"scale": 0.25}) == ["[data] scale: 0.5 -> 0.25"]
     # The shapes are the same.
-    assert differences(model={"heads": 2, "timestep_frequencies": "diffusers"}) == [
+    assert differences(model={"num_heads": 2, "timestep_frequencies": "diffusers"}) == [
         "[model] num_heads: 4 -> 2",
         '[model] timestep_frequencies: "dit" -> "diffusers"',
     ]

@@ -36,7 +36,7 @@ LOADED = ("1-0", "2-0", "4-0")
 
 def trainer_in(world, folder, parallel, pipeline):
     config = tiny_config(
-        model={"layers": 4},
+        model={"num_layers": 4},
         parallel=parallel,
         pipeline=pipeline,
         job={"dir": str(folder)},

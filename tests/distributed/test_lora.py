@@ -52,7 +52,7 @@ LONG = [
 def trainer_of(world, table, parallel=None, pipeline=None, compiled=False, **sections):
     checkpoint = {"every": 2, "async_save": False, "init": "base"}
     config = tiny_config(
-        model={"layers": 4},
+        model={"num_layers": 4},
         lora=table,
         parallel=parallel or {},
         pipeline=pipeline or {},

@@ -41,7 +41,7 @@ STEPS = 3
 def trained(world, parallel, pipeline, optimizer):
     """Weights before and after some steps, averages and optimizer's states; all whole."""
     config = tiny_config(
-        model={"layers": 4},
+        model={"num_layers": 4},
         parallel=parallel,
         pipeline=pipeline,
         optimizer=optimizer,
@@ -198,7 +198,7 @@ def digits(world, cases):
     for parallel, pipeline in cases:
         size = {"microbatch_size": 4} if "pp" in parallel else {}
         config = tiny_config(
-            model={"layers": 4},
+            model={"num_layers": 4},
             parallel=parallel,
             pipeline=pipeline,
             optimizer={"name": "muon", "lr": 3e-3},

@@ -77,7 +77,7 @@ def digits(layout):
         parallel=layout,
         training={"global_batch_size": 4, "microbatch_size": 1 if "dp_replicate" in layout else 2},
         validation={"every": 1, "samples": 5},
-        model={"layers": 2},
+        model={"num_layers": 2},
         ema={"decays": [0.9]},
     )
 

@@ -34,7 +34,7 @@ WITHOUT_TORCH = (
 
 def trainer_of(world, schedule, virtual_stages, **parallel):
     config = tiny_config(
-        model={"layers": 4},
+        model={"num_layers": 4},
         parallel={"pp": 2, **parallel},
         pipeline={"schedule": schedule, "virtual_stages": virtual_stages},
         training={"global_batch_size": MICROBATCHES, "microbatch_size": 1},

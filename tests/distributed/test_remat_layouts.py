@@ -47,7 +47,7 @@ V_SHAPED = ("zbv_zero_bubble", "dualpipev")
 
 def run(world, layout, schedule, mode, *, compiled=False):
     config = tiny_config(
-        model={"layers": 4 if schedule in V_SHAPED else 2, "qk_norm": True},
+        model={"num_layers": 4 if schedule in V_SHAPED else 2, "qk_norm": True},
         parallel=layout,
         pipeline={"schedule": schedule},
         training={"microbatch_size": 8 if compiled else 2 if schedule in V_SHAPED else 4},
@@ -69,7 +69,7 @@ def frozen_beginning(world):
         torch._dynamo.reset()
         with graphs_alone():
             config = tiny_config(
-                model={"layers": 2},
+                model={"num_layers": 2},
                 training={"microbatch_size": 8, "frozen": ["embed.*", "blocks.0.*"]},
                 activation_checkpoint={"mode": mode},
                 compile={"enabled": True, "objective": False},

@@ -31,7 +31,7 @@ def built(
 ):
     """A trainer of which the samples `numbers` are spoiled on their way in."""
     config = tiny_config(
-        model={"layers": 2 if "parallel" in sections else 1},
+        model={"num_layers": 2 if "parallel" in sections else 1},
         **sections,
         job={"dir": str(folder)},
         training={"steps": steps, "microbatch_size": 8 if sections else None},

@@ -18,7 +18,8 @@ from titan_dit.trainer import Trainer
 LAYOUTS = [{"tp": 2}, {"pp": 2}, {"dp_shard": 2}, {"cp": 2, "cp_method": "ulysses"}]
 LONG = [{"dp_replicate": 2}, {"cp": 2}]
 # Longer than the window of 16 tokens, and more texts than two ranks share evenly.
-SAMPLING = {"every": 2, "num": 3, "prompt": "3 1 4 1", "length": 20, "temperature": 0.7}
+SAMPLING = {"every": 2, "num": 3}
+GENERATION = {"prompt": "3 1 4 1", "max_new_tokens": 20, "temperature": 0.7}
 VALIDATED = {"validation": {"every": 2, "samples": 9}, "checkpoint": {"every": 2}}
 CONFIGS = {
     "dit": tiny_config,
@@ -31,7 +32,7 @@ def preview(world, layout, folder):
     """The text of a preview with random weights, on every rank."""
     parallel = {"dp_shard": 1} | layout
     keys = {"training": {"microbatch_size": 2}, "model": {"position_embedding_type": "rotary"}}
-    config = gpt_config(parallel=parallel, sampling=SAMPLING, **keys)
+    config = gpt_config(parallel=parallel, sampling=SAMPLING, generation=GENERATION, **keys)
     trainer = Trainer(config, world)
     randomize(trainer.parameters)
     given = config.sampling, config.generation, config.job.seed, trainer.data_share

@@ -29,7 +29,7 @@ LOADS = [(PP, ZERO_BUBBLE), (TP, {}), (CP, {})]
 
 def trainer_in(world, folder, parallel, pipeline, sections):
     config = gpt_config(
-        model={"layers": 4},
+        model={"num_layers": 4},
         parallel=parallel,
         pipeline=pipeline,
         job={"dir": str(folder)},

@@ -61,7 +61,7 @@ def fused_in_a_block(takes_biases_out, samples):
         partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
     )
-    config = tiny_config(model={"layers": 1}).model
+    config = tiny_config(model={"num_layers": 1}).model
     torch._dynamo.reset()
     with fake_world(0, 2), unchecked():
         mesh = Mesh(AxisSizes(tp=2), "cpu")
@@ -107,7 +107,7 @@ USERS = {
 @pytest.mark.parametrize("case", USERS)
 def test_the_biases_of_a_users_plan_are_taken_out_of_local_tokens_only(case):
     style, taken = USERS[case]
-    config = tiny_config(model={"layers": 1}).model
+    config = tiny_config(model={"num_layers": 1}).model
     with fake_world(0, 2), unchecked():
         mesh = Mesh(AxisSizes(tp=2), "cpu").axis("tp")
         model = config.build(1)
@@ -117,9 +117,11 @@ def test_the_biases_of_a_users_plan_are_taken_out_of_local_tokens_only(case):
         async_tp.take_biases_out(model, users)
         assert (layer.product is not TokenLinear.product) == taken
         # This rank's half of what the layer is given: of the channels, or of the tokens.
-        size = (2, 2, config.hidden * 4) if "column" in case else (2, 4, config.hidden * 2)
+        size = (
+            (2, 2, config.hidden_size * 4) if "column" in case else (2, 4, config.hidden_size * 2)
+        )
         if case == "by column, whole tokens":
-            size = (2, 4, config.hidden * 4)
+            size = (2, 4, config.hidden_size * 4)
         layer(torch.randn(size)).sum().backward()
         assert layer.bias.grad is not None
 

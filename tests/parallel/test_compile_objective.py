@@ -43,7 +43,7 @@ PATHS = {
 def batch_of(rows, first):
     generator = torch.Generator().manual_seed(first)
     # Channels twice: a mean and a std, from which the latent is drawn.
-    latent = torch.rand(rows, 2 * MODEL.channels, 6, 6, generator=generator)
+    latent = torch.rand(rows, 2 * MODEL.in_channels, 6, 6, generator=generator)
     numbers = torch.arange(first, first + rows)
     fields = {"latent": latent, "label": numbers % 10}
     return Batch(fields, numbers, torch.ones(rows), float(rows))
@@ -82,7 +82,7 @@ def both(how):
 
 def score(path, function, loss, prepared, seed):
     """The share of the loss, the factor of its gradient, and the prediction's gradient."""
-    values = 4 * path.output_channels(MODEL.channels)
+    values = 4 * path.output_channels(MODEL.in_channels)
     drawn = torch.randn(5, 9, values, generator=torch.Generator().manual_seed(seed % 1000))
     share, factor = function(loss, drawn.requires_grad_(), prepared)
     torch.autograd.backward(share, factor)

@@ -322,7 +322,7 @@ def test_the_key_of_the_config_reaches_the_kernels(method, monkeypatch):
     model = Attention(32, 4, False)
     attention.apply(model, attention.attend_by("math"))
     alone = Exchange("", 0, 1)  # A ring of one rank sends nothing.
-    monkeypatch.setattr(context.Exchange, "over", lambda group: alone)
+    monkeypatch.setattr(Exchange, "over", lambda group: alone)
     monkeypatch.setattr(Exchange, "all_to_all", lambda self, parts: parts)
     context.apply(model, SimpleNamespace(get_group=lambda: None), method, "math")
     counting = AttentionKernel(products, MATH.backward)

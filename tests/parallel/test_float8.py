@@ -31,7 +31,7 @@ KINDS = ("attn.qkv", "attn.out", "mlp.up", "mlp.down")
 
 def converted(recipe, *, rows=256, sizes=None, device_type="cpu", **keys):
     precision = {"float8": recipe, "float8_emulate": True, **keys}
-    model_keys = {"hidden": 32, "mlp_ratio": 4.0} | keys.pop("model", {})
+    model_keys = {"hidden_size": 32, "mlp_ratio": 4.0} | keys.pop("model", {})
     precision.pop("model", None)
     config = tiny_config(precision=precision, model=model_keys)
     with torch.device("meta"):
@@ -60,7 +60,7 @@ def test_the_linears_of_blocks_are_converted_and_nothing_else(recipe):
 def test_a_layer_that_the_tensor_cores_cannot_multiply_stays():
     # 40 is no multiple of 16, 120 neither, 160 is: but every layer has 40 on one side.
     with pytest.raises(UserError, match=r'float8="rowwise".*\(256, 40, 160\).* Set float8 = "off"'):
-        converted("rowwise", float8_layers="all", model={"hidden": 40})
+        converted("rowwise", float8_layers="all", model={"hidden_size": 40})
     # With tp 4 an output of 96 is 24 wide on a rank; the MLP's 128 are 32.
     model, _ = converted("rowwise", float8_layers="all", sizes=AxisSizes(tp=4))
     assert float8_layers(model) == {f"blocks.{i}.mlp.{k}" for i in range(3) for k in ("up", "down")}
@@ -171,7 +171,7 @@ def compiled_step(world, emulate):
     """Loss and gradients of a compiled step in float8."""
     precision = {"dtype": "bf16", "float8": "tensorwise", "float8_layers": "all"}
     config = tiny_config(
-        model={"hidden": 128},
+        model={"hidden_size": 128},
         precision=precision | {"float8_emulate": emulate},
         compile={"enabled": True},
     )

@@ -66,7 +66,7 @@ def copies_of_a_step(layers, **sections):
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_a_layer_copies_no_tokens_around_its_gathers(mode):
-    one, two = (copies_of_a_step(layers, remat={"mode": mode}) for layers in (1, 2))
+    one, two = (copies_of_a_step(layers, activation_checkpoint={"mode": mode}) for layers in (1, 2))
     # Backward joins the gradients of q, k and v; each has the heads of one rank.
     assert two - one == {("stack", 3 * LOCAL): 2}
     # At the ends of the network, a rank's tokens and their gradients leave the whole ones.

@@ -93,7 +93,8 @@ def test_one_pipeline_of_several_is_recorded(place):
 
 
 def test_without_a_pipeline_there_is_none_and_cp_hides_none():
-    assert recording_of(executor_of(LocalExecutor), PLAN, Place()) is None
+    alone = SimpleNamespace(sizes=AxisSizes())
+    assert recording_of(executor_of(LocalExecutor), PLAN, alone) is None
     inner = executor_of(PipelinedExecutor)
     sliced = mock.Mock(spec=SlicedExecutor, inner=inner)
     assert recording_of(sliced, PLAN, Place()).executor is inner

@@ -1,6 +1,6 @@
 """torchrun's agent with graceful stops.
 
-All uses of its private interfaces are in this file, those of its heartbeats in heartbeats.py.
+All uses of its private interfaces are in this file, those of its heartbeats in store.py.
 """
 
 from __future__ import annotations

@@ -60,7 +60,15 @@ UNKNOWN_BALANCE = BALANCE["H100"]
 
 @dataclass(frozen=True)
 class Cost:
-    """A recipe's overhead in bytes per element, and its number of matmuls in float8."""
+    """A recipe's overhead in bytes per element, and its number of matmuls in float8.
+
+    A layer's training step is three matmuls of M rows, K inputs and N outputs, 2 M K N FLOPs each.
+    float8 halves the time of `products` (two or three) of them. The overhead is memory traffic:
+    passes over input, weight and output gradient, for the amax and for the casts to the matmuls'
+    layouts. So float8 gains if
+
+        products x M K N / (bytes of these passes) > slowdown x FLOPs per byte of the device.
+    """
 
     input: int
     weight: int
@@ -137,7 +145,11 @@ def read_table(path: Path = TABLE) -> list[Measured]:
 
 
 def gains(shape: LinearShape, recipe: str, device: str, table: Sequence[Measured]) -> bool:
-    """True if float8 makes the layer faster on the named device ("" without a GPU)."""
+    """True if float8 makes the layer faster on the named device ("" without a GPU).
+
+    By measurement if there is one near (`python benchmarks/float8_shapes.py` writes their table),
+    else by the roofline, which ignores launch overhead.
+    """
     if not shape.fits:
         return False
     near = nearest(shape, [m for m in table if (m.device, m.recipe) == (device, recipe)])

@@ -1,6 +1,8 @@
 """Ring attention: queries stay, keys and values rotate around the ranks (arXiv:2310.01889).
 
-Also the ring and all-to-all exchanges of one process group.
+Also the ring and all-to-all exchanges of one process group. They are functional collectives, which
+are asynchronous and can be traced by torch.compile. Only this file calls these private operators
+(torch.ops._c10d_functional), which take the group's name in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations

@@ -54,6 +54,9 @@ class _BatchFirst(torch.autograd.Function):
 class TokenFirst(ParallelStyle):
     """A style that gives its module tokens [n, b, d]; outside of it they are [b, n, d].
 
+    A collective joins or splits its tensor along dim 0. With samples first in memory, the tokens of
+    several samples would have to be cut and joined again around every collective.
+
     Only for modules that treat every token alike, such as linears. Placements of the inner style
     count the dims of [n, b, d].
     """

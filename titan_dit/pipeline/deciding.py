@@ -28,7 +28,12 @@ from titan_dit.ranks import process_group
 
 
 class Decisions:
-    """The decisions of a group of ranks: the first rank sends them, the others receive them."""
+    """The decisions of a group of ranks: the first rank sends them, the others receive them.
+
+    The ranks share collectives, so they must run the same actions in the same order, although
+    messages may arrive in a different order on each. Decisions travel over sockets of the hosts,
+    also in a run on GPUs: no device waits for them.
+    """
 
     def __init__(self, ranks: Sequence[int]) -> None:
         """`ranks`: global ranks of the group. Collective over them."""

@@ -1,6 +1,10 @@
 """One stage of a pipeline: forward and backward of its microbatches, without communication.
 
 A backward may be split in two halves: the gradients of the inputs, later those of the weights.
+Zero-bubble schedules send the input gradients at once and fill bubbles with the second half
+(arXiv:2401.10241 sec. 2). The first half runs the nodes of autograd's graph that lead to an input.
+Where one of them also leads to weights, the gradient that reaches it is kept: the second half
+starts there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Host names, network interfaces and addresses of a launch."""
+"""Host names, network interfaces and addresses of a launch.
+
+torch asks for this host's own name in three places: torchrun to know whether it is RDZV_ENDPOINT's
+host, rank 0's node to tell all ranks where they meet (MASTER_ADDR), gloo to choose the address of
+its sockets. The name may be unknown, or an address that other hosts cannot reach.
+"""
 
 from __future__ import annotations
 

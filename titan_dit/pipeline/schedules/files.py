@@ -1,6 +1,8 @@
 """Files of orders and of measured costs.
 
 An order is a CSV file with a line for each rank: its actions in sequence, as torch writes them.
+"2F0" is stage 2, forward, microbatch 0; B is a full backward, I and W its two halves. Lines that
+begin with # are comments.
 Costs are JSON: seconds of every action and of every message.
 """
 
