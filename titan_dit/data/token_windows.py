@@ -143,14 +143,14 @@ def open_files(section: IndexedData) -> TokenFiles:
     if tokenizer and vocabulary < tokenizer.vocabulary:
         raise UserError(
             f"[data] vocab_size={vocabulary} is less than the {tokenizer.vocabulary} tokens of "
-            f"{section.tokenizer}. Leave vocabulary out, or raise it."
+            f"{section.tokenizer}. Leave vocab_size out, or raise it."
         )
     end = tokenizer.end_of_document if tokenizer else None
     if section.end_of_document is not None:
         end = section.end_of_document
     if end is not None and end >= vocabulary:
         raise UserError(
-            f"[data] end_of_document={end} is not below vocabulary={vocabulary}. Give the id "
+            f"[data] end_of_document={end} is not below vocab_size={vocabulary}. Give the id "
             "of a token, or leave it out."
         )
     opened = [part_of(Path(path), section.split, section.part) for path in section.paths]
@@ -216,8 +216,8 @@ def check_ids(ids: NDArray[np.integer], vocabulary: int, file: IndexedFile, firs
     at = int(np.flatnonzero((ids >= vocabulary) | (ids < 0))[0])
     raise BadSampleError(
         f"[data] {file.bin}: id {int(ids[at])} at token {first + at:,}, in document "
-        f"{file.document_at(first + at):,}, is outside vocabulary={vocabulary}. Give the tokenizer "
-        "that made the file, or raise vocabulary, also [model]'s."
+        f"{file.document_at(first + at):,}, is outside vocab_size={vocabulary}. Give the tokenizer "
+        "that made the file, or raise vocab_size, also [model]'s."
     )
 
 
