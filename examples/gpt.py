@@ -30,23 +30,23 @@ class GPTConfig(Named):
     """A decoder with learned positions."""
 
     section, vocab = "model", 256
-    hidden: PositiveInt
-    layers: PositiveInt
-    heads: PositiveInt
+    hidden_size: PositiveInt
+    num_layers: PositiveInt
+    num_heads: PositiveInt
     context: PositiveInt
 
     def spec(self) -> ModelSpec:
         """Token ids in, logits out, causal attention."""
-        n, h = self.context, self.hidden
+        n, h = self.context, self.hidden_size
         return ModelSpec(
             build=lambda: GPT(self),
             inputs={"tokens": TensorSpec((n,), token_dim=0, dtype=torch.int64)},
             stream={"hidden": TensorSpec((n, h), token_dim=0)},
             predictions={"logits": TensorSpec((n, self.vocab), token_dim=0)},
             static={"positions": TensorSpec((n,), token_dim=0, dtype=torch.int64)},
-            num_layers=self.layers,
-            num_heads=self.heads,
-            head_dim=h // self.heads,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            head_dim=h // self.num_heads,
             ffn=4 * h,
             num_tokens=n,
             mask="causal",
@@ -56,8 +56,8 @@ class GPTConfig(Named):
 class Embed(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.token = nn.Embedding(config.vocab, config.hidden)
-        self.position = nn.Embedding(config.context, config.hidden)
+        self.token = nn.Embedding(config.vocab, config.hidden_size)
+        self.position = nn.Embedding(config.context, config.hidden_size)
 
     def forward(self, inputs: Mapping[str, Tensor], side: SideInputs) -> Stream:
         return (self.token(inputs["tokens"]) + self.position(side["positions"]),)
@@ -66,9 +66,10 @@ class Embed(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.attn_norm, self.mlp_norm = nn.RMSNorm(config.hidden), nn.RMSNorm(config.hidden)
-        self.attn = Attention(config.hidden, config.heads, mask="causal")
-        self.mlp = MLP(config.hidden, 4 * config.hidden)
+        h = config.hidden_size
+        self.attn_norm, self.mlp_norm = nn.RMSNorm(h), nn.RMSNorm(h)
+        self.attn = Attention(h, config.num_heads, mask="causal")
+        self.mlp = MLP(h, 4 * h)
 
     def forward(self, stream: Stream, side: SideInputs) -> Stream:
         x = stream[0] + self.attn(self.attn_norm(stream[0]))
@@ -78,8 +79,8 @@ class Block(nn.Module):
 class Head(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(config.hidden)
-        self.out = nn.Linear(config.hidden, config.vocab, bias=False)
+        self.norm = nn.RMSNorm(config.hidden_size)
+        self.out = nn.Linear(config.hidden_size, config.vocab, bias=False)
 
     def forward(self, stream: Stream, side: SideInputs) -> Stream:
         return (self.out(self.norm(stream[0])),)
@@ -89,7 +90,7 @@ class GPT(Model):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.embed, self.head = Embed(config), Head(config)
-        self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.layers)})
+        self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.num_layers)})
 
 
 @dataclass(frozen=True, kw_only=True)

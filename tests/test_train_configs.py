@@ -137,13 +137,14 @@ def test_a_recipe_says_where_its_numbers_come_from_and_how_to_start_it(name):
 
 def tiny_pictures(tables):
     model = {k: v for k, v in (tables["model"] | TINY).items() if v is not None}
-    shape = {key: model[key] for key in ("latent_size", "channels", "num_classes")}
+    shape = {key: model[key] for key in ("latent_size", "num_classes")}
+    shape["channels"] = model["in_channels"]
     tables["model"], tables["data"] = model, {"name": "synthetic", "count": 64, **shape}
 
 
 def tiny_text(tables):
     tables["model"] |= {"hidden_size": 32, "num_layers": 2, "num_heads": 4}
-    tables["model"] |= {"vocabulary": 2100, "sequence_length": 32}
+    tables["model"] |= {"vocab_size": 2100, "sequence_length": 32}
     tables["model"].pop("size", None)
     tables["data"] = {"name": "plays", "sequence_length": 32}
     if "sentence_order" in tables["objective"]:

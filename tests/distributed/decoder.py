@@ -32,7 +32,7 @@ class DecoderConfig(GPTConfig):
 class DecoderEmbed(Embed):
     def __init__(self, config):
         super().__init__(config)
-        self.dropout = SampleDropout(config.dropout, config.layers)
+        self.dropout = SampleDropout(config.dropout, config.num_layers)
 
     def forward(self, inputs, side):
         (x,) = super().forward(inputs, side)
@@ -43,7 +43,7 @@ class DecoderBlock(Block):
     def __init__(self, config, layer):
         super().__init__(config)
         heads = {"mask": "causal", "qk_norm": False, "num_key_value_heads": config.groups}
-        self.attn = Attention(config.hidden, config.heads, **heads)
+        self.attn = Attention(config.hidden_size, config.num_heads, **heads)
         self.after_attn, self.after_mlp = (
             SampleDropout(config.dropout, layer, place) for place in (0, 1)
         )
@@ -59,8 +59,8 @@ class DecoderBlock(Block):
 class DecoderHead(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.norm = nn.RMSNorm(config.hidden)
-        self.out = nn.Linear(config.hidden, config.vocab, bias=False)
+        self.norm = nn.RMSNorm(config.hidden_size)
+        self.out = nn.Linear(config.hidden_size, config.vocab, bias=False)
 
     def forward(self, stream, side):
         return (self.out(self.norm(stream[0])),)
@@ -70,7 +70,7 @@ class Decoder(Model):
     def __init__(self, config):
         super().__init__()
         self.embed, self.head = DecoderEmbed(config), DecoderHead(config)
-        blocks = (DecoderBlock(config, layer) for layer in range(config.layers))
+        blocks = (DecoderBlock(config, layer) for layer in range(config.num_layers))
         self.blocks = nn.ModuleDict({str(layer): block for layer, block in enumerate(blocks)})
 
 

@@ -23,7 +23,7 @@ from titan_dit.parallel.tensor import Replicated, TensorPlan
 @dataclass(frozen=True, kw_only=True)
 class OwnConfig(GPTConfig):
     def spec(self) -> ModelSpec:
-        n, h, whole = self.context, self.hidden, super().spec()
+        n, h, whole = self.context, self.hidden_size, super().spec()
         return ModelSpec(
             **vars(whole)
             | {
@@ -55,7 +55,7 @@ class OwnEmbed(Embed):
 class OwnBlock(Block):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
-        self.attn = Attention(config.hidden, config.heads, mask="lengths")
+        self.attn = Attention(config.hidden_size, config.num_heads, mask="lengths")
 
     def forward(self, stream: Stream, side: SideInputs) -> Stream:
         x, summary = stream
@@ -66,8 +66,8 @@ class OwnBlock(Block):
 class OwnHead(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.out = nn.Linear(config.hidden, config.vocab, bias=False)
-        self.length = nn.Linear(config.hidden, 1)
+        self.out = nn.Linear(config.hidden_size, config.vocab, bias=False)
+        self.length = nn.Linear(config.hidden_size, 1)
 
     def forward(self, stream: Stream, side: SideInputs) -> Stream:
         x, summary = stream
@@ -79,7 +79,7 @@ class Own(Model):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.embed, self.head = OwnEmbed(config), OwnHead(config)
-        self.blocks = nn.ModuleDict({str(i): OwnBlock(config) for i in range(config.layers)})
+        self.blocks = nn.ModuleDict({str(i): OwnBlock(config) for i in range(config.num_layers)})
 
 
 @dataclass(frozen=True, kw_only=True)
