@@ -187,7 +187,7 @@ BAD = {
     "transposed": ({"weights": WEIGHTS | {QKV: WEIGHTS[QKV].t().contiguous()}}, "not [16, 48]"),
     "NaN": ({"weights": WEIGHTS | {TABLE: WEIGHTS[TABLE] * torch.nan}}, "NaN or infinity"),
     "layers": ({"n_layer": 3}, "transformer.h.2.ln_1.weight is missing"),
-    "heads": ({"n_head": 3}, "hidden=16 is not divisible by heads=3"),
+    "heads": ({"n_head": 3}, "hidden_size=16 is not divisible by num_heads=3"),
     "untied": ({"weights": WEIGHTS | {"lm_head.weight": WEIGHTS[TABLE] + 1}}, "differs from"),
     "architecture": ({"architectures": ["LlamaForCausalLM"]}, "is not one of GPT2LMHeadModel"),
     "no architecture": ({"architectures": None}, "names no architecture"),
@@ -238,7 +238,12 @@ def test_a_gpt_that_is_no_gpt2_predicts_and_is_not_exported(cwd):
         "vocab_size": 61,
         "sequence_length": 12,
     }
-    newer = {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "num_key_value_heads": 2}
+    newer = {
+        "position_embedding_type": "rotary",
+        "norm": "rmsnorm",
+        "mlp": "swiglu",
+        "num_key_value_heads": 2,
+    }
     config = GPTConfig(**sizes, **newer)
     weights = {name: p.detach() for name, p in config.build().named_parameters()}
     data = {"name": "tokens", "paths": (), "sequence_length": 12, "vocab_size": 61}

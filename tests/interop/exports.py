@@ -55,7 +55,11 @@ def save_run(folder, vae, objective, **model):
         {name: torch.randn_like(p) * 0.1 for name, p in config.build(outputs).named_parameters()}
         for _ in range(2)
     )
-    shape = {key: sizes[key] for key in ("latent_size", "channels", "num_classes")}
+    shape = {
+        "latent_size": sizes["latent_size"],
+        "channels": sizes["in_channels"],
+        "num_classes": sizes["num_classes"],
+    }
     facts = LatentFacts(
         shape=config.sample_shape,
         count=0,

@@ -210,7 +210,12 @@ GPT2_INNER = {
     "mlp.down": "mlp.c_proj",
 }
 GPT2_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)\.(weight|bias)")
-OURS_ALONE = {"positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": True}
+OURS_ALONE = {
+    "position_embedding_type": "learned",
+    "norm": "layernorm",
+    "mlp": "gelu",
+    "bias": True,
+}
 """Keys of [model] and the only values that GPT-2 supports."""
 
 
@@ -233,7 +238,7 @@ class GPT2Family(ModelFamily):
             "intermediate_size": width_of(config.get("n_inner") or 0, found["n_embd"]),
             "norm_eps": found["layer_norm_epsilon"],
             "init_std": found["initializer_range"],
-            "tied": found["tie_word_embeddings"],
+            "tie_word_embeddings": found["tie_word_embeddings"],
         }
         return {"model": model, "objective": {"name": "next_token"}}
 

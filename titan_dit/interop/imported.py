@@ -92,8 +92,10 @@ def dit_record(
     config: DiTConfig, objective: Mapping[str, Any], facts: LatentFacts
 ) -> dict[str, Any]:
     """`record_of` for a DiT. [data] is a placeholder, as the data of the weights are unknown."""
-    shape = {key: getattr(config, key) for key in ("latent_size", "channels", "num_classes")}
     keys = (
+        "latent_size",
+        "in_channels",
+        "num_classes",
         "hidden_size",
         "num_layers",
         "num_heads",
@@ -101,11 +103,15 @@ def dit_record(
         "mlp_ratio",
         "timestep_frequencies",
     )
-    sizes = {key: getattr(config, key) for key in keys}
     tables: config_file.Tables = {
-        "model": {"name": "dit", **sizes, **shape},
+        "model": {"name": "dit", **{key: getattr(config, key) for key in keys}},
         "objective": dict(objective),
-        "data": {"name": "synthetic", **shape},
+        "data": {
+            "name": "synthetic",
+            "latent_size": config.latent_size,
+            "channels": config.in_channels,
+            "num_classes": config.num_classes,
+        },
     }
     return record_of(tables, facts)
 
