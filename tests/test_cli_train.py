@@ -206,7 +206,10 @@ BAD_CONFIGS = {
     "key": (("--training.step", 3), ("[training] step", "steps")),
     "value": (("--training.steps", -5), ("[training] steps=-5", "at least 0")),
     "type": (("--model.num_layers", "four"), ('[model] num_layers="four"', "whole number")),
-    "heads": (("--model.num_heads", 7), ("[model] hidden_size=64", "num_heads=7", "Set num_heads = 8")),
+    "heads": (
+        ("--model.num_heads", 7),
+        ("[model] hidden_size=64", "num_heads=7", "Set num_heads = 8"),
+    ),
     "classes": (("--model.num_classes", 7), ("[model] num_classes=7", "10")),
     "size": (
         ("--model.latent_size", 16),
