@@ -45,7 +45,7 @@ def test_a_model_that_does_not_fit_the_data_is_told_what_would(shape, num_classe
     [
         ("both", 8, 8, "holds mean and std of [4, 8, 8]. Set in_channels = 4, latent_size = 8."),
         ("mean", 4, 2, "holds [4, 8, 8]. Set in_channels = 4, latent_size = 8."),
-        ("", 8, 3, "Set in_channels = 8, latent_size = 8, or in_channels = 4 if half of its channels"),
+        ("", 8, 3, "Set in_channels = 8, latent_size = 8, or in_channels = 4 if half of its"),
     ],
 )
 def test_a_recorded_mean_and_std_are_never_read_as_twice_the_channels(
