@@ -43,7 +43,7 @@ def converted(tmp_path_factory):
     save_file(STATE, cwd / "original.safetensors")
     flags = ("--input", "original.safetensors", "--out", "imported", "--heads", 4, "--scale", 1)
     done = done_well(titan_dit("convert", *flags, cwd=cwd))
-    assert "hidden 48, layers 2, heads 4, patch 2" in done.stdout
+    assert "hidden_size 48, num_layers 2, num_heads 4, patch_size 2" in done.stdout
     assert "4x8x8, 10 classes, learned sigma" in done.stdout
     assert done.stderr == ""
     return cwd
