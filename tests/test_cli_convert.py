@@ -214,7 +214,7 @@ SHAPE = {"latent_size": 8, "in_channels": 4, "num_classes": 10}
 START = (
     *("--objective.name", "ddpm", "--data.name", "synthetic", "--checkpoint.resume", "imported"),
     *(word for key, value in (SIZES | SHAPE).items() for word in (f"--model.{key}", value)),
-    *(word for key, value in SHAPE.items() for word in (f"--data.{key}", value)),
+    *("--data.latent_size", 8, "--data.channels", 4, "--data.num_classes", 10),
     *("--data.count", 64, "--training.global_batch_size", 8, "--ema.decays", 0.9999),
     *("--lr_scheduler.warmup_steps", 0, "--optimizer.lr", 1e-5),
     *("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0),

@@ -255,7 +255,7 @@ def test_a_gpt_that_is_no_gpt2_predicts_and_is_not_exported(cwd):
     tokens = NUMBERS["tokens"]
     found = [predicted(cwd, cwd / "llama", tokens=tokens[:, :n]) for n in (12, 5)]
     assert close(found[1], found[0][:, :5])
-    with pytest.raises(UserError, match='positions="rotary": GPT2LMHeadModel has only'):
+    with pytest.raises(UserError, match='_type="rotary": GPT2LMHeadModel has only'):
         converted(cwd / "llama", cwd / "llama_back")
     assert not (cwd / "llama_back").exists()
 
