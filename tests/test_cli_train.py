@@ -204,7 +204,7 @@ BAD_CONFIGS = {
     "section": (("--training.lr", 3), ("[training] lr: unknown key", "--optimizer.lr")),
     "digits": (("--data.path", "mine"), ("[data] path: unknown key", "add --data.name latents")),
     "key": (("--training.step", 3), ("[training] step", "steps")),
-    "value": (("--training.steps", -5), ("[training] steps=-5", "at least 0")),
+    "value": (("--training.steps", -5), ("[training] steps=-5", "at least 1")),
     "type": (("--model.num_layers", "four"), ('[model] num_layers="four"', "whole number")),
     "heads": (
         ("--model.num_heads", 7),
