@@ -27,11 +27,11 @@ WARM_UP = 2
 
 def trainer_of(world: World, size: str, batch: int, lora: dict[str, Any]) -> Trainer:
     """A trainer of a DiT; its weights are those of a new run."""
-    latents = {"latent_size": 32, "in_channels": 4, "num_classes": 1000}
+    latents = {"latent_size": 32, "num_classes": 1000}
     tables: dict[str, Any] = {
-        "model": {"name": "dit", "size": size, **latents},
+        "model": {"name": "dit", "size": size, "in_channels": 4, **latents},
         "objective": {"name": "ddpm"},
-        "data": {"name": "synthetic", **latents},
+        "data": {"name": "synthetic", "channels": 4, **latents},
         "training": {"steps": 1000, "global_batch_size": batch},
         "precision": {"dtype": "fp32"},
         "optimizer": {"lr": 1e-4},

@@ -43,7 +43,7 @@ def converted(tmp_path_factory):
     save_file(STATE, cwd / "original.safetensors")
     flags = ("--input", "original.safetensors", "--out", "imported", "--heads", 4, "--scale", 1)
     done = done_well(titan_dit("convert", *flags, cwd=cwd))
-    assert "hidden 48, layers 2, heads 4, patch 2" in done.stdout
+    assert "hidden_size 48, num_layers 2, num_heads 4, patch_size 2" in done.stdout
     assert "4x8x8, 10 classes, learned sigma" in done.stdout
     assert done.stderr == ""
     return cwd
@@ -214,7 +214,7 @@ SHAPE = {"latent_size": 8, "in_channels": 4, "num_classes": 10}
 START = (
     *("--objective.name", "ddpm", "--data.name", "synthetic", "--checkpoint.resume", "imported"),
     *(word for key, value in (SIZES | SHAPE).items() for word in (f"--model.{key}", value)),
-    *(word for key, value in SHAPE.items() for word in (f"--data.{key}", value)),
+    *("--data.latent_size", 8, "--data.channels", 4, "--data.num_classes", 10),
     *("--data.count", 64, "--training.global_batch_size", 8, "--ema.decays", 0.9999),
     *("--lr_scheduler.warmup_steps", 0, "--optimizer.lr", 1e-5),
     *("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0),

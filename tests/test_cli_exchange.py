@@ -62,7 +62,8 @@ def cwd(tmp_path_factory):
     command = [sys.executable, "-m", "titan_dit", "convert", "--input", "gpt2", "--out", "ours"]
     done = commands.run(command, folder)
     assert done.returncode == 0, done.stderr
-    assert "GPT2LMHeadModel, hidden 16, layers 2, heads 2, vocabulary 61" in done.stdout
+    sizes = "hidden_size 16, num_layers 2, num_heads 2, vocab_size 61"
+    assert f"GPT2LMHeadModel, {sizes}" in done.stdout
     assert "with its tokenizer: tokenizer.json" in done.stdout
     return folder
 
@@ -187,7 +188,7 @@ BAD = {
     "transposed": ({"weights": WEIGHTS | {QKV: WEIGHTS[QKV].t().contiguous()}}, "not [16, 48]"),
     "NaN": ({"weights": WEIGHTS | {TABLE: WEIGHTS[TABLE] * torch.nan}}, "NaN or infinity"),
     "layers": ({"n_layer": 3}, "transformer.h.2.ln_1.weight is missing"),
-    "heads": ({"n_head": 3}, "hidden=16 is not divisible by heads=3"),
+    "heads": ({"n_head": 3}, "hidden_size=16 is not divisible by num_heads=3"),
     "untied": ({"weights": WEIGHTS | {"lm_head.weight": WEIGHTS[TABLE] + 1}}, "differs from"),
     "architecture": ({"architectures": ["LlamaForCausalLM"]}, "is not one of GPT2LMHeadModel"),
     "no architecture": ({"architectures": None}, "names no architecture"),
@@ -238,7 +239,12 @@ def test_a_gpt_that_is_no_gpt2_predicts_and_is_not_exported(cwd):
         "vocab_size": 61,
         "sequence_length": 12,
     }
-    newer = {"positions": "rotary", "norm": "rmsnorm", "mlp": "swiglu", "num_key_value_heads": 2}
+    newer = {
+        "position_embedding_type": "rotary",
+        "norm": "rmsnorm",
+        "mlp": "swiglu",
+        "num_key_value_heads": 2,
+    }
     config = GPTConfig(**sizes, **newer)
     weights = {name: p.detach() for name, p in config.build().named_parameters()}
     data = {"name": "tokens", "paths": (), "sequence_length": 12, "vocab_size": 61}
@@ -250,7 +256,7 @@ def test_a_gpt_that_is_no_gpt2_predicts_and_is_not_exported(cwd):
     tokens = NUMBERS["tokens"]
     found = [predicted(cwd, cwd / "llama", tokens=tokens[:, :n]) for n in (12, 5)]
     assert close(found[1], found[0][:, :5])
-    with pytest.raises(UserError, match='positions="rotary": GPT2LMHeadModel has only'):
+    with pytest.raises(UserError, match='_type="rotary": GPT2LMHeadModel has only'):
         converted(cwd / "llama", cwd / "llama_back")
     assert not (cwd / "llama_back").exists()
 

@@ -204,9 +204,12 @@ BAD_CONFIGS = {
     "section": (("--training.lr", 3), ("[training] lr: unknown key", "--optimizer.lr")),
     "digits": (("--data.path", "mine"), ("[data] path: unknown key", "add --data.name latents")),
     "key": (("--training.step", 3), ("[training] step", "steps")),
-    "value": (("--training.steps", -5), ("[training] steps=-5", "at least 0")),
+    "value": (("--training.steps", -5), ("[training] steps=-5", "at least 1")),
     "type": (("--model.num_layers", "four"), ('[model] num_layers="four"', "whole number")),
-    "heads": (("--model.num_heads", 7), ("[model] hidden_size=64", "heads=7", "Set heads = 8")),
+    "heads": (
+        ("--model.num_heads", 7),
+        ("[model] hidden_size=64", "num_heads=7", "Set num_heads = 8"),
+    ),
     "classes": (("--model.num_classes", 7), ("[model] num_classes=7", "10")),
     "size": (
         ("--model.latent_size", 16),

@@ -21,7 +21,7 @@ def model_of(shape, num_classes):
     ("shape", "num_classes", "words"),
     [
         ((4, 8, 8), 10, "channels=4 and latent_size=8 make samples of [4, 8, 8]"),
-        ((1, 16, 16), 10, "Set channels = 1, latent_size = 8"),
+        ((1, 16, 16), 10, "Set in_channels = 1, latent_size = 8"),
         ((1, 8, 8), 9, "num_classes=9 is less than the 10 classes of [data]. Set num_classes = 10"),
         (
             (1, 8, 8),
@@ -43,9 +43,9 @@ def test_a_model_that_does_not_fit_the_data_is_told_what_would(shape, num_classe
 @pytest.mark.parametrize(
     ("posterior", "stored", "refused", "fix"),
     [
-        ("both", 8, 8, "holds mean and std of [4, 8, 8]. Set channels = 4, latent_size = 8."),
-        ("mean", 4, 2, "holds [4, 8, 8]. Set channels = 4, latent_size = 8."),
-        ("", 8, 3, "Set channels = 8, latent_size = 8, or channels = 4 if half of its channels"),
+        ("both", 8, 8, "holds mean and std of [4, 8, 8]. Set in_channels = 4, latent_size = 8."),
+        ("mean", 4, 2, "holds [4, 8, 8]. Set in_channels = 4, latent_size = 8."),
+        ("", 8, 3, "Set in_channels = 8, latent_size = 8, or in_channels = 4 if half of its"),
     ],
 )
 def test_a_recorded_mean_and_std_are_never_read_as_twice_the_channels(

@@ -287,7 +287,7 @@ def autoencoder(folder):
 def pipeline(folder):
     """A DiTPipeline of diffusers."""
     vae = exports.save_vae(folder / "vae")
-    exports.save_run(folder / "run", vae, "ddpm", hidden=8, heads=2, layers=1)
+    exports.save_run(folder / "run", vae, "ddpm", hidden_size=8, num_heads=2, num_layers=1)
     exports.converted(folder / "run", folder / "pipeline", vae=str(vae))
     shutil.rmtree(folder / "run")
     shutil.rmtree(folder / "vae")

@@ -598,7 +598,8 @@ def describe(original: Original, tensors: OnDemand) -> str:
     """Describe a network in one line."""
     config = original.config
     name = original_dit.name_of(config)
-    size = name or "hidden {}, layers {}, heads {}, patch {}".format(*config.shape)
+    keys = "hidden_size {}, num_layers {}, num_heads {}, patch_size {}"
+    size = name or keys.format(*config.shape)
     sigma = "learned sigma" if original.learn_sigma else "no learned sigma"
     return (
         f"{size}, {numel(tensors):,} parameters, {config.in_channels}x{config.latent_size}x"

@@ -32,7 +32,7 @@ from titan_dit.trained_model import TrainedModel, device_of, load_trained
 class OfTokens(Protocol):
     """A [model] section of a network of token ids."""
 
-    vocabulary: int
+    vocab_size: int
 
     def static(self, device: torch.device) -> dict[str, Tensor]:
         """Inputs that are equal for all samples."""
@@ -40,7 +40,7 @@ class OfTokens(Protocol):
 
 @torch.no_grad()
 def predictions_of_tokens(run: TrainedModel, inputs: Path, batch_size: int) -> Iterator[Tensor]:
-    """Yield logits [b, n, vocabulary] of a file's tokens, batch by batch, on the CPU."""
+    """Yield logits [b, n, vocab_size] of a file's tokens, batch by batch, on the CPU."""
     spec, model = run.spec, run.model_config
     if not isinstance(model, OfTokens):
         raise UserError(f"predict: {run.path} holds a model {model.name}, which has no tokens.")

@@ -53,8 +53,8 @@ def what_fits(facts: LatentFacts) -> str:
     held = f"mean and std of {[c, h, w]}" if facts.posterior == "both" else f"{[c, h, w]}"
     if h != w:
         return f"{held}. Latents must be square."
-    other = f", or channels = {half[0][0]} if half of its channels are a std" if half else ""
-    return f"{held}. Set channels = {c}, latent_size = {h}{other}."
+    other = f", or in_channels = {half[0][0]} if half of its channels are a std" if half else ""
+    return f"{held}. Set in_channels = {c}, latent_size = {h}{other}."
 
 
 def check_data(facts: DataFacts, model: LatentModel, objective: str) -> LatentFacts:
