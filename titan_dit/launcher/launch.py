@@ -179,4 +179,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    # The job has ended: a signal while torch is torn down must not change the exit code, by which
+    # a scheduler would requeue a finished job.
+    for stop in STOPS:
+        signal.signal(stop, signal.SIG_IGN)
+    sys.exit(code)
