@@ -94,7 +94,7 @@ def moved_by_a_layer(**changes):
     """(forward, forward and backward) elements per token, in bf16, of eager blocks."""
     moved = []
     for layers in (1, 2):
-        model = config(layers=layers, latent_size=32, **changes).build(1).bfloat16()
+        model = config(num_layers=layers, latent_size=32, **changes).build(1).bfloat16()
         stream = (torch.randn(1, 256, 64), torch.randn(1, 64))
         stream = tuple(t.bfloat16().requires_grad_() for t in stream)
         with Moved() as log:
