@@ -264,13 +264,14 @@ def test_a_flow_of_before_these_keys_is_no_file_of_sit(tmp_path):
 
 
 def test_a_run_starts_at_the_weights_and_goes_back_into_a_file(files, tmp_path):
-    shape = {"latent_size": 8, "in_channels": CHANNELS, "num_classes": 7}
+    shape = {"latent_size": 8, "num_classes": 7}
     sizes = {"hidden_size": 48, "num_layers": LAYERS, "num_heads": HEADS, "patch_size": PATCH}
     flags = (
         *("--objective.name", "rectified_flow", "--objective.timesteps", "uniform"),
         *("--objective.learn_sigma", "true", "--data.name", "synthetic", "--data.count", 64),
         *(word for key, value in (sizes | shape).items() for word in (f"--model.{key}", value)),
         *(word for key, value in shape.items() for word in (f"--data.{key}", value)),
+        *("--model.in_channels", CHANNELS, "--data.channels", CHANNELS),
         *("--training.global_batch_size", 8, "--training.steps", 2, "--optimizer.lr", 1e-6),
         *("--lr_scheduler.warmup_steps", 0, "--metrics.tensorboard", "false"),
         *("--sampling.every", 2, "--sampling.steps", 2, "--sampling.num", 4),
