@@ -55,10 +55,12 @@ def drawn(world, folder):
     trainer.open_run_directory()
     trainer.step = 7
     trainer.preview()
-    sampling, share = trainer.config.sampling, trainer.data_share
+    config, share = trainer.config, trainer.data_share
 
     def of_its_weights():
-        preview = trainer.objective.preview(trainer.executor.predict, sampling, 0, share)
+        preview = trainer.objective.preview(
+            trainer.executor.predict, config.sampling, config.generation, 0, share
+        )
         preview.write(Path(folder) / "preview.png")
         return (Path(folder) / "preview.png").read_bytes()
 
