@@ -5,6 +5,7 @@ from small_config import TEXT
 
 from titan_dit.config import catalog, config_file
 from titan_dit.config.config_file import RENAMED, in_new_sections, new_path
+from titan_dit.config.section import UserError
 
 OLD = {
     "model.hidden_size": "model.hidden",
@@ -73,8 +74,20 @@ def test_flags_of_old_names_are_aliases(tmp_path, old, new):
     assert read(tmp_path, TEXT, *old) == read(tmp_path, TEXT, *new)
 
 
-def test_what_stands_under_the_new_name_wins():
+def test_two_values_under_the_old_and_the_new_name_are_refused(tmp_path):
     both = {"remat": {"mode": "full"}, "activation_checkpoint": {"mode": "none"}}
+    with pytest.raises(
+        UserError, match=r"\[activation_checkpoint\] mode has two values.*\(remat\)"
+    ):
+        in_new_sections(both)
+    with pytest.raises(
+        UserError, match=r"hidden_size has two values, .*32.* and .*64.*\(model.hidden\)"
+    ):
+        read(tmp_path, TEXT, "--model.hidden_size", "32", "--model.hidden", "64")
+    text = TEXT.replace("num_heads", "heads = 1\nnum_heads")
+    with pytest.raises(UserError, match=r"\[model\] num_heads has two values"):
+        read(tmp_path, text)
+    both["remat"]["mode"] = "none"
     assert in_new_sections(both) == {"activation_checkpoint": {"mode": "none"}}
 
 

@@ -213,14 +213,25 @@ def new_path(path: str) -> str:
 
 
 def in_new_sections(tables: Mapping[str, Mapping[str, Any]]) -> Tables:
-    """Tables with the sections that `RENAMED` gives them; what is in the new one wins."""
+    """Tables with the sections that `RENAMED` gives them. UserError if a key has two values."""
     found: Tables = {RENAMED.get(section, section): {} for section in tables}
-    written = [(f"{name}.{key}", v) for name, table in tables.items() for key, v in table.items()]
-    # First those that are there already: they win.
-    for path, value in sorted(written, key=lambda item: new_path(item[0]) != item[0]):
-        section, _, key = new_path(path).partition(".")
-        found.setdefault(section, {}).setdefault(key, value)
+    for name, table in tables.items():
+        for key, value in table.items():
+            section, _, new = new_path(f"{name}.{key}").partition(".")
+            put_once(found.setdefault(section, {}), section, new, value)
     return found
+
+
+def put_once(table: dict[str, Any], section: str, key: str, value: Any) -> None:
+    """Set a key that may have been given under an old name, too."""
+    if key in table and table[key] != value:
+        path = f"{section}.{key}"
+        old = " or ".join(was for was, now in RENAMED.items() if now in (path, section))
+        raise UserError(
+            f"[{section}] {key} has two values, {show(table[key])} and {show(value)}: it is also "
+            f"given under its old name ({old}). Remove that."
+        )
+    table[key] = value
 
 
 def check_format(number: object, where: object) -> int:
@@ -247,7 +258,7 @@ def renamed_keys(
     for old, path in RENAMED.items():
         (where, _, key), (_, _, new) = old.partition("."), path.partition(".")
         if where == section and key in found and key not in hints and new in hints:
-            found.setdefault(new, found.pop(key))
+            put_once(found, section, new, found.pop(key))
     for key, value in found.items():
         if type(value) in (int, float) and not value and f"{section}.{key}" in ZERO_WAS_UNSET:
             found[key] = None if NoneType in get_args(hints.get(key)) else value
