@@ -80,9 +80,7 @@ def test_two_values_under_the_old_and_the_new_name_are_refused(tmp_path):
         UserError, match=r"\[activation_checkpoint\] mode has two values.*\(remat\)"
     ):
         in_new_sections(both)
-    with pytest.raises(
-        UserError, match=r"hidden_size has two values, .*32.* and .*64.*\(model.hidden\)"
-    ):
+    with pytest.raises(UserError, match=r"hidden_size has two values.*\(model.hidden\)"):
         read(tmp_path, TEXT, "--model.hidden_size", "32", "--model.hidden", "64")
     text = TEXT.replace("num_heads", "heads = 1\nnum_heads")
     with pytest.raises(UserError, match=r"\[model\] num_heads has two values"):
