@@ -1,1 +1,1 @@
-"""Starting and stopping ranks: torchrun's agent, signals, exit codes, the watchdog."""
+"""The launcher: torchrun's agent, the rendezvous and its store, restarts, forked ranks."""
