@@ -374,10 +374,10 @@ class Trainer:
         if progress:
             self.continue_from(progress)
         elif settings.init:
-            from titan_dit import initial_weights
+            from titan_dit import init_from
 
             model = tensors["model"]
-            self.say(*initial_weights.load(settings, self.identity, model, self.ema))
+            self.say(*init_from.load(settings, self.identity, model, self.ema))
 
     def continue_from(self, progress: Progress) -> None:
         """Continue from the progress of a checkpoint whose tensors are loaded."""

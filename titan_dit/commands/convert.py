@@ -25,7 +25,7 @@ from titan_dit.config.training import LoRAConfig
 from titan_dit.data.latent_facts import LatentFacts, shown
 from titan_dit.data.sentence_pairs import PairFacts
 from titan_dit.data.tokenizer_file import TokenizerFile, read_tokenizer
-from titan_dit.initial_weights import names_in
+from titan_dit.init_from import names_in
 from titan_dit.interop import (
     diffusers_dit,
     hugging_face,

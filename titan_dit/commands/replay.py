@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_dit import initial_weights
+from titan_dit import init_from
 from titan_dit.build import BuiltNetwork, build
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.record import read_record
@@ -319,7 +319,7 @@ def rebuilt(
         tables, facts = config_file.to_tables(config), source.facts.as_json()
         identity = run_identity.Identity(tables, facts, 0)
         ema = EMA({}, config.ema)
-        for line in initial_weights.load(config.checkpoint, identity, weights, ema):
+        for line in init_from.load(config.checkpoint, identity, weights, ema):
             console.say(line)
     return built
 

@@ -11,7 +11,7 @@ from harness import on_ranks
 from test_grid import DP, PP, TP
 from tiny import randomize, tiny_config, whole
 
-from titan_dit import initial_weights
+from titan_dit import init_from
 from titan_dit.config import config_file
 from titan_dit.config.section import UserError
 from titan_dit.data.latents import write_shards
@@ -102,19 +102,19 @@ def alone(world, folder, ten, seven, plain):
         nameless.resume()
     named = replace(nameless.config.checkpoint, init=str(folder / "new"))
     weights = nameless.tensors()["model"], nameless.ema
-    _, by_number = initial_weights.load(named, nameless.identity, *weights)
+    _, by_number = init_from.load(named, nameless.identity, *weights)
     wide = replace(nameless.config.checkpoint, reinitialize=("nose.*",))
     with pytest.raises(UserError) as typo:
-        initial_weights.load(wide, nameless.identity, nameless.tensors()["model"], nameless.ema)
+        init_from.load(wide, nameless.identity, nameless.tensors()["model"], nameless.ema)
     new_classes = trainer_of(world, folder / "adapted", seven, 7, init=source)
     given = new_classes.tensors()["model"], new_classes.ema
     config = new_classes.identity.config
     config = config | {"model": config["model"] | {"num_heads": 2}}
     other = replace(new_classes.identity, config=config)
-    *_, warning = initial_weights.load(new_classes.config.checkpoint, other, *given)
+    *_, warning = init_from.load(new_classes.config.checkpoint, other, *given)
     frozen = replace(other, config=config | {"lora": {"rank": 2}})
     with pytest.raises(UserError) as untrained:
-        initial_weights.load(new_classes.config.checkpoint, frozen, *given)
+        init_from.load(new_classes.config.checkpoint, frozen, *given)
     messages = [*(str(error.value) for error in (raised, typo, untrained)), warning, by_number]
     return tensors_of(old), new, tensors_of(last), drawn, tensors_of(fresh), messages
 
@@ -242,7 +242,7 @@ def test_what_begins_anew_must_be_trained():
 
 
 def test_classes_match_by_name_else_by_number():
-    matched = initial_weights.matched
+    matched = init_from.matched
     assert matched((3, 2), ["a", "b", "c"], ["c", "d"]) == [2, None]
     assert matched((2, 2), ["a", "b"], ["b", "a"]) == [1, 0]
     assert matched((2, 2), [], ["b", "a"]) is None
@@ -259,7 +259,7 @@ def test_classes_match_by_name_else_by_number():
 
 def test_names_match_in_both_forms_of_unicode():
     [composed], [decomposed] = (
-        initial_weights.names_in({"class_names": [unicodedata.normalize(form, "Löwe")]})
+        init_from.names_in({"class_names": [unicodedata.normalize(form, "Löwe")]})
         for form in ("NFC", "NFD")
     )
     assert composed == decomposed == "Löwe"
@@ -273,7 +273,7 @@ def test_other_units_networks_or_predictions_are_named():
 
     def differences(facts=now, **sections):
         config = tables | {name: tables[name] | table for name, table in sections.items()}
-        return initial_weights.differences(record, Identity(config, facts, 0))
+        return init_from.differences(record, Identity(config, facts, 0))
 
     assert differences(model={"num_classes": 3, "size": "S/2"}) == []
     assert differences(now | {"scale": 0.25}) == ["[data] scale: 0.5 -> 0.25"]
@@ -286,7 +286,7 @@ def test_other_units_networks_or_predictions_are_named():
         "[objective] learn_sigma: true -> false"
     ]
     other = config_file.to_tables(tiny_config())["objective"]
-    found = initial_weights.differences(record, Identity(tables | {"objective": other}, now, 0))
+    found = init_from.differences(record, Identity(tables | {"objective": other}, now, 0))
     assert '[objective] name: "ddpm" -> "rectified_flow"' in found
 
 
@@ -294,7 +294,7 @@ def test_a_key_that_an_old_run_lacks_or_names_otherwise_is_no_difference():
     def differences(old, **objective):
         now = config_file.to_tables(tiny_config(objective=objective))
         record = {"data": {}, "config": {"model": now["model"], "objective": old}}
-        return initial_weights.differences(record, Identity(now, {}, 0))
+        return init_from.differences(record, Identity(now, {}, 0))
 
     flow = {"name": "rectified_flow"}
     assert differences(flow, **flow) == []
@@ -324,7 +324,7 @@ class Weights:
 def test_other_misfits_name_the_parameter(wanted, message):
     sizes = {name: torch.Size(size) for name, size in wanted.items()}
     with pytest.raises(initial_weights.Misfit) as raised:
-        initial_weights.check_fit(Weights(), sizes, [])
+        init_from.check_fit(Weights(), sizes, [])
     assert re.search(message, raised.value.what)
 
 
