@@ -27,7 +27,7 @@ from titan_dit.models.dit_config import DiTConfig
 from titan_dit.optim.sections import MuonConfig
 from titan_dit.parallel.float8 import LinearShape, device_of, linears, suits
 from titan_dit.parallel.mesh import AxisSizes, Mesh
-from titan_dit.parallel.plans.dit import plan
+from titan_dit.parallel.tensor_plans.dit import plan
 
 Row = dict[str, Any]
 Step = Callable[[], Tensor]

@@ -38,7 +38,7 @@ from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.compile import compile_prepare, compile_score
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import Mesh
-from titan_dit.parallel.plans.dit import plan
+from titan_dit.parallel.tensor_plans.dit import plan
 from titan_dit.rng import SampleRNG
 
 MAX_GRAD_NORM = 1.0

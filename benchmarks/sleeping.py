@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from titan_dit.execution import Shapes
 from titan_dit.models.base import Stream
 from titan_dit.parallel.p2p_groups import P2PGroups
-from titan_dit.pipeline.deciding import DecidingExecutor, Decisions
+from titan_dit.pipeline.events import PipelineEvent
 from titan_dit.pipeline.pipelined import PipelinedExecutor, Planned
-from titan_dit.pipeline.recorder import PipelineEvent
+from titan_dit.pipeline.run_time import DecidingExecutor, Decisions
 from titan_dit.pipeline.schedules.placement import pipeline_order, rank_of_stage, stages_of_rank
 from titan_dit.pipeline.schedules.schedule import Action, Kind, neighbours
 from titan_dit.pipeline.transports.choice import open_transport

@@ -30,8 +30,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from titan_dit.models.base import Stream
 from titan_dit.objectives.base import Prepared
 from titan_dit.pipeline import pipelined
+from titan_dit.pipeline.events import CAUSE, PipelineEvent, unmarked
 from titan_dit.pipeline.pipelined import Planned
-from titan_dit.pipeline.recorder import CAUSE, PipelineEvent, unmarked
 from titan_dit.pipeline.recording import PipelineRecording, write_files
 from titan_dit.pipeline.schedules.schedule import Action, neighbours, reader_of
 from titan_dit.pipeline.timeline import Timeline, suspects

@@ -36,8 +36,8 @@ from titan_dit.optim.ema import local
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import AxisSizes, Mesh
-from titan_dit.parallel.plans.dit import plan
 from titan_dit.parallel.tensor import ModulationColwise, Replicated, ShardedNorm, TensorPlan
+from titan_dit.parallel.tensor_plans.dit import plan
 from titan_dit.ranks import process_group
 from titan_dit.rng import SampleRNG
 

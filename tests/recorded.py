@@ -2,7 +2,7 @@
 
 import random
 
-from titan_dit.pipeline.recorder import CAUSE, Noted, PipelineEvent
+from titan_dit.pipeline.events import CAUSE, Noted, PipelineEvent
 from titan_dit.pipeline.schedules.placement import pipeline_order
 from titan_dit.pipeline.schedules.proof import execution, num_stages_of
 from titan_dit.pipeline.schedules.schedule import Kind, inputs_of, output_of, reader_of

@@ -15,9 +15,9 @@ from tiny import randomize, torch_rng, whole
 
 from titan_dit.parallel.init import put
 from titan_dit.parallel.p2p_groups import P2PGroups
-from titan_dit.pipeline import deciding
-from titan_dit.pipeline.recorder import PipelineEvent
-from titan_dit.pipeline.schedules.decide import Decider, Waiting
+from titan_dit.pipeline import run_time
+from titan_dit.pipeline.events import PipelineEvent
+from titan_dit.pipeline.schedules.decider import Decider, Waiting
 from titan_dit.ranks.process_group import set_deterministic
 from titan_dit.trainer import Trainer
 
@@ -48,7 +48,7 @@ def a_step(world, decider, seed):
     """The loss of this rank, its gradients, and what ran."""
     pipeline = schedule("interleaved_zero_bubble", 2, order="run_time", memory=1.5)
     config = case_config("dit", {"pp": 2}, pipeline | {"transport": "shared_memory"}, {})
-    with mock.patch.object(P2PGroups, "open"), mock.patch.object(deciding, "Decider", decider):
+    with mock.patch.object(P2PGroups, "open"), mock.patch.object(run_time, "Decider", decider):
         trainer = Trainer(config, world)
         weights = {name: torch.empty(p.shape) for name, p in trainer.parameters.items()}
         randomize(weights)

@@ -260,7 +260,7 @@ def whole_token_executor(
     )
     if not plan.decides_at_run_time:
         return PipelinedExecutor(*given)
-    from titan_dit.pipeline.deciding import DecidingExecutor, Decisions
+    from titan_dit.pipeline.run_time import DecidingExecutor, Decisions
     from titan_dit.pipeline.transports.choice import open_transport
 
     transport, line = open_transport(

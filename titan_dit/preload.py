@@ -22,7 +22,7 @@ MODULES = (
     "titan_dit.ranks.signals",
     "titan_dit.models.dit",
     "titan_dit.optim.adamw",
-    "titan_dit.parallel.plans.dit",
+    "titan_dit.parallel.tensor_plans.dit",
     "titan_dit.pipeline.schedules.looped",
     "titan_dit.train",
     "titan_dit.trainer",

@@ -12,7 +12,7 @@ from titan_dit.checks.layout import check_batch, check_tensor, check_world
 from titan_dit.checks.parts import check_modules
 from titan_dit.config.section import UserError
 from titan_dit.objectives.base import Objective
-from titan_dit.parallel.plans import dit
+from titan_dit.parallel.tensor_plans import dit
 from titan_dit.plan import resolve
 
 # Hidden 32, 3 layers, 4 heads, 16 tokens, a batch of 16.
@@ -299,7 +299,7 @@ def test_tp_is_refused_where_nobody_says_how_to_cut():
 
 
 def test_a_plan_of_a_users_own_is_taken_for_tp():
-    own = {"tensor_plan": "titan_dit.parallel.plans.dit:plan"}
+    own = {"tensor_plan": "titan_dit.parallel.tensor_plans.dit:plan"}
     assert planned({"tp": 2}, parallel=own)[1].tensor_plan_function is dit.plan
     check({"tp": 2}, parallel=own)
 

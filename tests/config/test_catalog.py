@@ -8,13 +8,13 @@ from tiny import TABLES
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import UserError
 from titan_dit.models.dit_config import DiTConfig
-from titan_dit.parallel.plans import dit
+from titan_dit.parallel.tensor_plans import dit
 
 OWN = """
 from dataclasses import dataclass
 from titan_dit.data.base import DataConfig
 from titan_dit.models.dit_config import DiTConfig
-from titan_dit.parallel.plans import dit
+from titan_dit.parallel.tensor_plans import dit
 from titan_dit.config.section import Named, Section
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from titan_dit.parallel import fsdp
+from titan_dit.pipeline.events import PipelineEvent
 from titan_dit.pipeline.pipelined import Planned
-from titan_dit.pipeline.recorder import PipelineEvent
 from titan_dit.pipeline.transports.shared_memory import SharedReceiver
 from titan_dit.trainer import Trainer
 

@@ -10,7 +10,7 @@ from tiny import gradients, randomize
 from tiny_bert import bert_config
 from tiny_gpt import gpt_config
 
-from titan_dit.pipeline.recorder import PipelineEvent
+from titan_dit.pipeline.events import PipelineEvent
 from titan_dit.pipeline.schedules.placement import stages_per_rank
 from titan_dit.trainer import Trainer
 

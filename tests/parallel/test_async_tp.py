@@ -17,8 +17,8 @@ from titan_dit.dry_run.fake_step import fake_world
 from titan_dit.models.layers import TokenLinear
 from titan_dit.parallel import async_tp, tensor
 from titan_dit.parallel.mesh import AxisSizes, Mesh
-from titan_dit.parallel.plans.dit import plan
 from titan_dit.parallel.tensor import TokenFirst
+from titan_dit.parallel.tensor_plans.dit import plan
 
 
 def fused(graph):

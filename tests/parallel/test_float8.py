@@ -22,7 +22,7 @@ from titan_dit.models.layers import TokenLinear
 from titan_dit.parallel import float8, tensor
 from titan_dit.parallel.float8 import LinearShape
 from titan_dit.parallel.mesh import AxisSizes, Mesh
-from titan_dit.parallel.plans.dit import plan
+from titan_dit.parallel.tensor_plans.dit import plan
 from titan_dit.trainer import Trainer
 
 TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")

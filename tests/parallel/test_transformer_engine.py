@@ -13,7 +13,7 @@ from titan_dit.config.section import UserError
 from titan_dit.parallel import transformer_engine
 from titan_dit.parallel.float8 import apply
 from titan_dit.parallel.mesh import AxisSizes
-from titan_dit.parallel.plans.dit import plan
+from titan_dit.parallel.tensor_plans.dit import plan
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import heapq
 import random
 
 from titan_dit.config.section import UserError
-from titan_dit.pipeline.schedules.decide import Decider
+from titan_dit.pipeline.schedules.decider import Decider
 from titan_dit.pipeline.schedules.placement import pipeline_order
 from titan_dit.pipeline.schedules.proof import num_stages_of
 from titan_dit.pipeline.schedules.schedule import Action, Kind, output_of, reader_of

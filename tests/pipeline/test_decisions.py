@@ -5,7 +5,7 @@ import time
 import torch.distributed as dist
 from harness import on_ranks
 
-from titan_dit.pipeline.deciding import Decisions
+from titan_dit.pipeline.run_time import Decisions
 from titan_dit.pipeline.schedules.placement import pipeline_order
 from titan_dit.ranks.failure import NetworkFailure
 

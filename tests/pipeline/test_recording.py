@@ -10,8 +10,8 @@ from recorded import Ranks, costs_of, order_of, timeline_of
 from titan_dit.build import recording_of
 from titan_dit.execution import LocalExecutor, SlicedExecutor
 from titan_dit.parallel.mesh import AxisSizes
+from titan_dit.pipeline.events import PipelineEvent, unmarked
 from titan_dit.pipeline.pipelined import PipelinedExecutor
-from titan_dit.pipeline.recorder import PipelineEvent, unmarked
 from titan_dit.pipeline.recording import Clock, Offset, read_all, write_files
 
 

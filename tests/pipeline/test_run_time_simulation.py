@@ -7,7 +7,7 @@ import pytest
 from known import SCHEDULES
 from order_text import from_csv
 
-from titan_dit.pipeline.schedules.decide import Waiting, peak_bytes, windows
+from titan_dit.pipeline.schedules.decider import Waiting, peak_bytes, windows
 from titan_dit.pipeline.schedules.placement import pipeline_order, stages_per_rank
 from titan_dit.pipeline.schedules.proof import execution
 from titan_dit.pipeline.schedules.schedule import Kind, inputs_of, output_of, peak_activations

@@ -11,8 +11,8 @@ from titan_dit.dry_run.fake_step import fake_world
 from titan_dit.models.base import Model
 from titan_dit.models.gpt_config import GPTConfig
 from titan_dit.parallel.mesh import AxisSizes, Mesh
-from titan_dit.parallel.plans import gpt
 from titan_dit.parallel.tensor import check_tied
+from titan_dit.parallel.tensor_plans import gpt
 from titan_dit.pipeline.tied import TiedWeights, copies_of
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from recorded import costs_of, order_of, timeline_of
 
-from titan_dit.pipeline.recorder import Noted, PipelineEvent
+from titan_dit.pipeline.events import Noted, PipelineEvent
 from titan_dit.pipeline.schedules.schedule import Action, Kind, peak_activations
 from titan_dit.pipeline.timeline import (
     COMPUTING,

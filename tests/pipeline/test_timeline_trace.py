@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from recorded import costs_of, order_of, timeline_of
 
-from titan_dit.pipeline.recorder import Noted, PipelineEvent
+from titan_dit.pipeline.events import Noted, PipelineEvent
 from titan_dit.pipeline.schedules.schedule import Action, Kind
 from titan_dit.pipeline.timeline import (
     COMPUTE,

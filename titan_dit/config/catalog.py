@@ -76,9 +76,9 @@ LR_DECAYS = {
 """Decays of the learning rate after warm-up, by [lr_scheduler] decay."""
 
 TENSOR_PLANS = {
-    "bert": "titan_dit.parallel.plans.bert:plan",
-    "dit": "titan_dit.parallel.plans.dit:plan",
-    "gpt": "titan_dit.parallel.plans.gpt:plan",
+    "bert": "titan_dit.parallel.tensor_plans.bert:plan",
+    "dit": "titan_dit.parallel.tensor_plans.dit:plan",
+    "gpt": "titan_dit.parallel.tensor_plans.gpt:plan",
 }
 """Tensor plans by [model] name."""
 

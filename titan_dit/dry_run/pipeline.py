@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 
 from titan_dit.config.section import UserError
-from titan_dit.pipeline.schedules.decide import windows
+from titan_dit.pipeline.schedules.decider import windows
 from titan_dit.pipeline.schedules.schedule import Action, Kind, peak_activations
 from titan_dit.pipeline.schedules.simulator import Simulation, simulate, stage_costs
 from titan_dit.plan import RunPlan

@@ -29,7 +29,7 @@ from titan_dit.models.base import Model, SideInputs, Stream
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel import fsdp
 from titan_dit.parallel.p2p_groups import P2PGroups
-from titan_dit.pipeline.recorder import CAUSE, Mark, PipelineEvent, unmarked
+from titan_dit.pipeline.events import CAUSE, Mark, PipelineEvent, unmarked
 from titan_dit.pipeline.schedules.schedule import (
     Action,
     Channels,
@@ -247,7 +247,7 @@ class PipelinedExecutor(Executor):
     """Runs this rank's stages of a pipeline; `links` between the neighbours are open."""
 
     mark: Mark = staticmethod(unmarked)
-    """Called at the moments of every pass, see `pipeline/recorder.py`."""
+    """Called at the moments of every pass, see `pipeline/events.py`."""
 
     def __init__(
         self,

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_dit.pipeline.events import Noted, PipelineEvent, Recorder, unmarked
 from titan_dit.pipeline.pipelined import PipelinedExecutor
-from titan_dit.pipeline.recorder import Noted, PipelineEvent, Recorder, unmarked
 from titan_dit.pipeline.schedules.schedule import Order
 from titan_dit.pipeline.timeline import (
     RankTimeline,

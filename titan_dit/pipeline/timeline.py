@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 from PIL import Image, ImageDraw, ImageFont
 
 from titan_dit.observe.curve import GRID, INK, OTHER, save_png, ticks
-from titan_dit.pipeline.recorder import Noted, PipelineEvent
+from titan_dit.pipeline.events import Noted, PipelineEvent
 from titan_dit.pipeline.schedules import files
 from titan_dit.pipeline.schedules.files import MeasuredCosts
 from titan_dit.pipeline.schedules.schedule import Action, Kind, Order, output_of

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from titan_dit.pipeline.schedules.decide import Decider, windows
+from titan_dit.pipeline.schedules.decider import Decider, windows
 from titan_dit.pipeline.schedules.proof import check
 from titan_dit.pipeline.schedules.schedule import Action, Kind, Order, inputs_of
 from titan_dit.pipeline.schedules.simulator import (

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
-from titan_dit.pipeline.schedules.decide import Decider, Waiting
+from titan_dit.pipeline.schedules.decider import Decider, Waiting
 from titan_dit.pipeline.schedules.proof import execution, num_stages_of
 from titan_dit.pipeline.schedules.schedule import (
     Action,

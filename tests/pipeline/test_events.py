@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from titan_dit.pipeline.recorder import Noted, PipelineEvent, Recorder, in_sequence
+from titan_dit.pipeline.events import Noted, PipelineEvent, Recorder, in_sequence
 from titan_dit.pipeline.schedules.schedule import Action, Kind
 from titan_dit.pipeline.timeline import TimelineReader
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from titan_dit.pipeline import deciding, pipelined
-from titan_dit.pipeline.deciding import Deciding, DecidingExecutor, DeviceQueue
+from titan_dit.pipeline import pipelined, run_time
+from titan_dit.pipeline.events import PipelineEvent, unmarked
 from titan_dit.pipeline.pipelined import Loop
-from titan_dit.pipeline.recorder import PipelineEvent, unmarked
-from titan_dit.pipeline.schedules.decide import Decider
+from titan_dit.pipeline.run_time import Deciding, DecidingExecutor, DeviceQueue
+from titan_dit.pipeline.schedules.decider import Decider
 from titan_dit.pipeline.schedules.placement import pipeline_order
 from titan_dit.pipeline.schedules.schedule import Kind
 
@@ -188,7 +188,7 @@ class Idle:
 @pytest.mark.parametrize("late", ["", "I", "F"])
 def test_replicas_reduce_their_stages_in_one_sequence_when_all_is_done(late, monkeypatch):
     said = []
-    for module in (deciding, pipelined):
+    for module in (run_time, pipelined):
         monkeypatch.setattr(module, "reduce_gradients", lambda stage: said.append(stage.index))
     executor = DecidingExecutor.__new__(DecidingExecutor)
     executor.order, executor.stage_ranks, executor.links = ORDER, STAGE_RANKS, SimpleNamespace()
@@ -254,7 +254,7 @@ def test_a_host_that_is_ahead_sleeps_before_it_decides(events):
         naps = 0
 
         def wait(self, timeout_s=None):
-            if timeout_s == deciding.POLL_S:
+            if timeout_s == run_time.POLL_S:
                 self.naps += 1
                 if self.naps % 2 == 0:
                     next(event for event in events if not event.ended).ended = True
@@ -269,8 +269,8 @@ def test_a_host_that_is_ahead_sleeps_before_it_decides(events):
         behind.append(sum(not event.ended for event in events))
         for message in own.remote_inputs(action):
             own.take(message)
-    assert max(behind) == deciding.AHEAD - 1  # Before the action itself is enqueued.
-    assert transport.naps == 2 * (len(ORDER[0]) - deciding.AHEAD)
+    assert max(behind) == run_time.AHEAD - 1  # Before the action itself is enqueued.
+    assert transport.naps == 2 * (len(ORDER[0]) - run_time.AHEAD)
 
 
 def test_a_cpu_has_no_queue(events):

@@ -18,9 +18,9 @@ from torch import Tensor
 from titan_dit.execution import Output
 from titan_dit.models.base import SideInputs, Stream
 from titan_dit.parallel.p2p_groups import named, opened
+from titan_dit.pipeline.events import Mark, PipelineEvent
 from titan_dit.pipeline.pipelined import Loop, PipelinedExecutor, reduce_gradients
-from titan_dit.pipeline.recorder import Mark, PipelineEvent
-from titan_dit.pipeline.schedules.decide import Decider, Waiting
+from titan_dit.pipeline.schedules.decider import Decider, Waiting
 from titan_dit.pipeline.schedules.schedule import Action, Kind, inputs_of
 from titan_dit.pipeline.transports.base import Transport
 from titan_dit.pipeline.transports.meeting import Peer, meet

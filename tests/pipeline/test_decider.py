@@ -8,7 +8,7 @@ from known import SCHEDULES
 from order_text import from_csv, parse
 from rule_book import drawn_order, played
 
-from titan_dit.pipeline.schedules.decide import Decider, Waiting, windows
+from titan_dit.pipeline.schedules.decider import Decider, Waiting, windows
 from titan_dit.pipeline.schedules.placement import pipeline_order
 from titan_dit.pipeline.schedules.proof import check, num_stages_of
 from titan_dit.pipeline.schedules.schedule import Kind, peak_activations

@@ -1,1 +1,0 @@
-"""Tensor plans: how each model is sharded over tp, one file per model."""

@@ -1,0 +1,1 @@
+"""Tensor plans: how tensor parallelism shards each model, by submodule name."""
