@@ -96,7 +96,7 @@ def test_after_a_kill_the_same_command_makes_the_same_files(case, runs, tmp_path
         process.join(60)
         assert process.exitcode == -signal.SIGKILL, moment
         [left] = tmp_path.iterdir()
-        assert left.name == f"{name}.{process.pid}.partial"
+        assert left.name == f"{name}.{files.this_host()}-{process.pid}.0.partial"
         assert any(file.is_file() for file in left.rglob("*")), moment
         # What is left is neither a checkpoint nor a folder of weights for this command.
         with pytest.raises(UserError, match=r"no checkpoint found|is not a checkpoint"):
@@ -121,14 +121,16 @@ def test_what_a_link_points_to_is_written(tmp_path):
 
 
 def test_what_another_process_is_writing_is_left_alone(tmp_path):
-    living, dead, other = (tmp_path / f"a.{n}.partial" for n in ("1", "2", "x"))
+    host, ended = files.this_host(), 2**22 + 1  # Above the largest number of a process.
+    living, dead, other = (
+        tmp_path / f"a.{name}.0.partial"
+        for name in (f"{host}-{os.getppid()}", f"{host}-{ended}", f"another-{ended}")
+    )
     for folder in (living, dead, other):
         folder.mkdir()
-    lock = files.locked(living)
     with imported.new_output(tmp_path / "a") as place:
         place.write_text("whole")
-    os.close(lock)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "a.1.partial", "a.x.partial"]
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "a", living, other])
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(runs, tmp_path, monkeypatch):

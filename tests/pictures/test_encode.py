@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -244,13 +245,15 @@ def test_what_cannot_be_encoded_is_one_line(root, tmp_path):
     assert "owl are not among the 2 listed classes" in said(classes=["cat", "dog"])
     assert "no pictures of 1 classes: yak" in said(classes=[*LABELS, "yak"])
     assert not (tmp_path / "set").exists()
-    blocked = tmp_path / "set" / "set-00001.safetensors.partial"
-    blocked.mkdir(parents=True)  # A folder of that name makes the write fail, like a full disk.
+    blocked = tmp_path / "set" / "set-00001.safetensors"
+    (blocked / "a").mkdir(
+        parents=True
+    )  # A folder of that name makes the write fail, like a full disk.
     encoded_once = plan_of(source, tmp_path / "set", vae)[0].digest()
     (tmp_path / "set" / "pack.json").write_text(json.dumps({"plan": encoded_once}))
     assert "set-00001.safetensors cannot be written" in said()
     assert not (tmp_path / "set" / "manifest.json").exists()
-    blocked.rmdir()
+    shutil.rmtree(blocked)
     assert said_nothing(source, tmp_path / "set", vae)
 
 

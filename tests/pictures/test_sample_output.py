@@ -139,10 +139,14 @@ def test_a_killed_command_goes_on_and_writes_the_same_bytes(out, folder, monkeyp
         assert not Path(out).exists()
         left = sorted(file.name for file in Path(f"{out}.parts").iterdir())
         if moment == "a batch":
-            assert left == ["000000.safetensors", "000001.safetensors.partial", "plan.json"]
+            assert left[0] == "000000.safetensors"
+            assert left[1].startswith("000001.safetensors.")
+            assert left[1].endswith(".partial")
+            assert left[2:] == ["plan.json"]
         else:
             assert left == [*(f"{i:06d}.safetensors" for i in range(3)), "plan.json"]
             assert list(Path().glob(f"{out}*.partial"))
+    files.delete_left_once.cache_clear()  # As in a new process.
     drawn(out)
     assert not list(Path().glob("k*.part*"))
     whole = Path(out.replace("k", "a"))

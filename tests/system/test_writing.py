@@ -6,7 +6,9 @@ import stat
 
 import forked
 import pytest
+import torch
 from kills import kill_self
+from safetensors.torch import load_file, save_file
 
 from titan_dit.config.section import UserError
 from titan_dit.ranks import disk_errors
@@ -45,7 +47,7 @@ def test_a_library_that_makes_its_own_file_does_not_choose_the_permissions(tmp_p
     assert mode_of(tmp_path / "a") == 0o666 & ~umask()
 
 
-@pytest.mark.parametrize("call", ["fsync", "ftruncate", "rename"])
+@pytest.mark.parametrize("call", ["fsync", "rename"])
 def test_a_full_disk_leaves_the_old_file_alone(tmp_path, monkeypatch, call):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -72,9 +74,38 @@ def write_and_die(file):
 def test_what_a_killed_process_left_is_used_up_by_the_next_one(tmp_path):
     process = forked.call(write_and_die, tmp_path / "a")
     process.join(60)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.partial"]
-    write_whole(tmp_path / "a", b"b")
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"b"}
+    [left] = tmp_path.iterdir()
+    assert left.name == f"a.{files.this_host()}-{process.pid}.0.partial"
+    elsewhere = tmp_path / f"a.another-{process.pid}.0.partial"
+    elsewhere.touch()
+    with replacing(tmp_path / "a") as own:
+        assert sorted(tmp_path.iterdir()) == sorted([own, elsewhere])
+        own.write_bytes(b"b")
+        files.delete_left(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", elsewhere.name]
+    assert (tmp_path / "a").read_bytes() == b"b"
+
+
+def test_a_library_that_makes_its_own_file_shares_it_with_no_other_writer(tmp_path):
+    with replacing(tmp_path / "a") as first:
+        save_file({"x": torch.ones(9)}, first)
+        with replacing(tmp_path / "a") as second:
+            second.write_bytes(b"2")
+        assert load_file(first)["x"].sum() == 9
+    assert load_file(tmp_path / "a")["x"].sum() == 9
+
+
+def test_a_write_protected_file_stays(tmp_path, monkeypatch):
+    write_whole(tmp_path / "a", b"old")
+    monkeypatch.setattr(files.os, "access", lambda *_: False)  # Root may write everything.
+    with pytest.raises(PermissionError, match="Permission denied"):
+        write_whole(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"old"
+
+
+def test_long_names_have_room(tmp_path):
+    write_whole(tmp_path / ("ä" * 120), b"1")
+    assert [path.name for path in tmp_path.iterdir()] == ["ä" * 120]
 
 
 def test_two_writers_of_one_file_do_not_mix(tmp_path):

@@ -1,23 +1,24 @@
 """Write files and folders whole or not at all: make them aside, fsync, rename.
 
-A full disk or a killed process leaves the old file. What a killed process left aside is reused or
-deleted by the next writer of the same name.
+A full disk or a killed process leaves the old file. What a killed process left aside is deleted by
+the next process of its host that writes into the folder.
 """
 
 from __future__ import annotations
 
-import fcntl
+import errno
+import functools
+import itertools
 import json
 import os
 import re
 import shutil
+import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-from titan_dit.system.file_lock import open_locked
 
 PARTIAL = ".partial"
 """Suffix of temporary files and folders; they begin with the name of the final one."""
@@ -46,9 +47,11 @@ def replacing(file: Path) -> Iterator[Path]:
         return
     final = file.resolve()
     final.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, aside = open_aside(final)
+    delete_left_once(final.parent)
+    if final.is_file() and not os.access(final, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+    aside = new_aside(final, lambda path: path.touch(exist_ok=False))
     try:
-        os.ftruncate(descriptor, 0)
         mode = stat.S_IMODE((final if final.is_file() else aside).stat().st_mode)
         yield aside
         # By path, as a library may have replaced the file: safetensors makes one of mode 0600.
@@ -61,23 +64,7 @@ def replacing(file: Path) -> Iterator[Path]:
         with suppress(OSError):  # The file is missing, or the disk fails.
             aside.unlink()
         raise
-    finally:
-        os.close(descriptor)
     sync_folder(final.parent)
-
-
-def open_aside(final: Path) -> tuple[int, Path]:
-    """The locked descriptor and the path of a temporary file beside `final`.
-
-    The name is always the same, so that a killed process leaves one file at most; while another
-    process writes `final`, it has this process's number. Raises OSError.
-    """
-    aside = final.with_name(f"{final.name}{PARTIAL}")
-    try:
-        return open_locked(aside), aside
-    except BlockingIOError:
-        aside = final.with_name(f"{final.name}.{os.getpid()}{PARTIAL}")
-        return open_locked(aside), aside
 
 
 @contextmanager
@@ -88,14 +75,10 @@ def new_path(target: Path) -> Iterator[Path]:
     may be an empty folder. Leftovers of killed processes are deleted. Raises OSError.
     """
     final = target.resolve()  # Follows a link.
-    aside = final.with_name(f"{final.name}.{os.getpid()}{PARTIAL}")
-    lock = -1
+    final.parent.mkdir(parents=True, exist_ok=True)
+    delete_left(final.parent)
+    aside = new_aside(final, Path.mkdir)
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        delete_left(final)
-        aside.mkdir()
-        with suppress(OSError):  # A file system without locks: then nothing is deleted, either.
-            lock = locked(aside)
         yield aside / final.name
         if (aside / final.name).is_dir():
             sync_folder(aside / final.name)
@@ -103,31 +86,53 @@ def new_path(target: Path) -> Iterator[Path]:
         sync_folder(final.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-        if lock >= 0:
-            os.close(lock)
 
 
-def delete_left(final: Path) -> None:
-    """Delete the folders of processes that were killed while they wrote `final`."""
-    name = re.compile(rf"{re.escape(final.name)}\.\d+{re.escape(PARTIAL)}")
-    for folder in final.parent.iterdir():
-        if not name.fullmatch(folder.name) or not folder.is_dir():
-            continue
-        with suppress(OSError):  # Locked by a process that is writing it now.
-            lock = locked(folder)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
+def new_aside(final: Path, make: Callable[[Path], object]) -> Path:
+    """Make a temporary file or folder beside `final`; its name has this host and process.
+
+    Not one name for all: on a shared disk another host may write `final` now, and locks are not
+    shared everywhere.
+    """
+    name = final.name.encode()[:120].decode(errors="ignore")  # A name has up to 255 bytes.
+    for number in itertools.count():
+        aside = final.with_name(f"{name}.{this_host()}-{os.getpid()}.{number}{PARTIAL}")
+        # FileExistsError: by another thread, or a process with this number in another container.
+        with suppress(FileExistsError):
+            make(aside)
+            return aside
+    raise AssertionError
 
 
-def locked(folder: Path) -> int:
-    """Lock a folder until the descriptor is closed, or the process ends. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def this_host() -> str:
+    """The host's name, as part of a file name."""
+    return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname()[:60])
+
+
+def delete_left(folder: Path) -> None:
+    """Delete the temporary files and folders of processes of this host that were killed."""
+    ours = re.compile(rf".*\.{this_host()}-(\d+)\.\d+{re.escape(PARTIAL)}", re.DOTALL)
+    for aside in folder.iterdir():
+        if (match := ours.fullmatch(aside.name)) and not is_process(int(match[1])):
+            with suppress(OSError):
+                shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
+
+
+@functools.lru_cache(64)
+def delete_left_once(folder: Path) -> None:
+    """`delete_left`, at the first file of a folder: it may hold many, written one by one."""
+    delete_left(folder)
+
+
+def is_process(pid: int) -> bool:
+    """True if a process of this host has this number."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # It exists, and is another user's.
+    return True
 
 
 def reason_of(error: Exception) -> str:

@@ -736,7 +736,7 @@ def check_output(job: ShardJob, output: Path) -> None:
             "--out."
         )
     written = f"{CLAIM}|{DROPPED}|{MANIFEST}|{SOURCES}|{re.escape(CAPTIONS)}"
-    known = rf"({re.escape(job.name)}{SHARD_FILES}|{written})(\.partial)?"
+    known = rf"({re.escape(job.name)}{SHARD_FILES}|{written})(\..*\.partial|\.partial)?"
     if stated or (output / CLAIM).is_file():
         known += f"|{TEMPORARY}"
     strange = [path.name for path in output.iterdir() if not re.fullmatch(known, path.name)]
