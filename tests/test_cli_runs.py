@@ -75,6 +75,15 @@ def test_runs_are_compared_by_their_losses_and_by_what_differs(cwd):
     assert heights[0] + 100 < heights[1]  # From the top: the first run's losses are higher.
 
 
+def test_an_older_run_differs_in_values_and_not_in_the_names_of_keys(tmp_path):
+    old = {"model.hidden": 64, "parallel.prefetch": 0, "checkpoint.init": "", "remat.mode": "full"}
+    new = {"model.hidden_size": 64, "activation_checkpoint.mode": "none"}
+    make_run(tmp_path / "old", [1.0], **old)
+    make_run(tmp_path / "new", [1.0], **new)
+    header = rows_of(runs("old", "new", cwd=tmp_path))[0]
+    assert header[5:] == ["activation_checkpoint.mode"]
+
+
 def test_a_table_wider_than_the_terminal_is_turned(cwd):
     rows = rows_of(runs("outputs", "--out", "narrow.png", cwd=cwd, columns=60))
     assert rows[0] == ["run", "high", "low", "muon"]

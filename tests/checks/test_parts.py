@@ -134,6 +134,19 @@ def test_parts_that_do_not_fit_are_refused_in_one_line(given, said):
     assert "\n" not in str(caught.value)
 
 
+class Previews(Line):
+    def preview(self, forward, sampling, seed, share):
+        """As up to 0.1.0."""
+
+
+def test_a_preview_that_takes_other_arguments_is_refused_before_training():
+    plan = replace(resolve(tiny_config(), 1), spec=SPEC)
+    said = r"Previews.preview must take \(self, forward, sampling, generation, seed, share\)"
+    with pytest.raises(UserError, match=said):
+        validate_parts(plan, Previews(), Numbers(FLOATS).fields, "mine:Numbers", previews=True)
+    validate_parts(plan, Previews(), Numbers(FLOATS).fields, "mine:Numbers")
+
+
 def test_a_spec_that_contradicts_itself_is_refused():
     plan = resolve(tiny_config(parallel={"cp": 2}), 2)
 

@@ -255,7 +255,7 @@ def test_a_reference_of_other_classes_is_reported(folder, monkeypatch, capsys):
     np.savez("known.npz", arr_0=np.zeros((9, 8, 8, 3), np.uint8), arr_1=np.arange(9))
     np.savez("other.npz", arr_0=np.zeros((9, 8, 8, 3), np.uint8), arr_1=np.arange(90, 99))
     for reference in ("known.npz", "other.npz"):
-        section = dataclasses.replace(chosen.evaluation, reference=reference)
+        section = dataclasses.replace(chosen.fid, reference=reference)
         open_evaluation(section, chosen.sampling, objective, torch.device("cpu"))
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith("[fid] reference has other classes than [data] (90, 91, ")
@@ -292,13 +292,13 @@ def test_flags_that_cannot_work_are_one_line(folder, monkeypatch):
     tables = config("x")
     facts = dataclasses.replace(tables.objective.example(tables.model)[0], value_range=(-1.0, 1.0))
     drawing = tables.objective.build(tables.model, facts)
-    with pytest.raises(UserError, match=r"^\[evaluation\] metrics: is needs class scores"):
+    with pytest.raises(UserError, match=r"^\[fid\] metrics: is needs class scores"):
         open_evaluation(asked, SamplingConfig(), drawing, torch.device("cpu"))
     assert not (folder / "evaluation-samples.npz.parts").exists(), "before anything is drawn"
     with pytest.raises(UserError, match=r"^--save-samples: /dev/full/x\.npz\.parts.* cannot be"):
         scored(save_samples="/dev/full/x.npz")
     with pytest.raises(UserError, match="has nothing to compare with"):
-        config("x", reference="").evaluation.check()
+        config("x", reference="").fid.check()
 
 
 def test_pictures_of_two_formats_are_mentioned(tmp_path):

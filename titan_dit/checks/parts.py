@@ -5,6 +5,7 @@ Objective, model spec and data by a run on two samples of zeros.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -84,6 +85,15 @@ def check_members(objective: Objective, previews: bool) -> None:
             f"[objective] builds a {type(objective).__name__}, which is no "
             "titan_dit.objectives.base.Objective. Inherit from that class."
         )
+    for name in ("preview", "check_preview") if previews else ():
+        wanted = inspect.signature(getattr(Objective, name)).parameters
+        try:
+            inspect.signature(getattr(type(objective), name)).bind(*wanted)
+        except TypeError:
+            raise UserError(
+                f"[objective] name: {type(objective).__name__}.{name} must take "
+                f"({', '.join(wanted)}), see titan_dit.objectives.base.Objective.{name}."
+            ) from None
 
 
 def check_fields(fields: Mapping[str, Field], objective: Objective, data: str) -> None:

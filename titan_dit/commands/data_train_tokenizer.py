@@ -19,7 +19,8 @@ from titan_dit.data.tokenizing.chunks import (
     texts_of,
 )
 from titan_dit.observe import console
-from titan_dit.system.files import write_whole
+from titan_dit.ranks import disk_errors
+from titan_dit.system.files import try_to_replace, write_whole
 from titan_dit.system.progress import ProgressLine, count
 
 BYTES = 256 + len(tokenizers.GPT_SPECIAL)
@@ -32,6 +33,8 @@ def main(options: DataTrainTokenizerFlags) -> None:
     size = check_inputs(inputs, TRAIN_TOKENIZER)
     if Path(options.out).exists():
         raise UserError(f"[{TRAIN_TOKENIZER}] out={options.out} is there already. Delete it.")
+    with disk_errors.writing(f"--out {options.out}"):
+        try_to_replace(Path(options.out))
     if options.lower and options.kind == "bpe":
         raise UserError(
             f"[{TRAIN_TOKENIZER}] --lower is of --kind wordpiece: bpe keeps every byte."

@@ -29,6 +29,7 @@ from titan_dit.planner.memory import memory, state_of
 from titan_dit.planner.rates import OURS
 from titan_dit.planner.search import CostModel
 from titan_dit.ranks import disk_errors
+from titan_dit.system.files import try_to_replace
 
 
 def main(options: PlanFlags, keys: Sequence[str]) -> None:
@@ -92,13 +93,10 @@ def check_options(options: PlanFlags) -> None:
 
 def check_writable(flag: str, file: Path) -> None:
     """Refuse, before the search, a file that cannot be written."""
-    is_new = not file.exists()
     with disk_errors.writing(f"--{flag} {file}: its folder {file.parent}"):
         file.parent.mkdir(parents=True, exist_ok=True)
     with disk_errors.writing(f"--{flag} {file}"):
-        file.open("a").close()
-        if is_new:
-            file.unlink()
+        try_to_replace(file)
 
 
 def check_gpus(gpus: int, device: Device) -> None:

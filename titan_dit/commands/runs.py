@@ -86,8 +86,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 def read_run(folder: Path, name: str) -> Run:
     """Read a run's metrics and its config."""
     file = folder / run_files.CONFIG
-    tables = config_file.of_run(file) if file.is_file() else {}
-    keys = {f"{section}.{key}": v for section, table in tables.items() for key, v in table.items()}
+    keys = config_file.keys_of(config_file.of_run(file) if file.is_file() else {})
     return Run(name, read_rows(folder / run_files.METRICS), keys)
 
 

@@ -107,7 +107,7 @@ def overridden(tables: Tables, given: dict[str, list[str]], variant: Variant) ->
             form = "flags have the form --section.key value, as in the TOML."
             hint = did_you_mean.for_flag(name or section, known_keys(tables, variant))
             raise UserError(f"--{key}: {form}{hint}")
-        by_section.setdefault(section, {})[name] = texts
+        put_once(by_section.setdefault(section, {}), section, name, texts)
     for section, written in by_section.items():
         kind = section_type(section, {section: written} | tables, variant)
         hints = hints_of(kind)
@@ -195,6 +195,17 @@ def of_run(path: Path) -> Tables:
     return read_toml(path, unnumbered=1)
 
 
+def keys_of(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Set keys as "section.key" -> value, by today's names; builds and imports nothing."""
+    found = {}
+    for section, table in in_new_sections(tables).items():
+        for key, value in table.items():
+            path = RENAMED.get(f"{section}.{key}", f"{section}.{key}")
+            if value not in (None, "") and (value or path not in ZERO_WAS_UNSET):
+                found[path] = value
+    return found
+
+
 def of_format(number: int, tables: Tables) -> Tables:
     """Tables of an older format in today's sections, with the keys of [job] that it lacks."""
     tables = in_new_sections(tables)
@@ -216,6 +227,8 @@ def in_new_sections(tables: Mapping[str, Mapping[str, Any]]) -> Tables:
     """Tables with the sections that `RENAMED` gives them. UserError if a key has two values."""
     found: Tables = {RENAMED.get(section, section): {} for section in tables}
     for name, table in tables.items():
+        if not isinstance(table, Mapping):
+            raise UserError(f"{name}={show(table)} is outside any [section].")
         for key, value in table.items():
             section, _, new = new_path(f"{name}.{key}").partition(".")
             put_once(found.setdefault(section, {}), section, new, value)

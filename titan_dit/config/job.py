@@ -146,7 +146,7 @@ FREE_ON_RESUME = frozenset(
     # The numbers behind a size are compared instead.
     | {"model.size"}
     # The dataset is compared by its digest; its path and how it is read may change.
-    | {"data.name", "data.path", "data.paths", "data.num_workers", "data.verify"}
+    | {"data.name", "data.path", "data.paths", "data.num_workers", "data.workers", "data.verify"}
     | {"data.tokenizer"}
     # `ValidationConfig.num_held_out` is compared instead.
     | {"validation.every", "validation.samples", "validation.path"}

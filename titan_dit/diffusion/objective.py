@@ -20,7 +20,14 @@ from titan_dit.data.latent_facts import LatentFacts, shown
 from titan_dit.diffusion.base import NO_LABEL, Corrupted, LatentModel, Predict
 from titan_dit.diffusion.sections import DiffusionConfig as DiffusionConfig
 from titan_dit.models.base import ModelConfig
-from titan_dit.objectives.base import DataShare, Forward, Objective, Prepared, Preview
+from titan_dit.objectives.base import (
+    DataShare,
+    Forward,
+    Objective,
+    Prepared,
+    Preview,
+    missing_members,
+)
 from titan_dit.rng import SampleRNG
 
 if TYPE_CHECKING:
@@ -38,13 +45,6 @@ def as_latent_model(model: ModelConfig, objective: str) -> LatentModel:
         f"name={show(model.name)} has no {missing_members(model, LatentModel)}. Choose another "
         "objective, or add them to the model (titan_dit/diffusion/base.py: LatentModel)."
     )
-
-
-def missing_members(thing: object, protocol: type) -> str:
-    """The missing members of a protocol, comma-separated."""
-    wanted = [name for name in vars(protocol) if not name.startswith("_")]
-    wanted += [name for name in protocol.__annotations__ if name not in wanted]
-    return ", ".join(name for name in wanted if not hasattr(thing, name))
 
 
 def what_fits(facts: LatentFacts) -> str:

@@ -201,3 +201,21 @@ class Objective:
 def at_least_fp32(prediction: Tensor) -> Tensor:
     """Cast a prediction to the loss's dtype: fp32, or fp64 for fp64."""
     return prediction.to(torch.promote_types(prediction.dtype, torch.float32))
+
+
+def missing_members(thing: object, protocol: type) -> str:
+    """The members of a protocol, and of those that it extends, that a thing lacks, with commas."""
+    kinds = [kind for kind in protocol.__mro__ if getattr(kind, "_is_protocol", False)]
+    wanted = {
+        name: None
+        for kind in kinds
+        for name in (*vars(kind), *getattr(kind, "__annotations__", {}))
+        if not name.startswith("_")
+    }
+    return ", ".join(name for name in wanted if not hasattr(thing, name))
+
+
+def lacks(model: object, protocol: type) -> str:
+    """Part of a message about a [model] section that does not fit: the members that it lacks."""
+    missing = missing_members(model, protocol)
+    return f": it has no {missing}" if missing else ""

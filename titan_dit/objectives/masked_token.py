@@ -16,7 +16,7 @@ from titan_dit.data.sentence_pairs import PairFacts
 from titan_dit.data.token_windows import TokenFacts
 from titan_dit.models.base import ModelConfig, ModelSpec
 from titan_dit.objectives import dropout
-from titan_dit.objectives.base import Objective, Prepared
+from titan_dit.objectives.base import Objective, Prepared, lacks
 from titan_dit.objectives.sections import MaskedTokenConfig
 from titan_dit.rng import SampleRNG
 
@@ -100,7 +100,8 @@ def bidirectional(model: ModelConfig) -> MaskedModel:
     if not isinstance(model, MaskedModel):
         raise UserError(
             f"[model] name={show(model.name)} predicts no masked tokens, as [objective] "
-            'name="masked_token" needs. Set [model] name = "bert".'
+            'name="masked_token" needs'
+            f'{lacks(model, MaskedModel)}. Set [model] name = "bert".'
         )
     return model
 

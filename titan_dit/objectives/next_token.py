@@ -23,6 +23,7 @@ from titan_dit.objectives.base import (
     Objective,
     Prepared,
     Preview,
+    lacks,
 )
 from titan_dit.objectives.sections import NextTokenConfig
 from titan_dit.objectives.text_drawing import Windowed
@@ -43,7 +44,8 @@ def causal(model: ModelConfig) -> CausalModel:
     if not isinstance(model, CausalModel) or model.spec().mask != "causal":
         raise UserError(
             f"[model] name={show(model.name)} is no causal language model, as [objective] "
-            'name="next_token" needs. Set [model] name = "gpt".'
+            'name="next_token" needs'
+            f'{lacks(model, CausalModel)}. Set [model] name = "gpt".'
         )
     return model
 

@@ -67,6 +67,15 @@ def replacing(file: Path) -> Iterator[Path]:
     sync_folder(final.parent)
 
 
+def try_to_replace(file: Path) -> None:
+    """Raise OSError unless `file` could be replaced now; makes its folder."""
+
+    class Unwritten(Exception): ...
+
+    with suppress(Unwritten), replacing(file):
+        raise Unwritten
+
+
 @contextmanager
 def new_path(target: Path) -> Iterator[Path]:
     """Yield a path at which to make a file or a folder; renamed to `target` if the block succeeds.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 
 
@@ -24,11 +25,11 @@ class LaunchedAs:
     def here(cls) -> LaunchedAs:
         """This process. Not cached: a forked rank gets its variables after its start."""
         return cls(
-            is_rank="RANK" in os.environ,
-            rank=int(os.environ.get("RANK", "0")),
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            is_rank=bool(os.environ.get("RANK")),
+            rank=number("RANK", 0),
+            world_size=number("WORLD_SIZE", 1),
+            local_rank=number("LOCAL_RANK", 0),
+            local_world_size=number("LOCAL_WORLD_SIZE", 1),
             address=os.environ.get("MASTER_ADDR", "localhost"),
             port=os.environ.get("MASTER_PORT", "?"),
         )
@@ -37,3 +38,11 @@ class LaunchedAs:
     def is_first(self) -> bool:
         """True for rank 0, which prints and writes for all, and for a process that is no rank."""
         return self.rank == 0
+
+
+def number(name: str, default: int) -> int:
+    """A variable's whole number; unset and empty are `default`. Ends the process if it is none."""
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal():
+        sys.exit(f"error: {name}={text} is no rank or number of ranks. Unset it: torchrun sets it.")
+    return int(text)
