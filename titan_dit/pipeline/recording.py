@@ -110,7 +110,7 @@ def answer(group: dist.ProcessGroup, value: torch.Tensor, now: Callable[[], int]
 
 
 Written: TypeAlias = Sequence[tuple[str, object, float]]
-"""(name of a moment, its subject, time in ns) for each moment, as sent between ranks."""
+"""(name of an event, its subject, time in ns) for each event, as sent between ranks."""
 
 
 class PipelineRecording:
@@ -160,7 +160,7 @@ class PipelineRecording:
         """End the window; the first rank gets the timeline of all. Collective."""
         self.recorder.mark(PipelineEvent.OUTSIDE, None)
         self.executor.mark = unmarked
-        noted = [(str(moment), what, at) for moment, what, at in self.recorder.read()]
+        noted = [(str(event), what, at) for event, what, at in self.recorder.read()]
         group = self.mesh.get_group()
         after = measure(group)
         everyone: list[Written] = [()] * self.mesh.size()
@@ -186,10 +186,10 @@ class PipelineRecording:
 
 def read_all(everyone: Sequence[Written], ranks: Sequence[Clock]) -> tuple[RankTimeline, ...]:
     """The timelines of all ranks on the first rank's clock, from its first step on."""
-    origin = next(at for moment, _, at in everyone[0] if moment == PipelineEvent.STEP)
+    origin = next(at for event, _, at in everyone[0] if event == PipelineEvent.STEP)
     found = []
     for rank, (written, clock) in enumerate(zip(everyone, ranks, strict=True)):
-        noted = [Noted(PipelineEvent(moment), what, at) for moment, what, at in written]
+        noted = [Noted(PipelineEvent(event), what, at) for event, what, at in written]
         found.append(TimelineReader(rank, seconds_since(clock, origin)).read(noted))
     return tuple(found)
 
