@@ -131,7 +131,7 @@ def copies_of(parts: Mapping[int, Model]) -> dict[str, nn.Parameter]:
 def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]:
     """This rank's stages on the meta device, parallelized.
 
-    Also returns the parameters and FLOPs of the whole network, as in `Built`.
+    Also returns the parameters and FLOPs of the whole network, as in `BuiltNetwork`.
     """
     last = plan.num_stages - 1
     parts: dict[int, Model] = {}

@@ -207,7 +207,7 @@ class RunPlan:
         """The actions of every pipeline rank for `num_microbatches`.
 
         The order of a file (made for a training step) if it has as many microbatches, else the
-        schedule's. A run-time order follows rules derived from the latter (`schedules.decide`).
+        schedule's. A run-time order follows rules derived from the latter (`schedules.decider`).
         """
         if (order := self.order_of_file) and _microbatches_of(order) == num_microbatches:
             return order

@@ -11,7 +11,7 @@ from titan_dit.config.layout import (
 from titan_dit.config.training import LoRAConfig
 from titan_dit.kernels import attention, cross_entropy, linear, short_attention
 from titan_dit.models.base import Model
-from titan_dit.parallel import async_tp, compute_copies, context, fsdp, remat
+from titan_dit.parallel import async_tp, compute_copies, context, fsdp, remat, tensor
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.tensor import TensorPlan
@@ -41,14 +41,12 @@ def parallelize(
     if device_type == "cpu":
         linear.apply(model)
     cross_entropy.apply(model)
-    # Lazy imports: of float8, vocabulary and lora a plain run needs none.
+    # Lazy imports: a plain run needs neither float8 nor lora.
     if precision.float8 != "off":
         from titan_dit.parallel import float8
 
         styles = float8.apply(model, styles, precision, mesh.sizes, tokens, device_type, device)
     if mesh.sizes.tp > 1:
-        from titan_dit.parallel import tensor
-
         tensor.shard(model, mesh.axis("tp"), styles)
         tensor.apply(model, mesh.axis("tp"))
     if adapters.rank:

@@ -1,6 +1,8 @@
 """Context parallelism: every sample's tokens in c slices, one per cp rank.
 
-The slicing of tokens, the choice of an attention, and Ulysses attention (arXiv:2309.14509).
+Only attention needs the tokens of other ranks; all other layers work token by token.
+`slice_tokens` makes the slices. `apply` gives the attention layers ring attention
+(ring_attention.py) or Ulysses attention (here, arXiv:2309.14509).
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,9 @@ from titan_dit.config.section import UserError
 from titan_dit.models import layers
 from titan_dit.models.base import Mask
 from titan_dit.models.layers import Attention
-from titan_dit.parallel.ring_attention import Peers
+
+if TYPE_CHECKING:  # Most runs have no cp.
+    from titan_dit.parallel.ring_attention import Peers
 
 
 def ulysses_attention(
@@ -96,7 +100,7 @@ def apply(
             f"[parallel] cp={mesh.size()}: [model] has no titan_dit.models.layers.Attention, so "
             "tokens could not attend to those of other ranks. Use that layer, or set cp = 1."
         )
-    # Lazy imports: most runs have no cp, but all read `slicing_of`.
+    # Lazy import: most runs have no cp, but all import this file.
     from titan_dit.parallel.ring_attention import Exchange, ring_attention
 
     peers = Exchange.over(mesh.get_group())

@@ -1,6 +1,8 @@
 """float8 matmuls in the blocks' linear layers: which layers gain, and how they are replaced.
 
-Only this file imports torchao, and only if needed.
+Weights, gradients and optimizer states keep their dtypes and names, so checkpoints do not depend on
+float8. Only the operands of matmuls are cast: just before the matmul, or before their all-gather.
+`apply` converts the layers that get faster. Only this file imports torchao, and only if needed.
 """
 
 from __future__ import annotations

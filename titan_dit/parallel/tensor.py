@@ -1,6 +1,12 @@
 """Tensor and sequence parallelism: a plan of styles by submodule name, applied from outside.
 
-Also embeddings and logits sharded by vocabulary (arXiv:1909.08053 sec. 3).
+Between blocks the stream is plain local tensors. The exception is DiT's condition: a replicated
+DTensor, so that the gradients of all blocks accumulate before one all-reduce. Tokens may lie as
+[n, b, d] in memory, so that they are gathered without a copy (`TokenFirst`).
+
+An output layer sharded by rows (`ColwiseParallel`) gives each rank the logits of some rows of the
+vocabulary (arXiv:1909.08053 sec. 3). The loss then takes three all-reduces of one number per token,
+instead of an all-gather of the logits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The executor of a pipeline: this rank's stages, run in the order of a schedule.
 
-The loop runs actions one by one, receives their inputs and sends their outputs. In planned order
-a rank runs its actions as listed.
+`PipelinedExecutor` holds the stages. A `Loop` runs the actions of a pass one by one, receives their
+inputs and sends their outputs. A `Source` says which action is next. `Planned`: as listed, waiting
+for the messages that each one needs. `Deciding` (run_time.py): by what has arrived.
 """
 
 from __future__ import annotations
@@ -247,7 +248,7 @@ class PipelinedExecutor(Executor):
     """Runs this rank's stages of a pipeline; `links` between the neighbours are open."""
 
     mark: Mark = staticmethod(unmarked)
-    """Called at the moments of every pass, see `pipeline/events.py`."""
+    """Called at the events of every pass, see `pipeline/events.py`."""
 
     def __init__(
         self,

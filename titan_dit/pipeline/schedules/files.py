@@ -3,7 +3,10 @@
 An order is a CSV file with a line for each rank: its actions in sequence, as torch writes them.
 "2F0" is stage 2, forward, microbatch 0; B is a full backward, I and W its two halves. Lines that
 begin with # are comments.
-Costs are JSON: seconds of every action and of every message.
+
+Measured costs are JSON: seconds of every action, and of a message from rank to rank. A profile of a
+pipeline writes `RUN/profile/timeline-steps-A-B.costs.json` (pipeline/timeline.py), `pipeline plan`
+reads the newest.
 """
 
 from __future__ import annotations
@@ -109,7 +112,7 @@ def newest_costs(run: Path) -> Path:
 
 
 def write_costs(path: Path, costs: MeasuredCosts) -> None:
-    """Write the file."""
+    """Write measured costs."""
     by_stage: dict[str, list[float | None]] = {}
     for action, seconds in costs.seconds.items():
         name = f"{action.stage}{action.kind}"
@@ -128,7 +131,7 @@ def write_costs(path: Path, costs: MeasuredCosts) -> None:
 
 
 def read_costs(path: Path) -> MeasuredCosts:
-    """Read the file. Raises UserError if it is damaged or of another format."""
+    """Read measured costs. Raises UserError if it is damaged or of another format."""
     text = user_text.read(path, str(path))
     try:
         content = user_text.parse_json(text)

@@ -1,5 +1,9 @@
 """Pipeline schedules as data: the actions of every rank, the messages between them, requirements.
 
+An `Order` lists, for every rank, its actions in sequence: computation only. Communication follows:
+the input of a stage is the output of the previous one (forward) or of the next one (backward). A
+`Schedule` has a program for every rank, from which `placement.pipeline_order` makes the order.
+
 A message has the name of the action that makes it: F, or I for an input gradient, also that of a
 full backward. Both ends of a channel read its sequence from the order: messages need no tags.
 """

@@ -51,7 +51,7 @@ class Simulation:
     busy: tuple[float, ...]
     """Busy time of each rank."""
     peak_activations: tuple[int, ...]
-    """See `action.peak_activations`."""
+    """See `schedule.peak_activations`."""
     waits: tuple[Mapping[Waiting, float], ...]
     """Time that each rank waits before its last action, by cause."""
 
