@@ -139,7 +139,7 @@ def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]
         with torch.device("meta"):
             model = plan.spec.build()
         check_model(model, plan.spec)
-        mesh.links.open(neighbours(plan.stage_ranks, joins_ends=bool(model.tied)))
+        mesh.p2p.open(neighbours(plan.stage_ranks, joins_ends=bool(model.tied)))
         count = sum(parameter.numel() for parameter in model.parameters())
         flops = model.flops_per_sample(plan.spec.num_tokens)
         if plan.sizes.tp > 1:
@@ -249,7 +249,7 @@ def whole_token_executor(
     shapes, pipeline = shapes_of(plan), plan.pipeline
     given = (
         parts,
-        mesh.links,
+        mesh.p2p,
         plan.order(plan.num_microbatches),
         plan.stage_ranks,
         shapes,
@@ -264,7 +264,7 @@ def whole_token_executor(
     from titan_dit.pipeline.transports.choice import open_transport
 
     transport, line = open_transport(
-        mesh.links,
+        mesh.p2p,
         plan.stage_ranks,
         shapes.stream,
         device,

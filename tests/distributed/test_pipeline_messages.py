@@ -219,7 +219,7 @@ def groups(world):
 
     for _ in range(2):
         trainer = trainer_of(world, "interleaved_1f1b", 2)
-        links = trainer.mesh.links
+        links = trainer.mesh.p2p
         found.append({pair: (g.size(), g.group_name) for pair, g in links.groups.items()})
     with mock.patch.object(dist, "batch_isend_irecv", noted):
         gradients(trainer)

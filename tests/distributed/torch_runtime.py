@@ -63,7 +63,7 @@ def gradients_in_torch(trainer, own_order=False):
             executor.device,
             input_args=(shapes.given,) if index == 0 else shapes.stream,
             output_args=shapes.predictions if index == last else shapes.stream,
-            group=executor.links.mesh.get_group(),
+            group=executor.p2p.mesh.get_group(),
         )
         made.first_input = shapes.first_input
         stages.append(made)

@@ -176,15 +176,15 @@ class Planned:
         self,
         stage_ranks: Sequence[int],
         channels: Channels,
-        links: P2PGroups,
+        p2p: P2PGroups,
         stream: Stream,
         device: torch.device,
         mark: Mark = unmarked,
     ) -> None:
         """`stream`: the tensors that the stages exchange, on the meta device."""
         self.stage_ranks, self.mark = stage_ranks, mark
-        self.links, self.stream, self.device = links, stream, device
-        incoming = {s: sent for (s, target), sent in channels.items() if target == links.rank}
+        self.p2p, self.stream, self.device = p2p, stream, device
+        incoming = {s: sent for (s, target), sent in channels.items() if target == p2p.rank}
         self.source_of = {message: s for s, sent in incoming.items() for message in sent}
         self.next_of = {source: iter(sent) for source, sent in incoming.items()}
         self.arriving: dict[Action, tuple[Stream, list[dist.Work]]] = {}
@@ -212,7 +212,7 @@ class Planned:
         while message not in self.arriving:
             sent = next(self.next_of[source])
             buffers = self.empty(sent)
-            self.arriving[sent] = buffers, self.links.receive(buffers, source)
+            self.arriving[sent] = buffers, self.p2p.receive(buffers, source)
             self.mark(PipelineEvent.ALLOWS, sent)
 
     def take(self, message: Action) -> Stream:
@@ -228,7 +228,7 @@ class Planned:
     def send(self, message: Action, tensors: Stream) -> None:
         """Start sending a message to the rank that uses it."""
         self.sends = [sent for sent in self.sends if not sent[1].is_completed()]
-        works = self.links.send(tensors, self.stage_ranks[reader_of(message)])
+        works = self.p2p.send(tensors, self.stage_ranks[reader_of(message)])
         self.sends += [(tensors, work) for work in works]
 
     def flush(self) -> None:
@@ -245,7 +245,7 @@ class Planned:
 
 
 class PipelinedExecutor(Executor):
-    """Runs this rank's stages of a pipeline; `links` between the neighbours are open."""
+    """Runs this rank's stages of a pipeline; the groups `p2p` between neighbours are open."""
 
     mark: Mark = staticmethod(unmarked)
     """Called at the events of every pass, see `pipeline/events.py`."""
@@ -253,7 +253,7 @@ class PipelinedExecutor(Executor):
     def __init__(
         self,
         parts: Mapping[int, Model],
-        links: P2PGroups,
+        p2p: P2PGroups,
         order: Order,
         stage_ranks: Sequence[int],
         shapes: Shapes,
@@ -263,7 +263,7 @@ class PipelinedExecutor(Executor):
         dtype: torch.dtype,
     ) -> None:
         """`dtype`: the compute dtype, see `TiedWeights`."""
-        self.links, self.order, self.stage_ranks = links, order, stage_ranks
+        self.p2p, self.order, self.stage_ranks = p2p, order, stage_ranks
         self.shapes, self.loss, self.device = shapes, loss, device
         self.microbatch_size = microbatch_size
         count = len(stage_ranks)
@@ -271,7 +271,7 @@ class PipelinedExecutor(Executor):
             index: Stage(part, index, count, shapes.stream) for index, part in sorted(parts.items())
         }
         self.channels = channels(order, stage_ranks)
-        self.tied = TiedWeights(parts, stage_ranks, links, dtype)
+        self.tied = TiedWeights(parts, stage_ranks, p2p, dtype)
 
     def run(self, prepared: Prepared, loss_scale: Tensor | None = None) -> Tensor:
         """See `Executor.step`. Ranks without the last stage return 0."""
@@ -320,12 +320,12 @@ class PipelinedExecutor(Executor):
         source = Planned(
             self.stage_ranks,
             sequences,
-            self.links,
+            self.p2p,
             self.shapes.stream,
             self.device,
             self.mark,
         )
-        actions = source.actions(order[self.links.rank])
+        actions = source.actions(order[self.p2p.rank])
         loop = Loop(self.stages, len(self.stage_ranks), source, self.mark)
         # All replicas run the same order: they reduce a stage while others still compute.
         loop.run(actions, inputs, side_inputs, finish, reduce_gradients)
@@ -391,7 +391,7 @@ class PipelinedExecutor(Executor):
             if outputs
             else torch.empty(shape, dtype=like.dtype, device=self.device)
         )
-        mesh, source = self.links.mesh, self.links.global_rank(self.stage_ranks[-1])
+        mesh, source = self.p2p.mesh, self.p2p.global_rank(self.stage_ranks[-1])
         dist.broadcast(whole, source, mesh.get_group())
         return whole
 

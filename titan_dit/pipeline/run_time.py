@@ -125,13 +125,13 @@ class DecidingExecutor(PipelinedExecutor):
         finish: Callable[[Output, int], Tensor],
     ) -> None:
         """See `PipelinedExecutor.learn`."""
-        decider = Decider(self.order[self.links.rank], len(self.stage_ranks), self.memory)
+        decider = Decider(self.order[self.p2p.rank], len(self.stage_ranks), self.memory)
         source = Deciding(
             decider,
             self.transport,
             self.decisions,
             self.stage_ranks,
-            self.links.rank,
+            self.p2p.rank,
             self.device,
             self.mark,
         )

@@ -697,7 +697,7 @@ def costs(timeline: Timeline) -> MeasuredCosts:
         num_microbatches=timeline.num_microbatches,
         order=timeline.order(timeline.typical),
         seconds={action: taken.free for action, taken in median_seconds(timeline).items()},
-        links=timeline.links,
+        latencies=timeline.links,
         step_s=statistics.median(map(timeline.length, range(timeline.num_passes))),
     )
 

@@ -81,7 +81,7 @@ class MeasuredCosts:
     """The actions of every rank, as they ran."""
     seconds: Mapping[Action, float]
     """Seconds of every action of the order."""
-    links: Mapping[tuple[int, int], float]
+    latencies: Mapping[tuple[int, int], float]
     """(source, target) -> seconds from the end of an action to the arrival of its output."""
     step_s: float
     """Seconds of the measured pass over all microbatches."""
@@ -93,7 +93,7 @@ class MeasuredCosts:
 
     def latency(self, source: int, target: int) -> float:
         """Seconds from `source` to `target`, for the simulator; 0 if it was not measured."""
-        return self.links.get((source, target), 0.0)
+        return self.latencies.get((source, target), 0.0)
 
 
 def newest_costs(run: Path) -> Path:
@@ -124,7 +124,7 @@ def write_costs(path: Path, costs: MeasuredCosts) -> None:
         "splits_backward": any(action.kind is Kind.BACKWARD_INPUT for action in costs.seconds),
         "order": [[str(action) for action in actions] for actions in costs.order],
         "actions": by_stage,
-        "links": {f"{source}->{target}": s for (source, target), s in costs.links.items()},
+        "links": {f"{source}->{target}": s for (source, target), s in costs.latencies.items()},
         "step_s": costs.step_s,
     }
     write_json(path, content, indent=1)
@@ -159,16 +159,16 @@ def parsed_costs(content: Mapping[str, Any]) -> MeasuredCosts:
         for actions in order
         for action in actions
     }
-    links = {}
+    latencies = {}
     for name, value in content["links"].items():
         source, target = map(int, name.split("->"))
-        links[source, target] = max(0.0, float(value))
+        latencies[source, target] = max(0.0, float(value))
     return MeasuredCosts(
         stage_ranks=tuple(map(int, content["stage_ranks"])),
         num_microbatches=int(content["num_microbatches"]),
         order=order,
         seconds=seconds,
-        links=links,
+        latencies=latencies,
         step_s=float(content["step_s"]),
     )
 

@@ -293,12 +293,12 @@ class Taken(NamedTuple):
 def replay(
     order: Order,
     seconds: Mapping[Action, Taken],
-    links: Mapping[tuple[int, int], float],
+    latencies: Mapping[tuple[int, int], float],
     ready: Sequence[float] | None = None,
 ) -> tuple[TimedAction, ...]:
     """The timeline of an order; raises ValueError on a deadlock.
 
-    `links`: latency by (source, target) rank, else 0. `ready`: when each rank may begin.
+    `latencies`: by (source, target) rank, else 0. `ready`: when each rank may begin.
     """
     num_stages = num_stages_of(order)
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
@@ -309,7 +309,7 @@ def replay(
         start = free[rank]
         for message in inputs_of(action, num_stages):
             source = rank_of[message.stage]
-            start = max(start, ends[message] + links.get((source, rank), 0.0))
+            start = max(start, ends[message] + latencies.get((source, rank), 0.0))
         took = seconds[action]
         ends[output_of(action)], free[rank] = start + took.left, start + took.free
         timeline.append(TimedAction(rank, action, start, start + took.computed))
