@@ -15,7 +15,6 @@ from titan_dit.data.base import Batch
 from titan_dit.execution import (
     Executor,
     LocalExecutor,
-    Shapes,
     SlicedExecutor,
     TokenDims,
     TokenLoss,
@@ -38,6 +37,7 @@ from titan_dit.rng import SampleRNG
 
 if TYPE_CHECKING:
     from titan_dit.pipeline.recording import PipelineRecording
+    from titan_dit.pipeline.stage import Shapes
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,9 @@ def whole_token_executor(
 
 
 def shapes_of(plan: RunPlan) -> Shapes:
-    """The shapes of a microbatch between the stages of this rank."""
+    """The tensors of a microbatch between the stages of this rank, and after the last one."""
+    from titan_dit.pipeline.stage import Shapes
+
     model_spec, size = plan.spec, plan.microbatch_size
 
     def local(spec: TensorSpec) -> tuple[int, ...]:
@@ -297,11 +299,8 @@ def shapes_of(plan: RunPlan) -> Shapes:
     stream = list(model_spec.stream.values())
     wholes = tuple(local(spec) for spec in stream)
     shapes = tensor.local_shapes(wholes, plan.tensor_plan, plan.sizes.tp)
-    first_input, given = next(iter(model_spec.inputs.items()))
     with torch.device("meta"):
         return Shapes(
-            first_input=first_input,
-            given=empty(given, local(given)),
             stream=tuple(
                 empty(spec, shape, learns=True) for spec, shape in zip(stream, shapes, strict=True)
             ),

@@ -20,7 +20,6 @@ from titan_dit.execution import (
     NOTHING,
     Executor,
     Output,
-    Shapes,
     Tensors,
     TokenLoss,
     first_of,
@@ -41,7 +40,7 @@ from titan_dit.pipeline.schedules.schedule import (
     output_of,
     reader_of,
 )
-from titan_dit.pipeline.stage import Stage
+from titan_dit.pipeline.stage import Shapes, Stage
 from titan_dit.pipeline.tied import TiedWeights
 from titan_dit.pipeline.transports.base import tensors_of
 

@@ -23,6 +23,17 @@ from titan_dit.execution import Output
 from titan_dit.models.base import Model, SideInputs, Stream
 from titan_dit.parallel import fsdp
 
+
+@dataclass(frozen=True)
+class Shapes:
+    """The tensors of one microbatch between stages and after the last one, on the meta device."""
+
+    stream: tuple[Tensor, ...]
+    predictions: tuple[Tensor, ...]
+    losses: Tensor
+    """Losses per token, [b, n]."""
+
+
 OutputGradients: TypeAlias = tuple[Tensor | None, ...]
 """Gradients of a node's outputs; None for outputs without one."""
 InputGradients: TypeAlias = tuple[Tensor | None, ...]
