@@ -22,10 +22,10 @@ NONE = LoRAConfig()
 def parallelize(
     model: Model,
     mesh: Mesh,
-    styles: TensorPlan,
+    tensor_plan: TensorPlan,
     parallel: ParallelConfig,
     precision: PrecisionConfig,
-    recompute: ActivationCheckpointConfig,
+    checkpointing: ActivationCheckpointConfig,
     compilation: CompileConfig,
     tokens: int = 0,
     adapters: LoRAConfig = NONE,
@@ -45,17 +45,19 @@ def parallelize(
     if precision.float8 != "off":
         from titan_dit.parallel import float8
 
-        styles = float8.apply(model, styles, precision, mesh.sizes, tokens, device_type, device)
+        tensor_plan = float8.apply(
+            model, tensor_plan, precision, mesh.sizes, tokens, device_type, device
+        )
     if mesh.sizes.tp > 1:
-        tensor.shard(model, mesh.axis("tp"), styles)
+        tensor.shard(model, mesh.axis("tp"), tensor_plan)
         tensor.apply(model, mesh.axis("tp"))
     if adapters.rank:
         from titan_dit.parallel import lora
 
         lora.apply(model, adapters)
     is_async = parallel.async_tp and mesh.sizes.tp > 1
-    async_tp.apply(model, styles, mesh.axis("tp") if is_async else None)
-    if short_attention.suits(device_type, precision, recompute, compilation):
+    async_tp.apply(model, tensor_plan, mesh.axis("tp") if is_async else None)
+    if short_attention.suits(device_type, precision, checkpointing, compilation):
         attention.apply(model, short_attention.attend)
     else:
         attention.apply(model, attention.attend_by(precision.attention, device_type))
@@ -67,7 +69,7 @@ def parallelize(
             attention=precision.attention,
             compiled=compilation.enabled,
         )
-    remat.apply(model, recompute)
+    remat.apply(model, checkpointing)
     compile_blocks(model, compilation)
     if mesh.whole.size() == 1 and precision.float8 in compute_copies.FLOAT8:
         keep = compilation.cuda_graphs
