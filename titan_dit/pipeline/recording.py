@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_dit.pipeline.events import Noted, PipelineEvent, Recorder, unmarked
 from titan_dit.pipeline.pipelined import PipelinedExecutor
-from titan_dit.pipeline.schedules.schedule import Order
+from titan_dit.pipeline.schedules.schedule import num_microbatches_of
 from titan_dit.pipeline.timeline import (
     RankTimeline,
     Timeline,
@@ -171,7 +171,7 @@ class PipelineRecording:
         ranks = read_all(everyone, [Clock(*pair) for pair in offsets])
         order = self.executor.order
         stage_ranks = tuple(self.executor.stage_ranks)
-        return Timeline(ranks, stage_ranks, self.sizes, order, microbatches_of(order))
+        return Timeline(ranks, stage_ranks, self.sizes, order, num_microbatches_of(order))
 
     def write(self, folder: Path, note: str = "") -> list[str]:
         """End the window, write its files and return the console lines, on the first rank.
@@ -197,11 +197,6 @@ def read_all(everyone: Sequence[Written], ranks: Sequence[Clock]) -> tuple[RankT
 def seconds_since(clock: Clock, origin: float) -> Callable[[float], float]:
     """A rank's nanoseconds to seconds since `origin` on the first rank's clock."""
     return lambda at_ns: (clock.to_first(at_ns) - origin) / 1e9
-
-
-def microbatches_of(order: Order) -> int:
-    """Microbatches of a pass."""
-    return 1 + max(action.microbatch for actions in order for action in actions)
 
 
 def write_files(folder: Path, timeline: Timeline, notes: Sequence[str] = ()) -> list[str]:

@@ -22,7 +22,13 @@ from titan_dit.observe.curve import GRID, INK, OTHER, save_png, ticks
 from titan_dit.pipeline.events import Noted, PipelineEvent
 from titan_dit.pipeline.schedules import files
 from titan_dit.pipeline.schedules.files import MeasuredCosts
-from titan_dit.pipeline.schedules.schedule import Action, Kind, Order, output_of
+from titan_dit.pipeline.schedules.schedule import (
+    Action,
+    Kind,
+    Order,
+    num_microbatches_of,
+    output_of,
+)
 from titan_dit.pipeline.schedules.simulator import Simulation, Taken, TimedAction, replay
 from titan_dit.system.files import replacing
 
@@ -875,9 +881,8 @@ def timeline_of(simulation: Simulation, stage_ranks: Sequence[int]) -> Timeline:
         one = PipelinePass(0.0, 0.0, own[-1].end, done)
         gaps = list(gaps_of(own))
         ranks.append(RankTimeline(number, gaps, [(0, 0.0)], [one]))
-    count = 1 + max(action.microbatch for actions in order for action in actions)
     sizes = (1.0,) * len(stage_ranks)
-    return Timeline(tuple(ranks), tuple(stage_ranks), sizes, order, count)
+    return Timeline(tuple(ranks), tuple(stage_ranks), sizes, order, num_microbatches_of(order))
 
 
 def gaps_of(spans: Sequence[TimedAction]) -> Iterator[Span]:

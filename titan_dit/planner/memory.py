@@ -29,6 +29,7 @@ from titan_dit.pipeline.schedules.schedule import (
     inputs_of,
     output_of,
     peak_activations,
+    ranks_of,
     reader_of,
 )
 from titan_dit.plan import RunPlan
@@ -383,7 +384,7 @@ def _is_above(first: InFlight, second: InFlight) -> bool:
 
 def highest_in_flight(order: Order) -> tuple[tuple[InFlight, ...], ...]:
     """The maximal moments of each rank: none is exceeded in every number by another one."""
-    rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    rank_of = ranks_of(order)
     return tuple(_highest(_moments(actions, rank_of, rank)) for rank, actions in enumerate(order))
 
 

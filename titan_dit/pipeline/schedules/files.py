@@ -24,6 +24,7 @@ from titan_dit.system import run_files
 from titan_dit.system.files import write_json, write_whole
 
 MAX_ORDER_BYTES = 16 << 20
+ORDER_REMEDY = 'Write it by `python -m titan_dit pipeline plan`, or set order = "planned".'
 ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 
 
@@ -51,19 +52,23 @@ def read_order(path: Path) -> Order:
     return tuple(order)
 
 
-ORDER_REMEDY = 'Write it by `python -m titan_dit pipeline plan`, or set order = "planned".'
-
-
 def _action(cell: str, where: str) -> Action:
-    found = ACTION.fullmatch(cell)
-    if not found:
+    try:
+        return action_of(cell)
+    except ValueError:
         shown = cell if len(cell) <= 20 else f"{cell[:20]}..."
         raise UserError(
             f"{where}: {show(shown)} is not an action: stage, F, B, I or W, microbatch, such as "
             f'"0F0". {ORDER_REMEDY}'
-        )
-    stage, kind, microbatch = found.groups()
-    return Action(Kind(kind), int(stage), int(microbatch))
+        ) from None
+
+
+def action_of(text: str) -> Action:
+    """An action by its name; ValueError if it is none."""
+    found = ACTION.fullmatch(text)
+    if not found:
+        raise ValueError(f"{text!r} is not an action")
+    return Action(Kind(found[2]), int(found[1]), int(found[3]))
 
 
 COSTS_FORMAT = 1
@@ -171,14 +176,6 @@ def parsed_costs(content: Mapping[str, Any]) -> MeasuredCosts:
         latencies=latencies,
         step_s=float(content["step_s"]),
     )
-
-
-def action_of(text: str) -> Action:
-    """An action by its name; ValueError if it is none."""
-    found = ACTION.fullmatch(text)
-    if not found:
-        raise ValueError(f"{text!r} is not an action")
-    return Action(Kind(found[2]), int(found[1]), int(found[3]))
 
 
 def seconds_of(values: list[float | None], action: Action) -> float:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from titan_dit.config.section import UserError, show
-from titan_dit.pipeline.schedules.schedule import Order, number, schedule_of
+from titan_dit.pipeline.schedules.schedule import Order, schedule_of, with_microbatches
 
 
 @lru_cache(maxsize=4096)  # A search asks for the same stages thousands of times.
@@ -155,7 +155,7 @@ def pipeline_order(
     return tuple(
         tuple(
             action
-            for action in number(program(rank, num_ranks, num_microbatches, num))
+            for action in with_microbatches(program(rank, num_ranks, num_microbatches, num))
             if action.microbatch < num_microbatches
         )
         for rank in range(num_ranks)
