@@ -269,8 +269,8 @@ def test_a_host_that_is_ahead_sleeps_before_it_decides(events):
         behind.append(sum(not event.ended for event in events))
         for message in own.remote_inputs(action):
             own.take(message)
-    assert max(behind) == run_time.AHEAD - 1  # Before the action itself is enqueued.
-    assert transport.naps == 2 * (len(ORDER[0]) - run_time.AHEAD)
+    assert max(behind) == run_time.MAX_QUEUED - 1  # Before the action itself is enqueued.
+    assert transport.naps == 2 * (len(ORDER[0]) - run_time.MAX_QUEUED)
 
 
 def test_a_cpu_has_no_queue(events):

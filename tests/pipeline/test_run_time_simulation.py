@@ -7,7 +7,7 @@ import pytest
 from known import SCHEDULES
 from order_text import from_csv
 
-from titan_dit.pipeline.schedules.decider import Waiting, peak_bytes, windows
+from titan_dit.pipeline.schedules.decider import Waiting, peak_halves, windows
 from titan_dit.pipeline.schedules.placement import pipeline_order, stages_per_rank
 from titan_dit.pipeline.schedules.proof import sequence_of
 from titan_dit.pipeline.schedules.schedule import Kind, inputs_of, output_of, peak_activations
@@ -171,4 +171,4 @@ def test_what_is_held_between_the_halves_of_a_backward_is_bounded_too(schedule, 
         for planned, ran in zip(order, end.order, strict=True):
             # In dualpipev a rank may have no weight gradient to run.
             more = schedule == "dualpipev"
-            assert peak_bytes(ran) <= peak_bytes(planned) * memory + more
+            assert peak_halves(ran) <= peak_halves(planned) * memory + more

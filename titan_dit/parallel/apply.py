@@ -49,8 +49,8 @@ def parallelize(
             model, tensor_plan, precision, mesh.sizes, tokens, device_type, device
         )
     if mesh.sizes.tp > 1:
-        tensor.shard(model, mesh.axis("tp"), tensor_plan)
-        tensor.apply(model, mesh.axis("tp"))
+        tensor.apply(model, mesh.axis("tp"), tensor_plan)
+        tensor.shard_logits(model, mesh.axis("tp"))
     if adapters.rank:
         from titan_dit.parallel import lora
 

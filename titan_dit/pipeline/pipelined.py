@@ -159,7 +159,7 @@ class Loop:
             self.source.send(message, tuple(tensor.detach().contiguous() for tensor in tensors))
 
 
-AHEAD = 2
+RECEIVES_AHEAD = 2
 """Receives are posted this many actions before the action that uses them. With 1, a link as slow as
 a forward makes steps up to 6% longer (simulated); with 2 none."""
 
@@ -174,7 +174,7 @@ class Planned:
     def __init__(
         self,
         stage_ranks: Sequence[int],
-        channels: Channels,
+        sequences: Channels,
         p2p: P2PGroups,
         stream: Stream,
         device: torch.device,
@@ -183,16 +183,16 @@ class Planned:
         """`stream`: the tensors that the stages exchange, on the meta device."""
         self.stage_ranks, self.mark = stage_ranks, mark
         self.p2p, self.stream, self.device = p2p, stream, device
-        incoming = {s: sent for (s, target), sent in channels.items() if target == p2p.rank}
+        incoming = {s: sent for (s, target), sent in sequences.items() if target == p2p.rank}
         self.source_of = {message: s for s, sent in incoming.items() for message in sent}
         self.next_of = {source: iter(sent) for source, sent in incoming.items()}
         self.arriving: dict[Action, tuple[Stream, list[dist.Work]]] = {}
         self.sends: list[tuple[Stream, dist.Work]] = []
 
     def actions(self, order: Sequence[Action]) -> Iterator[Action]:
-        """The actions of this rank; receives are posted AHEAD actions before their use."""
+        """The actions of this rank; receives are posted RECEIVES_AHEAD actions before their use."""
         ahead = iter(order)
-        for action in islice(ahead, AHEAD):
+        for action in islice(ahead, RECEIVES_AHEAD):
             self.post_inputs(action)
         for action in order:
             if (later := next(ahead, None)) is not None:
@@ -274,11 +274,11 @@ class PipelinedExecutor(Executor):
 
     def run(self, prepared: Prepared, loss_scale: Tensor | None = None) -> Tensor:
         """See `Executor.step`. Ranks without the last stage return 0."""
-        parts = list(prepared.microbatches(self.microbatch_size))
+        microbatches = list(prepared.microbatches(self.microbatch_size))
         losses: list[Tensor] = []
 
         def loss_of(output: Output, microbatch: int) -> Tensor:
-            found = self.score(self.loss, output, parts[microbatch])
+            found = self.score(self.loss, output, microbatches[microbatch])
             loss, factor = scaled(found, loss_scale)
             losses.append(loss.detach())
             return with_factor(loss, factor)
@@ -287,7 +287,11 @@ class PipelinedExecutor(Executor):
         self.gather()
         for stage in self.stages.values():
             fsdp.hold_gradients(stage.part)
-        self.learn([part.inputs for part in parts], [part.side_inputs for part in parts], loss_of)
+        self.learn(
+            [microbatch.inputs for microbatch in microbatches],
+            [microbatch.side_inputs for microbatch in microbatches],
+            loss_of,
+        )
         self.tied.add_gradients()
         self.mark(PipelineEvent.FINISHED, None)
         return sum(losses, torch.zeros((), device=prepared.weight.device))

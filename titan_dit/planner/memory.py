@@ -20,7 +20,7 @@ from titan_dit.dry_run.pipeline import most_held
 from titan_dit.optim.sections import MuonConfig
 from titan_dit.parallel.compute_copies import CHUNK, FLOAT8
 from titan_dit.parallel.fsdp import unit_sizes
-from titan_dit.pipeline.pipelined import AHEAD
+from titan_dit.pipeline.pipelined import RECEIVES_AHEAD
 from titan_dit.pipeline.schedules.placement import pipeline_order
 from titan_dit.pipeline.schedules.schedule import (
     Action,
@@ -404,7 +404,7 @@ def _moments(actions: Sequence[Action], rank_of: dict[int, int], rank: int) -> I
         place, kind = place_of[action.stage], action.kind
         ends = kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         left[place] -= ends
-        ahead = sum(arrives[number + 1 : number + 1 + AHEAD])
+        ahead = sum(arrives[number + 1 : number + 1 + RECEIVES_AHEAD])
         now = tuple(held), tuple(halves), tuple(summed)
         yield InFlight(kind, place, *now, ends and not left[place], ahead + sent)
         if rank_of.get(reader_of(output_of(action)), rank) != rank:
