@@ -24,13 +24,14 @@ from report import finish
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from titan_dit.execution import Output, Shapes
+from titan_dit.execution import Output
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel.p2p_groups import P2PGroups
 from titan_dit.pipeline.pipelined import PipelinedExecutor
 from titan_dit.pipeline.schedules.placement import pipeline_order, rank_of_stage, stages_of_rank
 from titan_dit.pipeline.schedules.schedule import Kind, neighbours, schedule_of
 from titan_dit.pipeline.schedules.simulator import Costs, simulate
+from titan_dit.pipeline.stage import Shapes
 
 TOKENS, WIDTH = 2, 4
 FORWARD, INPUT, WEIGHT = 1.0, 1.0, 1.0
@@ -165,8 +166,6 @@ def run_case(case: Case, rank: int, repeats: int) -> Ran:
         case.order,
         stage_ranks,
         Shapes(
-            first_input="tokens",
-            given=torch.empty(shape, device="meta"),
             stream=stream,
             predictions=stream,
             losses=torch.empty(shape[:2], device="meta"),

@@ -32,7 +32,7 @@ from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.section import UserError
 from titan_dit.models.dit_config import SIZES
 from titan_dit.parallel import float8
-from titan_dit.parallel.float8 import TABLE, LinearShape, gains
+from titan_dit.parallel.float8 import TABLE, LinearShape, is_faster
 from titan_dit.ranks.failure import run_and_exit
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -143,7 +143,7 @@ def main() -> int:
         if options.write and row["result"] == "measured":
             both = {key: round(row[key], 4) for key in ("bf16_ms", "float8_ms")}
             write([{"device": name, "recipe": recipe, **sizes, **both, **where}], TABLE)
-        expected = "gain" if gains(shape, recipe, name, []) else "loss"
+        expected = "gain" if is_faster(shape, recipe, name, []) else "loss"
         shown.append({"recipe": recipe, **sizes, **cells(row), "roofline": expected})
         print(json.dumps(shown[-1]), flush=True)
         if options.out:

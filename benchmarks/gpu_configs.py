@@ -17,7 +17,7 @@ from titan_dit.config.training import TrainingConfig
 from titan_dit.data.sections import Synthetic
 from titan_dit.dry_run.fake_step import take_fake_step
 from titan_dit.optim.sections import AdamWConfig
-from titan_dit.parallel.float8 import suits
+from titan_dit.parallel.float8 import is_converted
 from titan_dit.plan import resolve
 
 CONTENDERS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -48,7 +48,9 @@ def configs(wanted: Sequence[tuple[Cell, str]], device: str = "") -> Iterator[di
             if "float8" in changes.get("precision", {}):
                 precision = PrecisionConfig(**changes["precision"])
                 layers = linears_of(cell).items()
-                entry["in_float8"] = [key for key, one in layers if suits(one, precision, device)]
+                entry["in_float8"] = [
+                    key for key, one in layers if is_converted(one, precision, device)
+                ]
             yield entry
 
 

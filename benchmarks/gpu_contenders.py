@@ -25,7 +25,7 @@ from titan_dit.kernels import attention
 from titan_dit.kernels.attention_choice import AttentionShape
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.optim.sections import MuonConfig
-from titan_dit.parallel.float8 import LinearShape, device_of, linears, suits
+from titan_dit.parallel.float8 import LinearShape, device_of, is_converted, linears
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.parallel.tensor_plans.dit import plan
 
@@ -134,7 +134,7 @@ def float8(cell: Cell, place: Place, *, recipe: str) -> Step:
     precision = PrecisionConfig(dtype="bf16", float8=recipe, **settings)  # type: ignore[arg-type]
     check_matmuls(precision, False, place.device)
     device = device_of(place.device.type)
-    if not any(suits(shape, precision, device) for shape in linears_of(cell).values()):
+    if not any(is_converted(shape, precision, device) for shape in linears_of(cell).values()):
         raise UserError(
             f'[precision] float8_layers = "auto" converts no layer to {recipe}: by its table or '
             "roofline none would be faster. The step would be that of bf16"

@@ -62,7 +62,7 @@ def take_steps(world: World, tables: Tables, after_step: Callable[[], None]) -> 
     with log:
         with log.phase("set-up", StorageKind.TEMPORARY):
             trainer = Trainer(config_file.build(tables, catalog.variant), world)
-            await_sends(trainer.mesh.links)
+            await_sends(trainer.mesh.p2p)
             # Copies of tied weights are parameters, too.
             parameters = [*trainer.parameters.values(), *trainer.built.copies.values()]
             log.mark(parameters, StorageKind.PARAMETERS)

@@ -101,11 +101,11 @@ def measure_case(case: str, steps: Steps, order: Order, arguments: argparse.Name
     seconds = seconds_of(case, unit, count)
     delay = delay_to(case, dist.get_rank(), unit)
     step, ran, took = steps.run(order, seconds, delay)
-    links = {
+    latencies = {
         pair: delay_to(case, pair[1], unit) for pair in channels(order, steps.executor.stage_ranks)
     }
     ranks = tuple(steps.executor.stage_ranks)
-    costs = MeasuredCosts(ranks, count, ran, took, links, step)
+    costs = MeasuredCosts(ranks, count, ran, took, latencies, step)
     with tempfile.TemporaryDirectory() as folder:
         plans = [planned(costs, order, Path(folder), memory) for memory in MEMORIES]
     contenders = [order, *(found for found, _ in plans)]

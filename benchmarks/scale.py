@@ -55,7 +55,7 @@ def group_row(sizes: AxisSizes, num_ranks: int) -> Row:
         start = time.perf_counter()
         mesh = Mesh(sizes, "cpu")
         took = time.perf_counter() - start
-        mesh.links.open(neighbours(range(sizes.pp)))
+        mesh.p2p.open(neighbours(range(sizes.pp)))
         several = [group.size() for group in process_group.opened() if group.size() > 1]
         return {
             "ranks": f"{num_ranks:,}",

@@ -13,7 +13,6 @@ import torch
 from bubble import Nap, mean
 from torch import Tensor, nn
 
-from titan_dit.execution import Shapes
 from titan_dit.models.base import Stream
 from titan_dit.parallel.p2p_groups import P2PGroups
 from titan_dit.pipeline.events import PipelineEvent
@@ -21,6 +20,7 @@ from titan_dit.pipeline.pipelined import PipelinedExecutor, Planned
 from titan_dit.pipeline.run_time import DecidingExecutor, Decisions
 from titan_dit.pipeline.schedules.placement import pipeline_order, rank_of_stage, stages_of_rank
 from titan_dit.pipeline.schedules.schedule import Action, Kind, neighbours
+from titan_dit.pipeline.stage import Shapes
 from titan_dit.pipeline.transports.choice import open_transport
 
 SHAPE = 1, 2, 4
@@ -216,8 +216,6 @@ class Contender:
         links.open(neighbours(ranks))
         stream = (torch.empty(SHAPE, device="meta", dtype=torch.float64, requires_grad=True),)
         shapes = Shapes(
-            first_input="tokens",
-            given=torch.empty(SHAPE, device="meta", dtype=torch.float64),
             stream=stream,
             predictions=stream,
             losses=torch.empty(SHAPE[:2], device="meta"),

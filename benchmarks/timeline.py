@@ -80,7 +80,7 @@ class LinkPlanned(Planned):
 
     def send(self, message: Action, tensors: Stream) -> None:
         """Send, with the time when it is due."""
-        due = Delays.due(self.links.rank, message, self.stage_ranks)
+        due = Delays.due(self.p2p.rank, message, self.stage_ranks)
         super().send(message, stamped(tensors, due))
 
     def take(self, message: Action) -> Stream:

@@ -132,7 +132,7 @@ def rank_main(rank: int, port: int, sizes: Sequence[int], rounds: int, reads: bo
         opened = []
         for name in CONTENDERS[1:]:
             device = torch.device("cpu")
-            transport, _ = open_transport(mesh.links, STAGE_RANKS, like, device, name, "")
+            transport, _ = open_transport(mesh.p2p, STAGE_RANKS, like, device, name, "")
             opened.append(transport)
             trips[name] = by_transport(transport, rank, given, reads)
         num_trips = max(8, TRIPS_BYTES // size // 2)

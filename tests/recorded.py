@@ -4,8 +4,15 @@ import random
 
 from titan_dit.pipeline.events import CAUSE, Noted, PipelineEvent
 from titan_dit.pipeline.schedules.placement import pipeline_order
-from titan_dit.pipeline.schedules.proof import execution, num_stages_of
-from titan_dit.pipeline.schedules.schedule import Kind, inputs_of, output_of, reader_of
+from titan_dit.pipeline.schedules.proof import sequence_of
+from titan_dit.pipeline.schedules.schedule import (
+    Kind,
+    inputs_of,
+    num_microbatches_of,
+    num_stages_of,
+    output_of,
+    reader_of,
+)
 from titan_dit.pipeline.timeline import Timeline, TimelineReader
 
 TAKE = 2e-5
@@ -53,7 +60,7 @@ class Ranks:
 
     def one_pass(self, number):
         here = {}
-        for rank, action in execution(self.order):
+        for rank, action in sequence_of(self.order):
             for message in inputs_of(action, num_stages_of(self.order)):
                 if self.rank_of[message.stage] != rank:
                     self.note(rank, PipelineEvent.WAITS, CAUSE[message.kind])
@@ -78,7 +85,7 @@ def timeline_of(order, seconds, passes=2, late=None, sizes=None, usual=1e-4):
     read = tuple(TimelineReader(n, lambda at: at / 1e9).read(one) for n, one in enumerate(noted))
     stages = num_stages_of(order)
     stage_ranks = tuple(ranks.rank_of[stage] for stage in range(stages))
-    microbatches = 1 + max(action.microbatch for actions in order for action in actions)
+    microbatches = num_microbatches_of(order)
     return Timeline(read, stage_ranks, tuple(sizes or [1.0] * stages), order, microbatches)
 
 

@@ -42,7 +42,7 @@ def measured(delay=0.01):
         num_microbatches=16,
         order=ORDER,
         seconds=seconds,
-        links={(rank, (rank + 1) % 4): delay for rank in range(4)},
+        latencies={(rank, (rank + 1) % 4): delay for rank in range(4)},
         step_s=1.25,
     )
 

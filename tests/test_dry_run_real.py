@@ -46,7 +46,7 @@ def real_step(config, world, folder):
     """Take two steps with all microbatches on this rank."""
     plan, objective, fields, *sections = parts_of(config, world)
     mesh = Mesh(plan.sizes, "cpu")
-    await_sends(mesh.links)
+    await_sends(mesh.p2p)
     trace = folder / f"{mesh.whole.get_rank()}.json"
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         rank = FakeRank(plan, objective, fields, mesh, nullcontext(), sections)

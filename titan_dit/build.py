@@ -15,7 +15,6 @@ from titan_dit.data.base import Batch
 from titan_dit.execution import (
     Executor,
     LocalExecutor,
-    Shapes,
     SlicedExecutor,
     TokenDims,
     TokenLoss,
@@ -38,6 +37,7 @@ from titan_dit.rng import SampleRNG
 
 if TYPE_CHECKING:
     from titan_dit.pipeline.recording import PipelineRecording
+    from titan_dit.pipeline.stage import Shapes
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def copies_of(parts: Mapping[int, Model]) -> dict[str, nn.Parameter]:
 def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]:
     """This rank's stages on the meta device, parallelized.
 
-    Also returns the parameters and FLOPs of the whole network, as in `Built`.
+    Also returns the parameters and FLOPs of the whole network, as in `BuiltNetwork`.
     """
     last = plan.num_stages - 1
     parts: dict[int, Model] = {}
@@ -139,7 +139,7 @@ def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]
         with torch.device("meta"):
             model = plan.spec.build()
         check_model(model, plan.spec)
-        mesh.links.open(neighbours(plan.stage_ranks, joins_ends=bool(model.tied)))
+        mesh.p2p.open(neighbours(plan.stage_ranks, joins_ends=bool(model.tied)))
         count = sum(parameter.numel() for parameter in model.parameters())
         flops = model.flops_per_sample(plan.spec.num_tokens)
         if plan.sizes.tp > 1:
@@ -249,7 +249,7 @@ def whole_token_executor(
     shapes, pipeline = shapes_of(plan), plan.pipeline
     given = (
         parts,
-        mesh.links,
+        mesh.p2p,
         plan.order(plan.num_microbatches),
         plan.stage_ranks,
         shapes,
@@ -264,7 +264,7 @@ def whole_token_executor(
     from titan_dit.pipeline.transports.choice import open_transport
 
     transport, line = open_transport(
-        mesh.links,
+        mesh.p2p,
         plan.stage_ranks,
         shapes.stream,
         device,
@@ -281,7 +281,9 @@ def whole_token_executor(
 
 
 def shapes_of(plan: RunPlan) -> Shapes:
-    """The shapes of a microbatch between the stages of this rank."""
+    """The tensors of a microbatch between the stages of this rank, and after the last one."""
+    from titan_dit.pipeline.stage import Shapes
+
     model_spec, size = plan.spec, plan.microbatch_size
 
     def local(spec: TensorSpec) -> tuple[int, ...]:
@@ -297,11 +299,8 @@ def shapes_of(plan: RunPlan) -> Shapes:
     stream = list(model_spec.stream.values())
     wholes = tuple(local(spec) for spec in stream)
     shapes = tensor.local_shapes(wholes, plan.tensor_plan, plan.sizes.tp)
-    first_input, given = next(iter(model_spec.inputs.items()))
     with torch.device("meta"):
         return Shapes(
-            first_input=first_input,
-            given=empty(given, local(given)),
             stream=tuple(
                 empty(spec, shape, learns=True) for spec, shape in zip(stream, shapes, strict=True)
             ),

@@ -33,20 +33,6 @@ Scored: TypeAlias = tuple[Tensor, Tensor]
 """(a microbatch's share of the step's loss, factor of its gradient)."""
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """The tensors of one microbatch between pipeline stages, on the meta device."""
-
-    first_input: str
-    """The name of `given`; torch passes the other inputs by keyword."""
-    given: Tensor
-    """The positional input of the first stage."""
-    stream: tuple[Tensor, ...]
-    predictions: tuple[Tensor, ...]
-    losses: Tensor
-    """Losses per token, [b, n]."""
-
-
 def unchanged(value: Tensor) -> Tensor:
     """The identity: the sum over data-parallel ranks if there is only one."""
     return value

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from titan_dit.config import dotted_names
 from titan_dit.config.section import UserError
-from titan_dit.optim.ema import local
+from titan_dit.optim.optimizer import shards_of
 
 MOMENTS = ("begun", "step_ended", "validated", "saved", "ended")
 KEY = "[job] hooks"
@@ -140,4 +140,4 @@ def named(error: BaseException) -> str:
 
 def changes(parameters: Mapping[str, Tensor]) -> int:
     """Number of in-place writes to the parameters."""
-    return sum(tensor._version for tensor in local(parameters))
+    return sum(tensor._version for tensor in shards_of(parameters.values()))

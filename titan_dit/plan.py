@@ -41,7 +41,7 @@ from titan_dit.pipeline.schedules.placement import (
     stages_of_rank,
     stages_per_rank,
 )
-from titan_dit.pipeline.schedules.schedule import Kind, Order, schedule_of
+from titan_dit.pipeline.schedules.schedule import Kind, Order, num_microbatches_of, schedule_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,9 +207,9 @@ class RunPlan:
         """The actions of every pipeline rank for `num_microbatches`.
 
         The order of a file (made for a training step) if it has as many microbatches, else the
-        schedule's. A run-time order follows rules derived from the latter (`schedules.decide`).
+        schedule's. A run-time order follows rules derived from the latter (`schedules.decider`).
         """
-        if (order := self.order_of_file) and _microbatches_of(order) == num_microbatches:
+        if (order := self.order_of_file) and num_microbatches_of(order) == num_microbatches:
             return order
         return pipeline_order(
             self.pipeline.schedule,
@@ -217,10 +217,6 @@ class RunPlan:
             num_microbatches=num_microbatches,
             virtual_stages=self.pipeline.virtual_stages,
         )
-
-
-def _microbatches_of(order: Order) -> int:
-    return 1 + max(action.microbatch for actions in order for action in actions)
 
 
 def resolve(config: JobConfig, world_size: int, resuming: bool = False) -> RunPlan:

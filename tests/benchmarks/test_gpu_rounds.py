@@ -51,14 +51,14 @@ def losses_of_both(world):
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import ours
 
-    from titan_dit.optim.ema import local
+    from titan_dit.optim.optimizer import shards_of
     from titan_dit.trainer import Trainer
 
     as_default = {"lr": 1e-4, "weight_decay": 0.0}
     config = tiny_config(precision={"dtype": "bf16"}, optimizer=as_default)
     trainer = Trainer(config, world)
     randomize(trainer.parameters)
-    start = [tensor.clone() for tensor in local(trainer.parameters)]
+    start = [t.detach().clone() for t in shards_of(trainer.parameters.values())]
     batch = ours.resident_batch(config.model, 16, world.device)
     theirs = []
     for trainer.step in (1, 2, 3):

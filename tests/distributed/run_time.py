@@ -83,7 +83,7 @@ def beside(world, planned, deciding, seed, attempts=1):
     """What differs between the steps of two configs; repeated until their orders differ."""
     trainer = trainer_of(world, planned)
     executor = pipelined(trainer)
-    order, place = list(executor.order[executor.links.rank]), executor.links.rank
+    order, place = list(executor.order[executor.p2p.rank]), executor.p2p.rank
     loss, expected, jitter = ran(trainer, seed)
     assert jitter.ran == order
     trainer = trainer_of(world, deciding)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_runtime import gradients_in_torch
 
 from titan_dit.parallel.p2p_groups import P2PGroups
-from titan_dit.pipeline.pipelined import AHEAD, Loop, Planned
+from titan_dit.pipeline.pipelined import RECEIVES_AHEAD, Loop, Planned
 from titan_dit.trainer import Trainer
 
 MICROBATCHES = 8
@@ -125,7 +125,7 @@ def test_a_rank_holds_few_messages_and_nothing_after_a_step(schedule, two_ranks)
     for found in two_ranks:
         most, kept, left = found["buffers"][schedule]
         # One in use, and the inputs of the next actions, whatever the number of microbatches.
-        assert 1 <= most <= 1 + AHEAD
+        assert 1 <= most <= 1 + RECEIVES_AHEAD
         assert not any(kept)
         assert left == 0
 
@@ -219,7 +219,7 @@ def groups(world):
 
     for _ in range(2):
         trainer = trainer_of(world, "interleaved_1f1b", 2)
-        links = trainer.mesh.links
+        links = trainer.mesh.p2p
         found.append({pair: (g.size(), g.group_name) for pair, g in links.groups.items()})
     with mock.patch.object(dist, "batch_isend_irecv", noted):
         gradients(trainer)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from titan_dit.parallel import lora
-from titan_dit.parallel.tensor import score, whole
+from titan_dit.parallel.tensor import gather_logits, score_shard
 
 ROWS, SIZE = 256, 200  # On 3 ranks 86, 86 and 84 rows.
 
@@ -26,9 +26,9 @@ def on_a_third(world):
     mesh = init_device_mesh("cpu", (3,))
     logits, targets, weights = drawn()
     mine = logits.chunk(3, 1)[world.rank].clone().requires_grad_()
-    loss = score(mesh, ROWS, mine * 1, targets, SIZE)
+    loss = score_shard(mesh, ROWS, mine * 1, targets, SIZE)
     (loss * weights).sum().backward()
-    return loss.detach(), mine.grad, whole(mesh, ROWS, mine.detach()), adapted(mesh)
+    return loss.detach(), mine.grad, gather_logits(mesh, ROWS, mine.detach()), adapted(mesh)
 
 
 def adapted(mesh):

@@ -50,10 +50,20 @@ class TorchsOrder(ByNumber, ScheduleInterleaved1F1B):
     """torch's runtime on its own order."""
 
 
+def first_input_of(plan):
+    """The name of the first stage's positional input, and that input on the meta device."""
+    name, spec = next(iter(plan.spec.inputs.items()))
+    dims = enumerate(spec.shape)
+    shape = [n // plan.sizes.cp if dim == spec.token_dim else n for dim, n in dims]
+    dtype = spec.dtype or plan.dtype
+    return name, torch.empty(plan.microbatch_size, *shape, dtype=dtype, device="meta")
+
+
 def gradients_in_torch(trainer, own_order=False):
     """Loss and gradients of the next batch as torch's runtime computes them."""
     plan, executor = trainer.plan, trainer.executor
     shapes, last = shapes_of(plan), plan.num_stages - 1
+    first, first_input = first_input_of(plan)
     stages = []
     for index, stage in executor.stages.items():
         made = TorchStage(
@@ -61,11 +71,11 @@ def gradients_in_torch(trainer, own_order=False):
             index,
             plan.num_stages,
             executor.device,
-            input_args=(shapes.given,) if index == 0 else shapes.stream,
+            input_args=(first_input,) if index == 0 else shapes.stream,
             output_args=shapes.predictions if index == last else shapes.stream,
-            group=executor.links.mesh.get_group(),
+            group=executor.p2p.mesh.get_group(),
         )
-        made.first_input = shapes.first_input
+        made.first_input = first
         stages.append(made)
     count = plan.num_microbatches
     if own_order:
@@ -82,7 +92,6 @@ def gradients_in_torch(trainer, own_order=False):
     for stage in stages:
         stage.has_backward = True
         stage.clear_runtime_states()
-    first = shapes.first_input
     keywords = [
         {k: v for k, v in part.inputs.items() if k != first}
         | {KEYWORD + k: v for k, v in part.side_inputs.items()}

@@ -66,7 +66,7 @@ def fused_in_a_block(takes_biases_out, samples):
     with fake_world(0, 2), unchecked():
         mesh = Mesh(AxisSizes(tp=2), "cpu")
         model = config.build(1)
-        tensor.shard(model, mesh.axis("tp"), plan(True))
+        tensor.apply(model, mesh.axis("tp"), plan(True))
         if takes_biases_out:
             async_tp.take_biases_out(model, plan(True))
         model.blocks["0"].compile(fullgraph=True, backend=backend)
@@ -112,7 +112,7 @@ def test_the_biases_of_a_users_plan_are_taken_out_of_local_tokens_only(case):
         mesh = Mesh(AxisSizes(tp=2), "cpu").axis("tp")
         model = config.build(1)
         users = replace(plan(True), block=plan(True).block | {"mlp.down": style})
-        tensor.shard(model, mesh, users)
+        tensor.apply(model, mesh, users)
         layer = model.blocks["0"].mlp.down
         async_tp.take_biases_out(model, users)
         assert (layer.product is not TokenLinear.product) == taken

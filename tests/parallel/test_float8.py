@@ -71,7 +71,7 @@ def test_auto_leaves_small_layers_and_says_so_if_none_is_left(monkeypatch):
     assert not float8_layers(model)
     [line] = float8.console_lines([model], PrecisionConfig(float8="tensorwise"))
     assert re.match(r"float8  tensorwise in 0 of 12 .*no layer would be faster", line)
-    monkeypatch.setattr(float8, "gains", lambda shape, *_: shape.outputs == 96)
+    monkeypatch.setattr(float8, "is_faster", lambda shape, *_: shape.outputs == 96)
     model, _ = converted("tensorwise")
     assert float8_layers(model) == {f"blocks.{i}.attn.qkv" for i in range(3)}
     [line] = float8.console_lines([model], PrecisionConfig(float8="tensorwise"))
@@ -104,9 +104,9 @@ def test_layers_are_chosen_for_the_device_they_run_on(monkeypatch, device_type, 
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    monkeypatch.setattr(float8, "gains", lambda shape, recipe, name, table: asked.append(name))
+    monkeypatch.setattr(float8, "is_faster", lambda shape, recipe, name, table: asked.append(name))
     chosen = PrecisionConfig(float8="rowwise")
-    float8.suits(LinearShape(256, 32, 96), chosen, float8.device_of(device_type))
+    float8.is_converted(LinearShape(256, 32, 96), chosen, float8.device_of(device_type))
     assert asked == [device]
 
 
@@ -131,7 +131,7 @@ def gathered_formats(device_type):
         model, styles = converted(
             "tensorwise", float8_layers="all", sizes=mesh.sizes, device_type=device_type
         )
-        tensor.shard(model, mesh.axis("tp"), styles)
+        tensor.apply(model, mesh.axis("tp"), styles)
         model.to_empty(device="cpu")
         for parameter in model.parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -10,8 +10,8 @@ from titan_dit.parallel.float8 import (
     LinearShape,
     Measured,
     balance,
-    gains,
     intensity,
+    is_faster,
     nearest,
     read_table,
 )
@@ -34,7 +34,7 @@ def test_what_a_dit_xl_gains_from():
     shapes = {name: LinearShape(128 * 256, *dims) for name, dims in XL.items()}
 
     def chosen(recipe, device, table):
-        return {name for name, shape in shapes.items() if gains(shape, recipe, device, table)}
+        return {name for name, shape in shapes.items() if is_faster(shape, recipe, device, table)}
 
     assert chosen("te_current", H100, []) == {"qkv", "up", "down"}
     assert chosen("tensorwise", H100, []) == set()
@@ -47,17 +47,17 @@ def test_what_a_dit_xl_gains_from():
 
 def test_a_wide_model_gains_unless_the_casts_are_slow_and_a_narrow_one_never():
     wide, slow = LinearShape(16384, 4096, 16384), {"rowwise", "rowwise_with_gw_hp"}
-    assert {recipe for recipe in COSTS if not gains(wide, recipe, H100, [])} == slow
-    assert {recipe for recipe in COSTS if not gains(wide, recipe, H200, read_table())} == slow
+    assert {recipe for recipe in COSTS if not is_faster(wide, recipe, H100, [])} == slow
+    assert {recipe for recipe in COSTS if not is_faster(wide, recipe, H200, read_table())} == slow
     # Casts grow with the sides of a product, the product with their square.
-    assert all(gains(LinearShape(65536, 12288, 49152), recipe, H200, []) for recipe in COSTS)
-    assert not any(gains(LinearShape(16384, 256, 768), recipe, H100, []) for recipe in COSTS)
+    assert all(is_faster(LinearShape(65536, 12288, 49152), recipe, H200, []) for recipe in COSTS)
+    assert not any(is_faster(LinearShape(16384, 256, 768), recipe, H100, []) for recipe in COSTS)
 
 
 @pytest.mark.parametrize("shape", [(1000, 4096, 4096), (4096, 4100, 4096), (4096, 4096, 4104)])
 def test_what_the_tensor_cores_cannot_multiply_never_gains(shape):
     fast = Measured(H100, "rowwise", LinearShape(*shape), bf16_ms=2.0, float8_ms=1.0)
-    assert not gains(LinearShape(*shape), "rowwise", H100, [fast])
+    assert not is_faster(LinearShape(*shape), "rowwise", H100, [fast])
 
 
 def test_what_was_measured_overrules_the_roofline():
@@ -66,13 +66,13 @@ def test_what_was_measured_overrules_the_roofline():
         Measured(H100, "tensorwise", large, bf16_ms=1.0, float8_ms=1.1),
         Measured(H100, "tensorwise", small, bf16_ms=1.0, float8_ms=0.9),
     ]
-    assert gains(large, "tensorwise", H100, [])
-    assert not gains(large, "tensorwise", H100, table)
-    assert not gains(small, "tensorwise", H100, [])
-    assert gains(small, "tensorwise", H100, table)
+    assert is_faster(large, "tensorwise", H100, [])
+    assert not is_faster(large, "tensorwise", H100, table)
+    assert not is_faster(small, "tensorwise", H100, [])
+    assert is_faster(small, "tensorwise", H100, table)
     # No measurement of another recipe or device.
-    assert gains(large, "te_current", H100, table)
-    assert gains(large, "tensorwise", H200, table)
+    assert is_faster(large, "te_current", H100, table)
+    assert is_faster(large, "tensorwise", H200, table)
 
 
 def test_the_nearest_measured_shape_speaks_for_one_within_a_factor_of_two():

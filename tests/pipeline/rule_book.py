@@ -6,8 +6,7 @@ import random
 from titan_dit.config.section import UserError
 from titan_dit.pipeline.schedules.decider import Decider
 from titan_dit.pipeline.schedules.placement import pipeline_order
-from titan_dit.pipeline.schedules.proof import num_stages_of
-from titan_dit.pipeline.schedules.schedule import Action, Kind, output_of, reader_of
+from titan_dit.pipeline.schedules.schedule import Action, Kind, num_stages_of, output_of, reader_of
 
 SIZES = (2, 3, 4, 6, 8), (1, 2, 3, 4, 6, 8, 12, 16, 24)
 RELEASES = Kind.BACKWARD, Kind.BACKWARD_WEIGHT

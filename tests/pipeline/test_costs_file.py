@@ -15,7 +15,7 @@ def example():
         num_microbatches=4,
         order=order,
         seconds={a: 0.01 * (1 + a.stage) + a.microbatch for row in order for a in row},
-        links={(0, 1): 0.002, (1, 0): 0.0},
+        latencies={(0, 1): 0.002, (1, 0): 0.0},
         step_s=1.5,
     )
 

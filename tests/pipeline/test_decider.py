@@ -10,8 +10,13 @@ from rule_book import drawn_order, played
 
 from titan_dit.pipeline.schedules.decider import Decider, Waiting, windows
 from titan_dit.pipeline.schedules.placement import pipeline_order
-from titan_dit.pipeline.schedules.proof import check, num_stages_of
-from titan_dit.pipeline.schedules.schedule import Kind, peak_activations
+from titan_dit.pipeline.schedules.proof import check
+from titan_dit.pipeline.schedules.schedule import (
+    Kind,
+    num_microbatches_of,
+    num_stages_of,
+    peak_activations,
+)
 
 MEMORY = (1.0, 1.0, 1.1, 1.25, 1.5, 2.0)
 
@@ -199,7 +204,7 @@ def test_ten_thousand_pipelines_of_ranks_that_decide_finish():
         order = drawn_order(rng, SCHEDULES)
         found = played(order, rng.choice([1.0, rng.uniform(1, 2)]), seed)
         count = num_stages_of(order)
-        ahead = 1 + max(action.microbatch for actions in order for action in actions)
+        ahead = num_microbatches_of(order)
         try:
             check(tuple(map(tuple, found.run)), num_stages=count, num_microbatches=ahead)
         except ValueError as error:

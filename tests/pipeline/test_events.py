@@ -34,7 +34,7 @@ def test_it_notes_the_hosts_time_and_forgets_an_earlier_window():
     record(recorder, lambda: None)
     wall = record(recorder, lambda: time.sleep(0.05))
     noted = recorder.read()
-    assert [note.moment for note in noted] == ["step", "starts", "begins", "ends", "finished"]
+    assert [note.event for note in noted] == ["step", "starts", "begins", "ends", "finished"]
     assert [note.what for note in noted] == [3, None, F0, F0, None]
     found, by_kind = seconds(noted)
     assert 0.05 <= by_kind["F"] <= found <= wall

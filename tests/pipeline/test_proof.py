@@ -6,8 +6,8 @@ from known import SCHEDULES
 from order_text import from_csv
 
 from titan_dit.pipeline.schedules.placement import pipeline_order, stages_per_rank
-from titan_dit.pipeline.schedules.proof import check, execution, num_stages_of
-from titan_dit.pipeline.schedules.schedule import Action, Kind, inputs_of, output_of
+from titan_dit.pipeline.schedules.proof import check, sequence_of
+from titan_dit.pipeline.schedules.schedule import Action, Kind, inputs_of, num_stages_of, output_of
 
 P, M = 3, 6
 
@@ -144,7 +144,7 @@ def test_deadlocks_are_found_just_where_waits_form_a_cycle(schedule, order):
         verdicts.append(has_a_cycle(shuffled))
         if verdicts[-1]:
             with pytest.raises(ValueError, match="Deadlock"):
-                execution(shuffled)
+                sequence_of(shuffled)
         else:
-            assert len(execution(shuffled)) == sum(map(len, order))
+            assert len(sequence_of(shuffled)) == sum(map(len, order))
     assert len(set(verdicts)) == 2

@@ -191,8 +191,8 @@ def test_replicas_reduce_their_stages_in_one_sequence_when_all_is_done(late, mon
     for module in (run_time, pipelined):
         monkeypatch.setattr(module, "reduce_gradients", lambda stage: said.append(stage.index))
     executor = DecidingExecutor.__new__(DecidingExecutor)
-    executor.order, executor.stage_ranks, executor.links = ORDER, STAGE_RANKS, SimpleNamespace()
-    executor.links.rank, executor.device, executor.memory = 0, CPU, 1.0
+    executor.order, executor.stage_ranks, executor.p2p = ORDER, STAGE_RANKS, SimpleNamespace()
+    executor.p2p.rank, executor.device, executor.memory = 0, CPU, 1.0
     executor.stages = {2: Idle(2), 0: Idle(0)}
     executor.transport, executor.decisions = AtOnce(late), Alone()
     executor.mark = lambda moment, what: moment is PipelineEvent.ENDS and said.append(str(what))
@@ -269,8 +269,8 @@ def test_a_host_that_is_ahead_sleeps_before_it_decides(events):
         behind.append(sum(not event.ended for event in events))
         for message in own.remote_inputs(action):
             own.take(message)
-    assert max(behind) == run_time.AHEAD - 1  # Before the action itself is enqueued.
-    assert transport.naps == 2 * (len(ORDER[0]) - run_time.AHEAD)
+    assert max(behind) == run_time.MAX_QUEUED - 1  # Before the action itself is enqueued.
+    assert transport.naps == 2 * (len(ORDER[0]) - run_time.MAX_QUEUED)
 
 
 def test_a_cpu_has_no_queue(events):

@@ -7,9 +7,9 @@ import pytest
 from known import SCHEDULES
 from order_text import from_csv
 
-from titan_dit.pipeline.schedules.decider import Waiting, peak_bytes, windows
+from titan_dit.pipeline.schedules.decider import Waiting, peak_halves, windows
 from titan_dit.pipeline.schedules.placement import pipeline_order, stages_per_rank
-from titan_dit.pipeline.schedules.proof import execution
+from titan_dit.pipeline.schedules.proof import sequence_of
 from titan_dit.pipeline.schedules.schedule import Kind, inputs_of, output_of, peak_activations
 from titan_dit.pipeline.schedules.simulator import simulate, stage_costs
 
@@ -26,7 +26,7 @@ def test_the_timeline_keeps_to_inputs_and_window_and_explains_its_idle_time(sche
     )
     assert [sorted(actions) for actions in end.order] == [sorted(actions) for actions in order]
     assert end.order != order or schedule == "interleaved_1f1b"
-    execution(end.order)
+    sequence_of(end.order)
     made = {output_of(span.action): span for span in end.timeline}
     for span in end.timeline:
         for message in inputs_of(span.action, stages):
@@ -171,4 +171,4 @@ def test_what_is_held_between_the_halves_of_a_backward_is_bounded_too(schedule, 
         for planned, ran in zip(order, end.order, strict=True):
             # In dualpipev a rank may have no weight gradient to run.
             more = schedule == "dualpipev"
-            assert peak_bytes(ran) <= peak_bytes(planned) * memory + more
+            assert peak_halves(ran) <= peak_halves(planned) * memory + more

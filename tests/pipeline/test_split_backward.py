@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from titan_dit.pipeline.stage import backward_input
+from titan_dit.pipeline.stage import split_backward
 
 
 class Product(torch.autograd.Function):
@@ -69,7 +69,7 @@ def test_two_halves_give_the_gradients_of_the_whole(times):
     for _ in range(times):
         outputs = net(*inputs)
         given = gradients_like(outputs)
-        found, half = backward_input(outputs, given, inputs, net.parameters())
+        found, half = split_backward(outputs, given, inputs, net.parameters())
         assert times > 1 or all(weight.grad is None for weight in net.parameters())
         del outputs  # The halves alone must keep the graph.
         gc.collect()
@@ -84,7 +84,7 @@ def test_two_halves_give_the_gradients_of_the_whole(times):
 def test_a_loss_has_a_gradient_of_one():
     net, inputs = problem()
     loss = sum(output.sum() for output in net(*inputs))
-    found, half = backward_input([loss], None, inputs, net.parameters())
+    found, half = split_backward([loss], None, inputs, net.parameters())
     half.run()
     ours = [weight.grad for weight in learning(net) if weight is not net.unused]
     net.zero_grad()
@@ -97,7 +97,7 @@ def test_a_loss_has_a_gradient_of_one():
 def test_an_unused_input_has_no_gradient():
     net, inputs = problem()
     out = net.first(inputs[0])
-    (found, missing), _ = backward_input([out], gradients_like([out]), inputs, net.parameters())
+    (found, missing), _ = split_backward([out], gradients_like([out]), inputs, net.parameters())
     assert found.any()
     assert missing is None
 
@@ -112,7 +112,7 @@ def test_each_half_does_half_of_the_work():
     with FlopCounterMode(display=False) as forward:
         out = layers(x)
     with FlopCounterMode(display=False) as first:
-        _, half = backward_input([out], [torch.ones_like(out)], [x], layers.parameters())
+        _, half = split_backward([out], [torch.ones_like(out)], [x], layers.parameters())
     with FlopCounterMode(display=False) as second:
         half.run()
     flops = forward.get_total_flops()
@@ -138,7 +138,7 @@ def test_the_second_half_frees_the_graph():
     alive = weakref.ref(kept)
     out = layers(Noted.apply(layers[0](x), kept))
     del kept
-    _, half = backward_input([out], [torch.ones_like(out)], [x], layers.parameters())
+    _, half = split_backward([out], [torch.ones_like(out)], [x], layers.parameters())
     del out
     half.run()
     assert alive() is not None

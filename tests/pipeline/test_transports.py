@@ -79,7 +79,7 @@ def random_passes(world, cases):
     mesh, found = Mesh(AxisSizes(pp=world.size), "cpu"), []
     for name, stage_ranks, across_hosts in cases:
         choice.meet = partial(meet, across_hosts=across_hosts)
-        arguments = (mesh.links, stage_ranks, STREAM, CPU, name, "")
+        arguments = (mesh.p2p, stage_ranks, STREAM, CPU, name, "")
         transport, line = choice.open_transport(*arguments)
         every = lanes(stage_ranks)
         taken = [Pass(transport, every, world.rank, seed).run() for seed in range(2)]
@@ -130,10 +130,10 @@ def num_files():
 def credits_and_rest(world):
     """What must hold of both transports; rank 0 sends to rank 1."""
     mesh, found = Mesh(AxisSizes(pp=2), "cpu"), {}
-    choice.open_transport(mesh.links, (0, 1), STREAM, CPU, "process_group", "")[0].close()
+    choice.open_transport(mesh.p2p, (0, 1), STREAM, CPU, "process_group", "")[0].close()
     for name in ("process_group", "shared_memory"):
         files = num_files()
-        arguments = (mesh.links, (0, 1), STREAM, CPU, name, "")
+        arguments = (mesh.p2p, (0, 1), STREAM, CPU, name, "")
         transport, _ = choice.open_transport(*arguments)
         facts = sending(transport) if world.rank == 0 else receiving(transport)
         dist.barrier()
@@ -264,7 +264,7 @@ def test_a_wait_ends_when_a_message_that_waited_has_gone():
 def killed(world, note):
     """Rank 1 ends by a signal while rank 0 waits for it."""
     mesh = Mesh(AxisSizes(pp=2), "cpu")
-    transport, _ = choice.open_transport(mesh.links, (0, 1), STREAM, CPU, "auto", "")
+    transport, _ = choice.open_transport(mesh.p2p, (0, 1), STREAM, CPU, "auto", "")
     if world.rank == 1:
         if os.fork():  # The harness would end rank 0 at once: a child holds the sockets.
             for peer in transport.peers.values():

@@ -142,22 +142,22 @@ def check_tensor(plan: RunPlan) -> None:
             'Set tp = 1, or tensor_plan = "package.module:function" (docs/extending.md).'
         )
     try:
-        styles = plan.tensor_plan
+        tensor_plan = plan.tensor_plan
     except Exception as error:
         text = " ".join(str(error).split())
         raise UserError(
             "[parallel] tensor_plan, called with sequence_parallel="
             f"{show(plan.parallel.sequence_parallel)}, raised {type(error).__name__}: {text}"
         ) from error
-    if not isinstance(styles, TensorPlan):
+    if not isinstance(tensor_plan, TensorPlan):
         raise UserError(
             f"[parallel] tensor_plan: the plan of {show(plan.model_name)} returns "
-            f"{type(styles).__name__}, not a titan_dit.parallel.tensor.TensorPlan."
+            f"{type(tensor_plan).__name__}, not a titan_dit.parallel.tensor.TensorPlan."
         )
-    if len(styles.stream) != len(model_spec.stream):
+    if len(tensor_plan.stream) != len(model_spec.stream):
         raise UserError(
-            f"[parallel] tensor_plan has placements for {len(styles.stream)} stream tensors, but "
-            f"the model {show(plan.model_name)} has {len(model_spec.stream)}: "
+            f"[parallel] tensor_plan has placements for {len(tensor_plan.stream)} stream tensors, "
+            f"but the model {show(plan.model_name)} has {len(model_spec.stream)}: "
             f"{', '.join(model_spec.stream)}."
         )
     heads, groups = model_spec.num_heads, model_spec.num_key_value_heads or model_spec.num_heads

@@ -13,7 +13,7 @@ from titan_dit.config.layout import PipelineConfig
 from titan_dit.config.section import UserError, show
 from titan_dit.pipeline.schedules.files import ORDER_REMEDY
 from titan_dit.pipeline.schedules.proof import check
-from titan_dit.pipeline.schedules.schedule import Order
+from titan_dit.pipeline.schedules.schedule import Order, num_microbatches_of, num_stages_of
 from titan_dit.plan import RunPlan
 from titan_dit.ranks.hosts import address_of, interfaces
 from titan_dit.ranks.torch_range import pip_install
@@ -88,14 +88,13 @@ def misfits(plan: RunPlan, order: Order) -> Iterator[str]:
     pp, schedule = plan.sizes.pp, plan.pipeline.schedule
     if len(order) != pp:
         yield f"is for {len(order)} pipeline ranks, but [parallel] pp={pp}"
-    every = [action for actions in order for action in actions]
-    stages = 1 + max(action.stage for action in every)
+    stages = num_stages_of(order)
     if stages != plan.num_stages:
         yield (
             f"is for {stages} stages, but schedule={show(schedule)} with virtual_stages="
             f"{plan.pipeline.virtual_stages} on [parallel] pp={pp} has {plan.num_stages}"
         )
-    microbatches = 1 + max(action.microbatch for action in every)
+    microbatches = num_microbatches_of(order)
     if microbatches != plan.num_microbatches:
         yield (
             f"is for {microbatches} microbatches, but a step has {plan.num_microbatches} on each "

@@ -116,11 +116,11 @@ class Diffusion(Objective, ABC):
     config: DiffusionConfig
     model: LatentModel
     data: LatentFacts
-    made: dict[torch.device, dict[str, Tensor]] = dataclasses.field(
+    static_inputs: dict[torch.device, dict[str, Tensor]] = dataclasses.field(
         default_factory=dict, repr=False
     )
     """Cache of the model's static inputs, which are equal in every step."""
-    loaded: dict[str, Autoencoder] = dataclasses.field(default_factory=dict, repr=False)
+    autoencoders: dict[str, Autoencoder] = dataclasses.field(default_factory=dict, repr=False)
     """Cache: [sampling] vae -> the autoencoder of previews."""
 
     @classmethod
@@ -214,9 +214,9 @@ class Diffusion(Objective, ABC):
 
     def static(self, device: torch.device) -> dict[str, Tensor]:
         """The model's static inputs."""
-        if device not in self.made:
-            self.made[device] = self.model.static(device)
-        return self.made[device]
+        if device not in self.static_inputs:
+            self.static_inputs[device] = self.model.static(device)
+        return self.static_inputs[device]
 
     def describe(self, fields: Fields, rng: SampleRNG) -> dict[str, Tensor]:
         """The timestep in the network's unit and, if fields were read, the label."""
@@ -342,10 +342,12 @@ class Diffusion(Objective, ABC):
         from titan_dit.pictures import autoencoder
 
         assert sampling.vae
-        if sampling.vae not in self.loaded:
+        if sampling.vae not in self.autoencoders:
             on_cpu = torch.device("cpu")
-            self.loaded[sampling.vae] = autoencoder.load(sampling.vae, on_cpu, "[sampling] vae")
-        return self.loaded[sampling.vae]
+            self.autoencoders[sampling.vae] = autoencoder.load(
+                sampling.vae, on_cpu, "[sampling] vae"
+            )
+        return self.autoencoders[sampling.vae]
 
 
 def to_model_units(

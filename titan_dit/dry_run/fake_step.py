@@ -58,18 +58,18 @@ class Awaited(dist.Work):
         return True if work is None else work.wait()
 
 
-def await_sends(links: P2PGroups) -> None:
+def await_sends(p2p: P2PGroups) -> None:
     """Make the works of sent messages report their completion.
 
     Those of gloo and of the fake process group never do, so all sent tensors would be held until
     the end of a pass. NCCL's do, once the receiver has got the message.
     """
-    send: Any = links.send
+    send: Any = p2p.send
 
     def awaited(tensors: Sequence[Tensor], target: int) -> list[dist.Work]:
         return [Awaited(work) for work in send(tensors, target)]
 
-    links.send = awaited  # type: ignore[method-assign]
+    p2p.send = awaited  # type: ignore[method-assign]
 
 
 CPU = torch.device("cpu")
@@ -152,7 +152,7 @@ def take_fake_step(
         world = fake_world(stage_rank * (plan.world_size // sizes.pp), plan.world_size)
         with world, chunks_of_a_device():
             mesh = Mesh(sizes, "cpu")
-            await_sends(mesh.links)
+            await_sends(mesh.p2p)
             fake_rank = FakeRank(plan, objective, fields, mesh, mode, (training, optimizer, ema))
             traffic = fake_rank.run(share, size, fewer, enough, count)
             held = tuple(plan.stage_layers[stage] for stage in sorted(fake_rank.parts))

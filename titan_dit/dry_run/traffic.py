@@ -198,7 +198,7 @@ def axes_of(mesh: Mesh) -> dict[str, tuple[str, int]]:
         str(part.get_group().group_name): (titles.get(name, name), part.size())
         for name, part in parts.items()
     }
-    found |= {str(group.group_name): ("pp", 2) for group in mesh.links.groups.values()}
+    found |= {str(group.group_name): ("pp", 2) for group in mesh.p2p.groups.values()}
     # The gradient norm is all-reduced over all ranks.
     world = dist.group.WORLD
     assert world is not None

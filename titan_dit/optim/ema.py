@@ -1,4 +1,4 @@
-"""Moving averages of (sharded) weights, in fp32, shard by shard."""
+"""Moving averages of (sharded) weights, in fp32, shard by shard: without communication."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_dit.config.training import EMAConfig
+from titan_dit.optim.optimizer import shards_of
 
 Array = NDArray[np.float64]
 NEGLIGIBLE = 1e-10
@@ -188,12 +188,14 @@ class EMA:
             kept = except_for.get(key, ())
             reset = {name: tensor for name, tensor in average.items() if name not in kept}
             if reset:
-                torch._foreach_copy_(local(reset), local({n: self.parameters[n] for n in reset}))
+                torch._foreach_copy_(
+                    shards_of(reset.values()), shards_of(self.parameters[n] for n in reset)
+                )
 
     @torch.no_grad()
     def copy_first_to_all(self) -> None:
         """Copy the first average to all others."""
-        averages = [local(average) for average in self.averages.values()]
+        averages = [shards_of(average.values()) for average in self.averages.values()]
         for average in averages[1:]:
             torch._foreach_copy_(average, averages[0])
 
@@ -211,10 +213,10 @@ class EMA:
             self._update(step, skip)
 
     def _update(self, step: int, skip: Tensor) -> None:
-        weights, skipped = local(self.parameters), skip.float()
+        weights, skipped = shards_of(self.parameters.values()), skip.float()
         move = move_together if skip.is_cuda else move_one_by_one
         for share, average in zip(self.shares(step), self._averages.values(), strict=True):
-            move(local(average), weights, share, skipped)
+            move(shards_of(average.values()), weights, share, skipped)
 
     @contextmanager
     @torch.no_grad()
@@ -228,7 +230,7 @@ class EMA:
             yield
             return
         chosen = averages[next(iter(averages)) if key is None else key]
-        average, weights = local(chosen), local(self.parameters)
+        average, weights = shards_of(chosen.values()), shards_of(self.parameters.values())
         kept = [weight.clone() for weight in weights]
         torch._foreach_copy_(weights, average)
         try:
@@ -276,10 +278,3 @@ def move_together(
             is_first_step=False,
             found_inf=skipped,
         )
-
-
-def local(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """This rank's local shards: averaging needs no communication."""
-    return [
-        t.to_local().detach() if isinstance(t, DTensor) else t.detach() for t in tensors.values()
-    ]

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from titan_dit.optim.optimizer import shards_of
 
-@torch.no_grad()  # Otherwise every `to_local` is a node of autograd's graph.
+
+@torch.no_grad()
 def clip_norm(
     parameters: Iterable[nn.Parameter],
     max_norm: float,
@@ -30,7 +32,7 @@ def clip_norm(
     norm is that of the divided gradients.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    local = shards_of(gradients)
     # Replicated gradients count once; no two pipeline stages hold the same parameter.
     by_replicas: dict[int, list[Tensor]] = {}
     for gradient, norm in zip(gradients, torch._foreach_norm(local), strict=True):

@@ -11,7 +11,7 @@ from titan_dit.config.layout import (
 from titan_dit.config.training import LoRAConfig
 from titan_dit.kernels import attention, cross_entropy, linear, short_attention
 from titan_dit.models.base import Model
-from titan_dit.parallel import async_tp, compute_copies, context, fsdp, remat
+from titan_dit.parallel import async_tp, compute_copies, context, fsdp, remat, tensor
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.tensor import TensorPlan
@@ -22,10 +22,10 @@ NONE = LoRAConfig()
 def parallelize(
     model: Model,
     mesh: Mesh,
-    styles: TensorPlan,
+    tensor_plan: TensorPlan,
     parallel: ParallelConfig,
     precision: PrecisionConfig,
-    recompute: ActivationCheckpointConfig,
+    checkpointing: ActivationCheckpointConfig,
     compilation: CompileConfig,
     tokens: int = 0,
     adapters: LoRAConfig = NONE,
@@ -41,23 +41,23 @@ def parallelize(
     if device_type == "cpu":
         linear.apply(model)
     cross_entropy.apply(model)
-    # Lazy imports: of float8, vocabulary and lora a plain run needs none.
+    # Lazy imports: a plain run needs neither float8 nor lora.
     if precision.float8 != "off":
         from titan_dit.parallel import float8
 
-        styles = float8.apply(model, styles, precision, mesh.sizes, tokens, device_type, device)
+        tensor_plan = float8.apply(
+            model, tensor_plan, precision, mesh.sizes, tokens, device_type, device
+        )
     if mesh.sizes.tp > 1:
-        from titan_dit.parallel import tensor
-
-        tensor.shard(model, mesh.axis("tp"), styles)
-        tensor.apply(model, mesh.axis("tp"))
+        tensor.apply(model, mesh.axis("tp"), tensor_plan)
+        tensor.shard_logits(model, mesh.axis("tp"))
     if adapters.rank:
         from titan_dit.parallel import lora
 
         lora.apply(model, adapters)
     is_async = parallel.async_tp and mesh.sizes.tp > 1
-    async_tp.apply(model, styles, mesh.axis("tp") if is_async else None)
-    if short_attention.suits(device_type, precision, recompute, compilation):
+    async_tp.apply(model, tensor_plan, mesh.axis("tp") if is_async else None)
+    if short_attention.suits(device_type, precision, checkpointing, compilation):
         attention.apply(model, short_attention.attend)
     else:
         attention.apply(model, attention.attend_by(precision.attention, device_type))
@@ -69,7 +69,7 @@ def parallelize(
             attention=precision.attention,
             compiled=compilation.enabled,
         )
-    remat.apply(model, recompute)
+    remat.apply(model, checkpointing)
     compile_blocks(model, compilation)
     if mesh.whole.size() == 1 and precision.float8 in compute_copies.FLOAT8:
         keep = compilation.cuda_graphs

@@ -24,7 +24,7 @@ from titan_dit.parallel.tensor import TensorPlan, TokenFirst, inner
 def apply(model: Model, plan: TensorPlan, mesh: DeviceMesh | None) -> None:
     """Enable async TP for compiled blocks over the 1D tp `mesh`; None disables async TP.
 
-    Call it after `tensor.shard`.
+    Call it after `tensor.apply`.
     """
     if mesh is None:
         if "torch._inductor.config" in sys.modules:

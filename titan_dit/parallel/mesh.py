@@ -130,7 +130,7 @@ class Mesh:
         self.loss = self.whole[axes("loss")]._flatten("loss")
         copies, several = self.whole[axes("copies")], len(axes("copies")) > 1
         self.copies = copies._flatten("copies") if several else copies
-        self.links = P2PGroups(self.whole["pp"])
+        self.p2p = P2PGroups(self.whole["pp"])
 
     def axis(self, name: str) -> DeviceMesh:
         """The 1D submesh of an axis."""

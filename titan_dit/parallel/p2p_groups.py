@@ -26,7 +26,7 @@ class P2PGroups:
     """The groups of this rank along a mesh axis, opened by their two ends alone."""
 
     def __init__(self, mesh: DeviceMesh, label: str = "") -> None:
-        """`label`: distinguishes links that have the same ends, such as those of two stages."""
+        """`label`: distinguishes groups that have the same ends, such as those of two stages."""
         self.mesh, self.label = mesh, label
         self.rank = mesh.get_local_rank()
         self.groups: dict[tuple[int, int], dist.ProcessGroup] = {}

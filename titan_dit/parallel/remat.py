@@ -1,4 +1,6 @@
-"""Activation recomputation, block by block. docs/remat.md lists what each mode saves and costs.
+"""[activation_checkpoint]: activations are recomputed in backward, block by block.
+
+docs/remat.md lists what each mode saves and costs.
 
 torch's functional checkpoint runs inside the compiled region: module names do not change, all
 blocks share one graph, and the compiler can fuse the recomputation with backward.

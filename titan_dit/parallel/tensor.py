@@ -1,6 +1,12 @@
 """Tensor and sequence parallelism: a plan of styles by submodule name, applied from outside.
 
-Also embeddings and logits sharded by vocabulary (arXiv:1909.08053 sec. 3).
+Between blocks the stream is plain local tensors. The exception is DiT's condition: a replicated
+DTensor, so that the gradients of all blocks accumulate before one all-reduce. Tokens may lie as
+[n, b, d] in memory, so that they are gathered without a copy (`TokenFirst`).
+
+An output layer sharded by rows (`ColwiseParallel`) gives each rank the logits of some rows of the
+vocabulary (arXiv:1909.08053 sec. 3). The loss then takes three all-reduces of one number per token,
+instead of an all-gather of the logits.
 """
 
 from __future__ import annotations
@@ -26,97 +32,6 @@ from titan_dit.kernels import cross_entropy
 from titan_dit.models.base import Model, Stream
 from titan_dit.models.sample_dropout import SampleDropout
 from titan_dit.models.vocabulary import Vocabulary
-
-
-def token_first(x: Tensor) -> Tensor:
-    """[b, n, ...] to a contiguous [n, b, ...]; a view if memory has this order already."""
-    return x.transpose(0, 1).contiguous()
-
-
-def batch_first(x: Tensor) -> Tensor:
-    """A contiguous [n, b, ...] as [b, n, ...], a view; its gradient is `token_first`."""
-    result: Tensor = _BatchFirst.apply(x)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _BatchFirst(torch.autograd.Function):
-    """See `batch_first`. autograd's own gradient would be a view, which no collective takes."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
-        return x.transpose(0, 1)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
-        return token_first(grad)
-
-
-class TokenFirst(ParallelStyle):
-    """A style that gives its module tokens [n, b, d]; outside of it they are [b, n, d].
-
-    A collective joins or splits its tensor along dim 0. With samples first in memory, the tokens of
-    several samples would have to be cut and joined again around every collective.
-
-    Only for modules that treat every token alike, such as linears. Placements of the inner style
-    count the dims of [n, b, d].
-    """
-
-    def __init__(self, style: ParallelStyle) -> None:
-        super().__init__()
-        self.style = style
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(lambda _, args: (token_first(args[0]), *args[1:]))
-        module = self.style._apply(module, device_mesh)
-        module.register_forward_hook(lambda _, __, out: batch_first(out))
-        return module
-
-
-def inner(style: ParallelStyle | None) -> ParallelStyle | None:
-    """The style that shards the parameters."""
-    return style.style if isinstance(style, TokenFirst) else style
-
-
-def apply(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Let every `Vocabulary` of a model take logits that are sharded over the 1D `mesh`."""
-    for module in model.modules():
-        if isinstance(module, Vocabulary):
-            module.score = partial(score, mesh, module.rows)
-            module.whole = partial(whole, mesh, module.rows)
-
-
-def score(mesh: DeviceMesh, rows: int, logits: Tensor, targets: Tensor, size: int) -> Tensor:
-    """`Vocabulary.score` for sharded logits, or whole ones if the plan replicates the layer."""
-    if logits.shape[-1] == rows:
-        return cross_entropy.cross_entropy(logits, targets, size)
-    group = mesh.get_group()
-
-    def reduced(value: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        dist.all_reduce(value, operation, group)
-        return value
-
-    shard = cross_entropy.VocabularyShard(
-        first=mesh.get_local_rank() * largest_share(rows, mesh),
-        largest=partial(reduced, operation=dist.ReduceOp.MAX),
-        total=partial(reduced, operation=dist.ReduceOp.SUM),
-    )
-    return cross_entropy.cross_entropy(logits, targets, size, shard)
-
-
-def whole(mesh: DeviceMesh, rows: int, logits: Tensor) -> Tensor:
-    """`Vocabulary.whole`: all-gather; without gradients."""
-    if logits.shape[-1] == rows:
-        return logits
-    mine = F.pad(logits, (0, largest_share(rows, mesh) - logits.shape[-1])).contiguous()
-    parts = [torch.empty_like(mine) for _ in range(mesh.size())]
-    dist.all_gather(parts, mine, group=mesh.get_group())
-    return torch.cat(parts, -1)[..., :rows]
-
-
-def largest_share(rows: int, mesh: DeviceMesh) -> int:
-    """Rows of every rank but the last ones, which have fewer if the ranks do not divide `rows`."""
-    return -(-rows // mesh.size())
-
 
 Styles = Mapping[str, ParallelStyle]
 
@@ -145,7 +60,7 @@ def uncut(num_streams: int) -> TensorPlan:
     return TensorPlan(stream=(None,) * num_streams, embed={}, block={}, head={})
 
 
-def shard(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
+def apply(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
     """Shard a model on the meta device; hooks call `enter` before and `leave` after its blocks."""
     parts = [(model.embed, plan.embed), (model.head, plan.head)]
     parts += [(block, plan.block) for block in model.blocks.values()]
@@ -313,6 +228,55 @@ def join(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     return part.redistribute(placements=[Replicate()]).to_local()
 
 
+def token_first(x: Tensor) -> Tensor:
+    """[b, n, ...] to a contiguous [n, b, ...]; a view if memory has this order already."""
+    return x.transpose(0, 1).contiguous()
+
+
+def batch_first(x: Tensor) -> Tensor:
+    """A contiguous [n, b, ...] as [b, n, ...], a view; its gradient is `token_first`."""
+    result: Tensor = _BatchFirst.apply(x)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _BatchFirst(torch.autograd.Function):
+    """See `batch_first`. autograd's own gradient would be a view, which no collective takes."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        return x.transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> Tensor:
+        return token_first(grad)
+
+
+class TokenFirst(ParallelStyle):
+    """A style that gives its module tokens [n, b, d]; outside of it they are [b, n, d].
+
+    A collective joins or splits its tensor along dim 0. With samples first in memory, the tokens of
+    several samples would have to be cut and joined again around every collective.
+
+    Only for modules that treat every token alike, such as linears. Placements of the inner style
+    count the dims of [n, b, d].
+    """
+
+    def __init__(self, style: ParallelStyle) -> None:
+        super().__init__()
+        self.style = style
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(lambda _, args: (token_first(args[0]), *args[1:]))
+        module = self.style._apply(module, device_mesh)
+        module.register_forward_hook(lambda _, __, out: batch_first(out))
+        return module
+
+
+def inner(style: ParallelStyle | None) -> ParallelStyle | None:
+    """The style that shards the parameters."""
+    return style.style if isinstance(style, TokenFirst) else style
+
+
 class ModulationColwise(ColwiseParallel):
     """A column-parallel linear whose output is all-gathered and applied to the rank's tokens.
 
@@ -359,3 +323,44 @@ class ShardedNorm(ParallelStyle):
             return output.to_local()
 
         return distribute_module(module, device_mesh, None, distribute, localize)
+
+
+def shard_logits(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let every `Vocabulary` of a model take logits that are sharded over the 1D `mesh`."""
+    for module in model.modules():
+        if isinstance(module, Vocabulary):
+            module.score = partial(score_shard, mesh, module.rows)
+            module.whole = partial(gather_logits, mesh, module.rows)
+
+
+def score_shard(mesh: DeviceMesh, rows: int, logits: Tensor, targets: Tensor, size: int) -> Tensor:
+    """`Vocabulary.score` for sharded logits, or whole ones if the plan replicates the layer."""
+    if logits.shape[-1] == rows:
+        return cross_entropy.cross_entropy(logits, targets, size)
+    group = mesh.get_group()
+
+    def reduced(value: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        dist.all_reduce(value, operation, group)
+        return value
+
+    shard = cross_entropy.VocabularyShard(
+        first=mesh.get_local_rank() * largest_share(rows, mesh),
+        largest=partial(reduced, operation=dist.ReduceOp.MAX),
+        total=partial(reduced, operation=dist.ReduceOp.SUM),
+    )
+    return cross_entropy.cross_entropy(logits, targets, size, shard)
+
+
+def gather_logits(mesh: DeviceMesh, rows: int, logits: Tensor) -> Tensor:
+    """`Vocabulary.whole`: all-gather; without gradients."""
+    if logits.shape[-1] == rows:
+        return logits
+    mine = F.pad(logits, (0, largest_share(rows, mesh) - logits.shape[-1])).contiguous()
+    parts = [torch.empty_like(mine) for _ in range(mesh.size())]
+    dist.all_gather(parts, mine, group=mesh.get_group())
+    return torch.cat(parts, -1)[..., :rows]
+
+
+def largest_share(rows: int, mesh: DeviceMesh) -> int:
+    """Rows of every rank but the last ones, which have fewer if the ranks do not divide `rows`."""
+    return -(-rows // mesh.size())

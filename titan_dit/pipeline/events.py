@@ -23,7 +23,7 @@ class PipelineEvent(StrEnum):
     OUTSIDE = "outside"
     """Something outside the pipeline begins (its name), such as the optimizer, or ends (None)."""
     STARTS = "starts"
-    """A training pass over the microbatches begins (None). Without it no later moment counts."""
+    """A training pass over the microbatches begins (None). Without it no later event counts."""
     FINISHED = "finished"
     """The pass is over (None)."""
     DECIDES = "decides"
@@ -43,60 +43,60 @@ class PipelineEvent(StrEnum):
 
 
 Mark: TypeAlias = Callable[[PipelineEvent, object], None]
-"""(moment, its subject): called when it happens."""
+"""(event, its subject): called when it happens."""
 
 CAUSE = {Kind.FORWARD: "input", Kind.BACKWARD_INPUT: "gradient"}
 """Kind of a message -> the cause of waiting for it."""
 
 
-def unmarked(moment: PipelineEvent, what: object) -> None:
+def unmarked(event: PipelineEvent, what: object) -> None:
     """A `Mark` that does nothing: no timeline is recorded."""
 
 
 class Noted(NamedTuple):
-    """A moment, with the rank's clock in nanoseconds."""
+    """An event, with the rank's clock in nanoseconds."""
 
-    moment: PipelineEvent
+    event: PipelineEvent
     what: object
     at_ns: float
 
 
 class Recorder:
-    """Records the moments of this rank; `mark` is a `Mark`."""
+    """Records the events of this rank; `mark` is a `Mark`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.mark: Mark = self.mark_device if device.type == "cuda" else self.mark_host
         self.notes: list[tuple[PipelineEvent, object, int]] = []
-        self.events: list[tuple[PipelineEvent, object, torch.cuda.Event]] = []
+        self.cuda_events: list[tuple[PipelineEvent, object, torch.cuda.Event]] = []
         self.begun: tuple[torch.cuda.Event, int] | None = None
 
     def begin(self) -> None:
-        """Discard earlier moments and begin a window. Waits for the device."""
-        self.notes, self.events = [], []
+        """Discard earlier events and begin a window. Waits for the device."""
+        self.notes, self.cuda_events = [], []
         if self.device.type == "cuda":
             self.begun = self.anchor()
 
-    def mark_host(self, moment: PipelineEvent, what: object) -> None:
-        """Note a moment at the host's time."""
-        self.notes.append((moment, what, time.perf_counter_ns()))
+    def mark_host(self, event: PipelineEvent, what: object) -> None:
+        """Note an event at the host's time."""
+        self.notes.append((event, what, time.perf_counter_ns()))
 
-    def mark_device(self, moment: PipelineEvent, what: object) -> None:
-        """Note a moment at the device's time, known later."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self.events.append((moment, what, event))
+    def mark_device(self, event: PipelineEvent, what: object) -> None:
+        """Note an event at the device's time, known later."""
+        cuda_event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        cuda_event.record()
+        self.cuda_events.append((event, what, cuda_event))
 
     def anchor(self) -> tuple[torch.cuda.Event, int]:
-        """An event and the host's time of it. Waits for the device."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        """A CUDA event and the host's time of it. Waits for the device."""
+        cuda_event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(self.device)
-        event.record()
-        event.synchronize()
-        return event, time.perf_counter_ns()
+        cuda_event.record()
+        cuda_event.synchronize()
+        return cuda_event, time.perf_counter_ns()
 
     def read(self) -> list[Noted]:
-        """End the window and return its moments, in sequence. Waits for the device."""
+        """End the window and return its events, in sequence. Waits for the device."""
         if self.device.type != "cuda":
             return in_sequence([Noted(*note) for note in self.notes])
         assert self.begun
@@ -104,14 +104,14 @@ class Recorder:
         # The device's clock runs at a rate of its own.
         scale = (last_ns - first_ns) / first.elapsed_time(last)
         noted = [
-            Noted(moment, what, first_ns + scale * first.elapsed_time(event))
-            for moment, what, event in self.events
+            Noted(event, what, first_ns + scale * first.elapsed_time(cuda_event))
+            for event, what, cuda_event in self.cuda_events
         ]
         return in_sequence(noted)
 
 
 def in_sequence(noted: Sequence[Noted]) -> list[Noted]:
-    """The moments, with times that never decrease."""
+    """The events, with times that never decrease."""
     found: list[Noted] = []
     for note in noted:
         at_ns = max(note.at_ns, found[-1].at_ns) if found else note.at_ns

@@ -1,7 +1,8 @@
 """The executor of a pipeline: this rank's stages, run in the order of a schedule.
 
-The loop runs actions one by one, receives their inputs and sends their outputs. In planned order
-a rank runs its actions as listed.
+`PipelinedExecutor` holds the stages. A `Loop` runs the actions of a pass one by one, receives their
+inputs and sends their outputs. A `Source` says which action is next. `Planned`: as listed, waiting
+for the messages that each one needs. `Deciding` (run_time.py): by what has arrived.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from titan_dit.execution import (
     NOTHING,
     Executor,
     Output,
-    Shapes,
     Tensors,
     TokenLoss,
     first_of,
@@ -40,7 +40,7 @@ from titan_dit.pipeline.schedules.schedule import (
     output_of,
     reader_of,
 )
-from titan_dit.pipeline.stage import Stage
+from titan_dit.pipeline.stage import Shapes, Stage
 from titan_dit.pipeline.tied import TiedWeights
 from titan_dit.pipeline.transports.base import tensors_of
 
@@ -159,7 +159,7 @@ class Loop:
             self.source.send(message, tuple(tensor.detach().contiguous() for tensor in tensors))
 
 
-AHEAD = 2
+RECEIVES_AHEAD = 2
 """Receives are posted this many actions before the action that uses them. With 1, a link as slow as
 a forward makes steps up to 6% longer (simulated); with 2 none."""
 
@@ -174,25 +174,25 @@ class Planned:
     def __init__(
         self,
         stage_ranks: Sequence[int],
-        channels: Channels,
-        links: P2PGroups,
+        sequences: Channels,
+        p2p: P2PGroups,
         stream: Stream,
         device: torch.device,
         mark: Mark = unmarked,
     ) -> None:
         """`stream`: the tensors that the stages exchange, on the meta device."""
         self.stage_ranks, self.mark = stage_ranks, mark
-        self.links, self.stream, self.device = links, stream, device
-        incoming = {s: sent for (s, target), sent in channels.items() if target == links.rank}
+        self.p2p, self.stream, self.device = p2p, stream, device
+        incoming = {s: sent for (s, target), sent in sequences.items() if target == p2p.rank}
         self.source_of = {message: s for s, sent in incoming.items() for message in sent}
         self.next_of = {source: iter(sent) for source, sent in incoming.items()}
         self.arriving: dict[Action, tuple[Stream, list[dist.Work]]] = {}
         self.sends: list[tuple[Stream, dist.Work]] = []
 
     def actions(self, order: Sequence[Action]) -> Iterator[Action]:
-        """The actions of this rank; receives are posted AHEAD actions before their use."""
+        """The actions of this rank; receives are posted RECEIVES_AHEAD actions before their use."""
         ahead = iter(order)
-        for action in islice(ahead, AHEAD):
+        for action in islice(ahead, RECEIVES_AHEAD):
             self.post_inputs(action)
         for action in order:
             if (later := next(ahead, None)) is not None:
@@ -211,7 +211,7 @@ class Planned:
         while message not in self.arriving:
             sent = next(self.next_of[source])
             buffers = self.empty(sent)
-            self.arriving[sent] = buffers, self.links.receive(buffers, source)
+            self.arriving[sent] = buffers, self.p2p.receive(buffers, source)
             self.mark(PipelineEvent.ALLOWS, sent)
 
     def take(self, message: Action) -> Stream:
@@ -227,7 +227,7 @@ class Planned:
     def send(self, message: Action, tensors: Stream) -> None:
         """Start sending a message to the rank that uses it."""
         self.sends = [sent for sent in self.sends if not sent[1].is_completed()]
-        works = self.links.send(tensors, self.stage_ranks[reader_of(message)])
+        works = self.p2p.send(tensors, self.stage_ranks[reader_of(message)])
         self.sends += [(tensors, work) for work in works]
 
     def flush(self) -> None:
@@ -244,15 +244,15 @@ class Planned:
 
 
 class PipelinedExecutor(Executor):
-    """Runs this rank's stages of a pipeline; `links` between the neighbours are open."""
+    """Runs this rank's stages of a pipeline; the groups `p2p` between neighbours are open."""
 
     mark: Mark = staticmethod(unmarked)
-    """Called at the moments of every pass, see `pipeline/events.py`."""
+    """Called at the events of every pass, see `pipeline/events.py`."""
 
     def __init__(
         self,
         parts: Mapping[int, Model],
-        links: P2PGroups,
+        p2p: P2PGroups,
         order: Order,
         stage_ranks: Sequence[int],
         shapes: Shapes,
@@ -262,7 +262,7 @@ class PipelinedExecutor(Executor):
         dtype: torch.dtype,
     ) -> None:
         """`dtype`: the compute dtype, see `TiedWeights`."""
-        self.links, self.order, self.stage_ranks = links, order, stage_ranks
+        self.p2p, self.order, self.stage_ranks = p2p, order, stage_ranks
         self.shapes, self.loss, self.device = shapes, loss, device
         self.microbatch_size = microbatch_size
         count = len(stage_ranks)
@@ -270,15 +270,15 @@ class PipelinedExecutor(Executor):
             index: Stage(part, index, count, shapes.stream) for index, part in sorted(parts.items())
         }
         self.channels = channels(order, stage_ranks)
-        self.tied = TiedWeights(parts, stage_ranks, links, dtype)
+        self.tied = TiedWeights(parts, stage_ranks, p2p, dtype)
 
     def run(self, prepared: Prepared, loss_scale: Tensor | None = None) -> Tensor:
         """See `Executor.step`. Ranks without the last stage return 0."""
-        parts = list(prepared.microbatches(self.microbatch_size))
+        microbatches = list(prepared.microbatches(self.microbatch_size))
         losses: list[Tensor] = []
 
         def loss_of(output: Output, microbatch: int) -> Tensor:
-            found = self.score(self.loss, output, parts[microbatch])
+            found = self.score(self.loss, output, microbatches[microbatch])
             loss, factor = scaled(found, loss_scale)
             losses.append(loss.detach())
             return with_factor(loss, factor)
@@ -287,7 +287,11 @@ class PipelinedExecutor(Executor):
         self.gather()
         for stage in self.stages.values():
             fsdp.hold_gradients(stage.part)
-        self.learn([part.inputs for part in parts], [part.side_inputs for part in parts], loss_of)
+        self.learn(
+            [microbatch.inputs for microbatch in microbatches],
+            [microbatch.side_inputs for microbatch in microbatches],
+            loss_of,
+        )
         self.tied.add_gradients()
         self.mark(PipelineEvent.FINISHED, None)
         return sum(losses, torch.zeros((), device=prepared.weight.device))
@@ -319,12 +323,12 @@ class PipelinedExecutor(Executor):
         source = Planned(
             self.stage_ranks,
             sequences,
-            self.links,
+            self.p2p,
             self.shapes.stream,
             self.device,
             self.mark,
         )
-        actions = source.actions(order[self.links.rank])
+        actions = source.actions(order[self.p2p.rank])
         loop = Loop(self.stages, len(self.stage_ranks), source, self.mark)
         # All replicas run the same order: they reduce a stage while others still compute.
         loop.run(actions, inputs, side_inputs, finish, reduce_gradients)
@@ -390,7 +394,7 @@ class PipelinedExecutor(Executor):
             if outputs
             else torch.empty(shape, dtype=like.dtype, device=self.device)
         )
-        mesh, source = self.links.mesh, self.links.global_rank(self.stage_ranks[-1])
+        mesh, source = self.p2p.mesh, self.p2p.global_rank(self.stage_ranks[-1])
         dist.broadcast(whole, source, mesh.get_group())
         return whole
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_dit.pipeline.events import Noted, PipelineEvent, Recorder, unmarked
 from titan_dit.pipeline.pipelined import PipelinedExecutor
-from titan_dit.pipeline.schedules.schedule import Order
+from titan_dit.pipeline.schedules.schedule import num_microbatches_of
 from titan_dit.pipeline.timeline import (
     RankTimeline,
     Timeline,
@@ -110,7 +110,7 @@ def answer(group: dist.ProcessGroup, value: torch.Tensor, now: Callable[[], int]
 
 
 Written: TypeAlias = Sequence[tuple[str, object, float]]
-"""(name of a moment, its subject, time in ns) for each moment, as sent between ranks."""
+"""(name of an event, its subject, time in ns) for each event, as sent between ranks."""
 
 
 class PipelineRecording:
@@ -160,7 +160,7 @@ class PipelineRecording:
         """End the window; the first rank gets the timeline of all. Collective."""
         self.recorder.mark(PipelineEvent.OUTSIDE, None)
         self.executor.mark = unmarked
-        noted = [(str(moment), what, at) for moment, what, at in self.recorder.read()]
+        noted = [(str(event), what, at) for event, what, at in self.recorder.read()]
         group = self.mesh.get_group()
         after = measure(group)
         everyone: list[Written] = [()] * self.mesh.size()
@@ -171,7 +171,7 @@ class PipelineRecording:
         ranks = read_all(everyone, [Clock(*pair) for pair in offsets])
         order = self.executor.order
         stage_ranks = tuple(self.executor.stage_ranks)
-        return Timeline(ranks, stage_ranks, self.sizes, order, microbatches_of(order))
+        return Timeline(ranks, stage_ranks, self.sizes, order, num_microbatches_of(order))
 
     def write(self, folder: Path, note: str = "") -> list[str]:
         """End the window, write its files and return the console lines, on the first rank.
@@ -186,10 +186,10 @@ class PipelineRecording:
 
 def read_all(everyone: Sequence[Written], ranks: Sequence[Clock]) -> tuple[RankTimeline, ...]:
     """The timelines of all ranks on the first rank's clock, from its first step on."""
-    origin = next(at for moment, _, at in everyone[0] if moment == PipelineEvent.STEP)
+    origin = next(at for event, _, at in everyone[0] if event == PipelineEvent.STEP)
     found = []
     for rank, (written, clock) in enumerate(zip(everyone, ranks, strict=True)):
-        noted = [Noted(PipelineEvent(moment), what, at) for moment, what, at in written]
+        noted = [Noted(PipelineEvent(event), what, at) for event, what, at in written]
         found.append(TimelineReader(rank, seconds_since(clock, origin)).read(noted))
     return tuple(found)
 
@@ -197,11 +197,6 @@ def read_all(everyone: Sequence[Written], ranks: Sequence[Clock]) -> tuple[RankT
 def seconds_since(clock: Clock, origin: float) -> Callable[[float], float]:
     """A rank's nanoseconds to seconds since `origin` on the first rank's clock."""
     return lambda at_ns: (clock.to_first(at_ns) - origin) / 1e9
-
-
-def microbatches_of(order: Order) -> int:
-    """Microbatches of a pass."""
-    return 1 + max(action.microbatch for actions in order for action in actions)
 
 
 def write_files(folder: Path, timeline: Timeline, notes: Sequence[str] = ()) -> list[str]:

@@ -30,12 +30,12 @@ class TiedWeights:
         self,
         parts: Mapping[int, Model],
         stage_ranks: Sequence[int],
-        links: P2PGroups,
+        p2p: P2PGroups,
         dtype: torch.dtype,
     ) -> None:
         """`dtype`: compute dtype of the stages."""
         self.dtype = dtype
-        self.links, self.owner, self.holder = links, stage_ranks[0], stage_ranks[-1]
+        self.p2p, self.owner, self.holder = p2p, stage_ranks[0], stage_ranks[-1]
         last = len(stage_ranks) - 1
         self.owners: list[nn.Parameter] = []
         self.copies: list[nn.Parameter] = []
@@ -87,11 +87,11 @@ class TiedWeights:
         self.sending = (), ()  # gloo hangs if it is waited for twice.
         if tensors:
             whole = [tensor.contiguous() for tensor in tensors]
-            self.sending = whole, self.links.send(whole, target)
+            self.sending = whole, self.p2p.send(whole, target)
         if not like:
             return ()
         buffers = [torch.empty_like(tensor, dtype=dtype) for tensor in like]
-        for work in self.links.receive(buffers, source):
+        for work in self.p2p.receive(buffers, source):
             work.wait()
         return buffers
 

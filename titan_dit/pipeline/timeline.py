@@ -22,7 +22,13 @@ from titan_dit.observe.curve import GRID, INK, OTHER, save_png, ticks
 from titan_dit.pipeline.events import Noted, PipelineEvent
 from titan_dit.pipeline.schedules import files
 from titan_dit.pipeline.schedules.files import MeasuredCosts
-from titan_dit.pipeline.schedules.schedule import Action, Kind, Order, output_of
+from titan_dit.pipeline.schedules.schedule import (
+    Action,
+    Kind,
+    Order,
+    num_microbatches_of,
+    output_of,
+)
 from titan_dit.pipeline.schedules.simulator import Simulation, Taken, TimedAction, replay
 from titan_dit.system.files import replacing
 
@@ -140,28 +146,28 @@ class RankTimeline:
 
 
 class TimelineReader:
-    """Turns the moments of one rank into its timeline."""
+    """Turns the events of one rank into its timeline."""
 
     def __init__(self, rank: int, seconds: Callable[[float], float]) -> None:
         self.found, self.seconds = RankTimeline(rank), seconds
         self.kind, self.since = "", 0.0
         self.one: PipelinePass | None = None
         self.is_sending = False
-        """True between the end of an action and the rank's next moment of `GOES_ON`."""
+        """True between the end of an action and the rank's next event of `GOES_ON`."""
         self.waited: tuple[float, float] | None = None
         """(start, end) of the last wait; None after a computation."""
         self.looked: tuple[float | None, float | None] = None, None
         """Times of the rank's last and second-last look for messages."""
 
     def read(self, noted: Sequence[Noted]) -> RankTimeline:
-        """The timeline of a window; it begins with a STEP and ends with the last moment."""
-        first = next(i for i, note in enumerate(noted) if note.moment is PipelineEvent.STEP)
-        for moment, what, at_ns in noted[first:]:
+        """The timeline of a window; it begins with a STEP and ends with the last event."""
+        first = next(i for i, note in enumerate(noted) if note.event is PipelineEvent.STEP)
+        for event, what, at_ns in noted[first:]:
             at = self.seconds(at_ns)
             if self.one is None:
-                self.outside(moment, what, at)
+                self.outside(event, what, at)
             else:
-                self.inside(self.one, moment, what, at)
+                self.inside(self.one, event, what, at)
         self.turn(self.kind, self.seconds(noted[-1].at_ns))
         return self.found
 
@@ -171,27 +177,27 @@ class TimelineReader:
             self.found.spans.append(Span(self.kind, self.since, at))
         self.kind, self.since = kind, at
 
-    def outside(self, moment: PipelineEvent, what: object, at: float) -> None:
-        """Read a moment outside a pass; moments of previews and validations are ignored."""
-        if moment is PipelineEvent.STEP:
+    def outside(self, event: PipelineEvent, what: object, at: float) -> None:
+        """Read an event outside a pass; events of previews and validations are ignored."""
+        if event is PipelineEvent.STEP:
             assert isinstance(what, int)
             self.found.steps.append((what, at))
             self.turn("outside", at)
-        elif moment is PipelineEvent.OUTSIDE:
+        elif event is PipelineEvent.OUTSIDE:
             self.turn(str(what) if what in OUTSIDE else "outside", at)
-        elif moment is PipelineEvent.STARTS:
+        elif event is PipelineEvent.STARTS:
             self.one, self.looked = PipelinePass(at), (None, None)
             self.turn("rest", at)
 
-    def inside(self, one: PipelinePass, moment: PipelineEvent, what: object, at: float) -> None:
-        """Read a moment of a pass."""
-        if not one.ready and moment in GOES_ON:
+    def inside(self, one: PipelinePass, event: PipelineEvent, what: object, at: float) -> None:
+        """Read an event of a pass."""
+        if not one.ready and event in GOES_ON:
             one.ready = at
-        if self.is_sending and moment in GOES_ON:
+        if self.is_sending and event in GOES_ON:
             one.actions[-1], self.is_sending = one.actions[-1]._replace(free=at), False
-        if self.kind == "decision" and moment in (PipelineEvent.WAITS, PipelineEvent.BEGINS):
+        if self.kind == "decision" and event in (PipelineEvent.WAITS, PipelineEvent.BEGINS):
             one.deciding.append((self.since, at))
-        match moment:
+        match event:
             case PipelineEvent.DECIDES:
                 self.looked = at, self.looked[0]
                 self.turn("decision", at)
@@ -212,15 +218,15 @@ class TimelineReader:
                 self.found.passes.append(one)
                 self.turn("outside", at)
             case _:
-                self.message(one, moment, what, at)
+                self.message(one, event, what, at)
 
-    def message(self, one: PipelinePass, moment: PipelineEvent, what: object, at: float) -> None:
-        """Read a moment at which a message leaves, is allowed or arrives."""
-        if isinstance(what, Action) and moment is PipelineEvent.SENDS:
+    def message(self, one: PipelinePass, event: PipelineEvent, what: object, at: float) -> None:
+        """Read an event at which a message leaves, is allowed or arrives."""
+        if isinstance(what, Action) and event is PipelineEvent.SENDS:
             one.sent[what] = at
-        elif isinstance(what, Action) and moment is PipelineEvent.ALLOWS:
+        elif isinstance(what, Action) and event is PipelineEvent.ALLOWS:
             one.allowed[what] = at
-        elif isinstance(what, Action) and moment is PipelineEvent.ARRIVED:
+        elif isinstance(what, Action) and event is PipelineEvent.ARRIVED:
             since = self.since if self.kind in WAITING else None
             if since is None and self.waited and at - self.waited[1] < WAITED:
                 since = self.waited[0]
@@ -697,7 +703,7 @@ def costs(timeline: Timeline) -> MeasuredCosts:
         num_microbatches=timeline.num_microbatches,
         order=timeline.order(timeline.typical),
         seconds={action: taken.free for action, taken in median_seconds(timeline).items()},
-        links=timeline.links,
+        latencies=timeline.links,
         step_s=statistics.median(map(timeline.length, range(timeline.num_passes))),
     )
 
@@ -875,9 +881,8 @@ def timeline_of(simulation: Simulation, stage_ranks: Sequence[int]) -> Timeline:
         one = PipelinePass(0.0, 0.0, own[-1].end, done)
         gaps = list(gaps_of(own))
         ranks.append(RankTimeline(number, gaps, [(0, 0.0)], [one]))
-    count = 1 + max(action.microbatch for actions in order for action in actions)
     sizes = (1.0,) * len(stage_ranks)
-    return Timeline(tuple(ranks), tuple(stage_ranks), sizes, order, count)
+    return Timeline(tuple(ranks), tuple(stage_ranks), sizes, order, num_microbatches_of(order))
 
 
 def gaps_of(spans: Sequence[TimedAction]) -> Iterator[Span]:

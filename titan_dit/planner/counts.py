@@ -213,7 +213,7 @@ class Rehearsals:
             self.chosen[key] = frozenset(
                 name
                 for name, shape in float8.linears(model, *own).items()
-                if float8.suits(shape, precision, plan.device)
+                if float8.is_converted(shape, precision, plan.device)
             )
         return self.chosen[key]
 

@@ -20,7 +20,7 @@ from titan_dit.dry_run.pipeline import most_held
 from titan_dit.optim.sections import MuonConfig
 from titan_dit.parallel.compute_copies import CHUNK, FLOAT8
 from titan_dit.parallel.fsdp import unit_sizes
-from titan_dit.pipeline.pipelined import AHEAD
+from titan_dit.pipeline.pipelined import RECEIVES_AHEAD
 from titan_dit.pipeline.schedules.placement import pipeline_order
 from titan_dit.pipeline.schedules.schedule import (
     Action,
@@ -29,6 +29,7 @@ from titan_dit.pipeline.schedules.schedule import (
     inputs_of,
     output_of,
     peak_activations,
+    ranks_of,
     reader_of,
 )
 from titan_dit.plan import RunPlan
@@ -383,7 +384,7 @@ def _is_above(first: InFlight, second: InFlight) -> bool:
 
 def highest_in_flight(order: Order) -> tuple[tuple[InFlight, ...], ...]:
     """The maximal moments of each rank: none is exceeded in every number by another one."""
-    rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    rank_of = ranks_of(order)
     return tuple(_highest(_moments(actions, rank_of, rank)) for rank, actions in enumerate(order))
 
 
@@ -403,7 +404,7 @@ def _moments(actions: Sequence[Action], rank_of: dict[int, int], rank: int) -> I
         place, kind = place_of[action.stage], action.kind
         ends = kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         left[place] -= ends
-        ahead = sum(arrives[number + 1 : number + 1 + AHEAD])
+        ahead = sum(arrives[number + 1 : number + 1 + RECEIVES_AHEAD])
         now = tuple(held), tuple(halves), tuple(summed)
         yield InFlight(kind, place, *now, ends and not left[place], ahead + sent)
         if rank_of.get(reader_of(output_of(action)), rank) != rank:

@@ -15,13 +15,15 @@ from typing import NamedTuple
 
 from titan_dit.pipeline.schedules.looped import round_size
 from titan_dit.pipeline.schedules.placement import pipeline_order
-from titan_dit.pipeline.schedules.proof import execution, num_stages_of
+from titan_dit.pipeline.schedules.proof import sequence_of
 from titan_dit.pipeline.schedules.schedule import (
     Action,
     Kind,
     Order,
     inputs_of,
+    num_stages_of,
     output_of,
+    ranks_of,
     schedule_of,
 )
 from titan_dit.plan import RunPlan
@@ -89,12 +91,12 @@ class PassTimes(NamedTuple):
 def compiled(order: Order) -> tuple[CompiledAction, ...]:
     """The actions of an order, each after its inputs. Raises ValueError on a deadlock."""
     num_stages = num_stages_of(order)
-    rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    rank_of = ranks_of(order)
     left = Counter(a.stage for actions in order for a in actions if a.kind in LAST_KINDS)
     made: dict[Action, int] = {}
     steps: list[CompiledAction] = []
     sends: dict[int, tuple[int, int]] = {}
-    for rank, action in execution(order):
+    for rank, action in sequence_of(order):
         source = -1
         # What the rank makes itself it has made before.
         for message in inputs_of(action, num_stages):

@@ -69,9 +69,36 @@ def windows(order: Order, memory: float) -> tuple[int, ...]:
     return tuple(int(peak * memory + 1e-9) for peak in peak_activations(order))
 
 
-def peak_bytes(actions: Sequence[Action]) -> int:
+def peak_halves(actions: Sequence[Action]) -> int:
     """Peak memory of a plan, in halves of a pair's activations; see `GROWTH`."""
     return max(accumulate((GROWTH[action.kind] for action in actions), initial=0))
+
+
+_KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+"""The lanes of a stage; a full backward is in the last two."""
+_LANES_OF = {kind: (kind,) for kind in _KINDS} | {Kind.BACKWARD: _KINDS[1:]}
+
+
+class _Lane:
+    """Actions that a stage runs in sequence, of which the first `done` are done."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self.done = 0
+
+    @property
+    def head(self) -> Action | None:
+        """The next action; None if all are done."""
+        return self.actions[self.done] if self.done < len(self.actions) else None
+
+
+def _lanes(actions: Sequence[Action]) -> dict[Kind, dict[int, _Lane]]:
+    """The lanes of every stage, in the planned sequence."""
+    lanes: dict[Kind, dict[int, _Lane]] = {kind: defaultdict(_Lane) for kind in _KINDS}
+    for action in actions:
+        for kind in _LANES_OF[action.kind]:
+            lanes[kind][action.stage].actions.append(action)
+    return lanes
 
 
 class Decider:
@@ -88,7 +115,7 @@ class Decider:
         (self.window,) = windows((tuple(actions),), memory)
         self.released = 0
         """Number of finished B and W."""
-        self._bytes, self._most_bytes = 0, peak_bytes(actions) * memory
+        self._halves, self._most_halves = 0, peak_halves(actions) * memory
         self._position = {action: place for place, action in enumerate(actions)}
         self._inputs = {action: tuple(inputs_of(action, num_stages)) for action in actions}
         forwards = [action for action in actions if action.kind is Kind.FORWARD]
@@ -118,7 +145,7 @@ class Decider:
         """Record a finished action, and its output for the rank's other stages."""
         self._made.add(output_of(action))
         self._num_done += 1
-        self._bytes += GROWTH[action.kind]
+        self._halves += GROWTH[action.kind]
         for kind in _LANES_OF[action.kind]:
             lane = self._lanes[kind][action.stage]
             assert lane.head == action, f"{action} is not the next of its stage"
@@ -169,7 +196,7 @@ class Decider:
 
     def _with_room(self, action: Action, ready: Sequence[Action]) -> Action:
         """`action`, or a ready weight gradient if `action` would exceed the memory."""
-        if self._bytes + GROWTH[action.kind] <= self._most_bytes:
+        if self._halves + GROWTH[action.kind] <= self._most_halves:
             return action
         weights = [other for other in ready if other.kind is Kind.BACKWARD_WEIGHT]
         return min(weights, key=self._turn, default=action)
@@ -217,30 +244,3 @@ class Decider:
     def _gradient_may_arrive(self, lane: _Lane, place: int) -> bool:
         forward = lane.actions[place]._replace(kind=Kind.FORWARD)
         return place <= lane.done + GRADIENTS_AHEAD and forward in self._made
-
-
-_KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-"""The lanes of a stage; a full backward is in the last two."""
-_LANES_OF = {kind: (kind,) for kind in _KINDS} | {Kind.BACKWARD: _KINDS[1:]}
-
-
-class _Lane:
-    """Actions that a stage runs in sequence, of which the first `done` are done."""
-
-    def __init__(self) -> None:
-        self.actions: list[Action] = []
-        self.done = 0
-
-    @property
-    def head(self) -> Action | None:
-        """The next action; None if all are done."""
-        return self.actions[self.done] if self.done < len(self.actions) else None
-
-
-def _lanes(actions: Sequence[Action]) -> dict[Kind, dict[int, _Lane]]:
-    """The lanes of every stage, in the planned sequence."""
-    lanes: dict[Kind, dict[int, _Lane]] = {kind: defaultdict(_Lane) for kind in _KINDS}
-    for action in actions:
-        for kind in _LANES_OF[action.kind]:
-            lanes[kind][action.stage].actions.append(action)
-    return lanes

@@ -3,7 +3,10 @@
 An order is a CSV file with a line for each rank: its actions in sequence, as torch writes them.
 "2F0" is stage 2, forward, microbatch 0; B is a full backward, I and W its two halves. Lines that
 begin with # are comments.
-Costs are JSON: seconds of every action and of every message.
+
+Measured costs are JSON: seconds of every action, and of a message from rank to rank. A profile of a
+pipeline writes `RUN/profile/timeline-steps-A-B.costs.json` (pipeline/timeline.py), `pipeline plan`
+reads the newest.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from titan_dit.system import run_files
 from titan_dit.system.files import write_json, write_whole
 
 MAX_ORDER_BYTES = 16 << 20
+ORDER_REMEDY = 'Write it by `python -m titan_dit pipeline plan`, or set order = "planned".'
 ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 
 
@@ -48,19 +52,23 @@ def read_order(path: Path) -> Order:
     return tuple(order)
 
 
-ORDER_REMEDY = 'Write it by `python -m titan_dit pipeline plan`, or set order = "planned".'
-
-
 def _action(cell: str, where: str) -> Action:
-    found = ACTION.fullmatch(cell)
-    if not found:
+    try:
+        return action_of(cell)
+    except ValueError:
         shown = cell if len(cell) <= 20 else f"{cell[:20]}..."
         raise UserError(
             f"{where}: {show(shown)} is not an action: stage, F, B, I or W, microbatch, such as "
             f'"0F0". {ORDER_REMEDY}'
-        )
-    stage, kind, microbatch = found.groups()
-    return Action(Kind(kind), int(stage), int(microbatch))
+        ) from None
+
+
+def action_of(text: str) -> Action:
+    """An action by its name; ValueError if it is none."""
+    found = ACTION.fullmatch(text)
+    if not found:
+        raise ValueError(f"{text!r} is not an action")
+    return Action(Kind(found[2]), int(found[1]), int(found[3]))
 
 
 COSTS_FORMAT = 1
@@ -78,7 +86,7 @@ class MeasuredCosts:
     """The actions of every rank, as they ran."""
     seconds: Mapping[Action, float]
     """Seconds of every action of the order."""
-    links: Mapping[tuple[int, int], float]
+    latencies: Mapping[tuple[int, int], float]
     """(source, target) -> seconds from the end of an action to the arrival of its output."""
     step_s: float
     """Seconds of the measured pass over all microbatches."""
@@ -90,7 +98,7 @@ class MeasuredCosts:
 
     def latency(self, source: int, target: int) -> float:
         """Seconds from `source` to `target`, for the simulator; 0 if it was not measured."""
-        return self.links.get((source, target), 0.0)
+        return self.latencies.get((source, target), 0.0)
 
 
 def newest_costs(run: Path) -> Path:
@@ -109,7 +117,7 @@ def newest_costs(run: Path) -> Path:
 
 
 def write_costs(path: Path, costs: MeasuredCosts) -> None:
-    """Write the file."""
+    """Write measured costs."""
     by_stage: dict[str, list[float | None]] = {}
     for action, seconds in costs.seconds.items():
         name = f"{action.stage}{action.kind}"
@@ -121,14 +129,14 @@ def write_costs(path: Path, costs: MeasuredCosts) -> None:
         "splits_backward": any(action.kind is Kind.BACKWARD_INPUT for action in costs.seconds),
         "order": [[str(action) for action in actions] for actions in costs.order],
         "actions": by_stage,
-        "links": {f"{source}->{target}": s for (source, target), s in costs.links.items()},
+        "links": {f"{source}->{target}": s for (source, target), s in costs.latencies.items()},
         "step_s": costs.step_s,
     }
     write_json(path, content, indent=1)
 
 
 def read_costs(path: Path) -> MeasuredCosts:
-    """Read the file. Raises UserError if it is damaged or of another format."""
+    """Read measured costs. Raises UserError if it is damaged or of another format."""
     text = user_text.read(path, str(path))
     try:
         content = user_text.parse_json(text)
@@ -156,26 +164,18 @@ def parsed_costs(content: Mapping[str, Any]) -> MeasuredCosts:
         for actions in order
         for action in actions
     }
-    links = {}
+    latencies = {}
     for name, value in content["links"].items():
         source, target = map(int, name.split("->"))
-        links[source, target] = max(0.0, float(value))
+        latencies[source, target] = max(0.0, float(value))
     return MeasuredCosts(
         stage_ranks=tuple(map(int, content["stage_ranks"])),
         num_microbatches=int(content["num_microbatches"]),
         order=order,
         seconds=seconds,
-        links=links,
+        latencies=latencies,
         step_s=float(content["step_s"]),
     )
-
-
-def action_of(text: str) -> Action:
-    """An action by its name; ValueError if it is none."""
-    found = ACTION.fullmatch(text)
-    if not found:
-        raise ValueError(f"{text!r} is not an action")
-    return Action(Kind(found[2]), int(found[1]), int(found[3]))
 
 
 def seconds_of(values: list[float | None], action: Action) -> float:

@@ -1,6 +1,8 @@
-"""Stages of a pipeline: their layers, and their ranks.
+"""Stages of a pipeline: their layers and ranks, and the order of every schedule.
 
-Layers are split so that the slowest stage is as fast as possible.
+Layers are split so that the slowest stage is as fast as possible. There are two placements. Loop:
+rank r holds stages r, r + pp, r + 2 pp, ... V: rank r holds stages r and 2 pp - 1 - r, so rank 0
+has both ends of the model (arXiv:2401.10241 sec. 6).
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from titan_dit.config.section import UserError, show
-from titan_dit.pipeline.schedules.schedule import Order, number, schedule_of
+from titan_dit.pipeline.schedules.schedule import Order, schedule_of, with_microbatches
 
 
 @lru_cache(maxsize=4096)  # A search asks for the same stages thousands of times.
@@ -153,7 +155,7 @@ def pipeline_order(
     return tuple(
         tuple(
             action
-            for action in number(program(rank, num_ranks, num_microbatches, num))
+            for action in with_microbatches(program(rank, num_ranks, num_microbatches, num))
             if action.microbatch < num_microbatches
         )
         for rank in range(num_ranks)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from titan_dit.pipeline.schedules.schedule import Action, Kind, Order, inputs_of, output_of
+from titan_dit.pipeline.schedules.schedule import (
+    Action,
+    Kind,
+    Order,
+    inputs_of,
+    num_stages_of,
+    output_of,
+    ranks_of,
+)
 
 
 def check(order: Order, *, num_stages: int, num_microbatches: int) -> None:
@@ -19,15 +27,10 @@ def check(order: Order, *, num_stages: int, num_microbatches: int) -> None:
     _check_places(order, num_stages)
     _check_counts(order, num_stages, num_microbatches)
     _check_sequence(order)
-    _check_channels(order, execution(order))
+    _check_channels(order, sequence_of(order))
 
 
-def num_stages_of(order: Order) -> int:
-    """Number of stages of an order."""
-    return 1 + max(action.stage for actions in order for action in actions)
-
-
-def execution(order: Order) -> list[tuple[int, Action]]:
+def sequence_of(order: Order) -> list[tuple[int, Action]]:
     """All (rank, action), sorted so that every input comes before its use.
 
     The receiver buffers messages. Raises ValueError on a deadlock, which depends on the order only,
@@ -102,7 +105,7 @@ def _check_sequence(order: Order) -> None:
 def _check_channels(order: Order, sequence: list[tuple[int, Action]]) -> None:
     """Raise ValueError unless each (sender, receiver, kind) uses its messages in the order sent."""
     num_stages = num_stages_of(order)
-    rank_of = {action.stage: rank for rank, action in sequence}
+    rank_of = ranks_of(order)
     channel_of: dict[Action, tuple[int, int, Kind]] = {}
     for rank, action in sequence:
         for message in inputs_of(action, num_stages):

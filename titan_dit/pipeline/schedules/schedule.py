@@ -1,5 +1,9 @@
 """Pipeline schedules as data: the actions of every rank, the messages between them, requirements.
 
+An `Order` lists, for every rank, its actions in sequence: computation only. Communication follows:
+the input of a stage is the output of the previous one (forward) or of the next one (backward). A
+`Schedule` has a program for every rank, from which `placement.pipeline_order` makes the order.
+
 A message has the name of the action that makes it: F, or I for an input gradient, also that of a
 full backward. Both ends of a channel read its sequence from the order: messages need no tags.
 """
@@ -52,7 +56,7 @@ Program: TypeAlias = Iterable[tuple[Kind, int]]
 """A rank's actions without microbatches: (kind, stage)."""
 
 
-def number(program: Program) -> tuple[Action, ...]:
+def with_microbatches(program: Program) -> tuple[Action, ...]:
     """Number the microbatches of a program: each stage takes them in order.
 
     A weight gradient takes the oldest microbatch that has an input gradient but no weight gradient
@@ -74,6 +78,21 @@ def number(program: Program) -> tuple[Action, ...]:
         if kind is Kind.BACKWARD_INPUT:
             waiting.append(action)
     return tuple(actions)
+
+
+def num_stages_of(order: Order) -> int:
+    """Number of stages of an order."""
+    return 1 + max(action.stage for actions in order for action in actions)
+
+
+def num_microbatches_of(order: Order) -> int:
+    """Number of microbatches of an order."""
+    return 1 + max(action.microbatch for actions in order for action in actions)
+
+
+def ranks_of(order: Order) -> dict[int, int]:
+    """Stage -> its pipeline rank."""
+    return {action.stage: rank for rank, actions in enumerate(order) for action in actions}
 
 
 def peak_activations(order: Order) -> tuple[int, ...]:

@@ -9,14 +9,16 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 from titan_dit.pipeline.schedules.decider import Decider, Waiting
-from titan_dit.pipeline.schedules.proof import execution, num_stages_of
+from titan_dit.pipeline.schedules.proof import sequence_of
 from titan_dit.pipeline.schedules.schedule import (
     Action,
     Kind,
     Order,
     inputs_of,
+    num_stages_of,
     output_of,
     peak_activations,
+    ranks_of,
     reader_of,
 )
 
@@ -51,7 +53,7 @@ class Simulation:
     busy: tuple[float, ...]
     """Busy time of each rank."""
     peak_activations: tuple[int, ...]
-    """See `action.peak_activations`."""
+    """See `schedule.peak_activations`."""
     waits: tuple[Mapping[Waiting, float], ...]
     """Time that each rank waits before its last action, by cause."""
 
@@ -155,7 +157,7 @@ class _Times(NamedTuple):
 
 def _simulate_planned(order: Order, times: _Times) -> Simulation:
     num_stages = num_stages_of(order)
-    rank_of = _ranks_of(order)
+    rank_of = ranks_of(order)
     free = [0.0] * len(order)
     busy = [0.0] * len(order)
     waits = [dict.fromkeys(Waiting, 0.0) for _ in order]
@@ -163,7 +165,7 @@ def _simulate_planned(order: Order, times: _Times) -> Simulation:
     arrived: dict[Action, float] = {}
     last: dict[tuple[int, int, Kind], float] = {}
     timeline = []
-    for rank, action in execution(order):
+    for rank, action in sequence_of(order):
         inputs = (
             made[x] if rank_of[x.stage] == rank else arrived[x]
             for x in inputs_of(action, num_stages)
@@ -192,7 +194,7 @@ class _RunTime:
 
     def __init__(self, order: Order, times: _Times, memory: float, make: MakeDecider) -> None:
         num_stages = num_stages_of(order)
-        self.times, self.rank_of = times, _ranks_of(order)
+        self.times, self.rank_of = times, ranks_of(order)
         self.deciders = [make(actions, num_stages, memory) for actions in order]
         self.busy = [0.0] * len(order)
         self.running: list[Action | None] = [None] * len(order)
@@ -268,10 +270,6 @@ class _RunTime:
         heapq.heappush(self.events, (at, self.num_events, rank, action, is_message))
 
 
-def _ranks_of(order: Order) -> dict[int, int]:
-    return {action.stage: rank for rank, actions in enumerate(order) for action in actions}
-
-
 def jitter_factor(jitter: float, seed: int, name: str) -> float:
     """A log-normal factor of mean 1, a pure function of (seed, name) in every process."""
     if jitter == 0:
@@ -293,23 +291,23 @@ class Taken(NamedTuple):
 def replay(
     order: Order,
     seconds: Mapping[Action, Taken],
-    links: Mapping[tuple[int, int], float],
+    latencies: Mapping[tuple[int, int], float],
     ready: Sequence[float] | None = None,
 ) -> tuple[TimedAction, ...]:
     """The timeline of an order; raises ValueError on a deadlock.
 
-    `links`: latency by (source, target) rank, else 0. `ready`: when each rank may begin.
+    `latencies`: by (source, target) rank, else 0. `ready`: when each rank may begin.
     """
     num_stages = num_stages_of(order)
-    rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    rank_of = ranks_of(order)
     free = list(ready) if ready else [0.0] * len(order)
     ends: dict[Action, float] = {}
     timeline = []
-    for rank, action in execution(order):
+    for rank, action in sequence_of(order):
         start = free[rank]
         for message in inputs_of(action, num_stages):
             source = rank_of[message.stage]
-            start = max(start, ends[message] + links.get((source, rank), 0.0))
+            start = max(start, ends[message] + latencies.get((source, rank), 0.0))
         took = seconds[action]
         ends[output_of(action)], free[rank] = start + took.left, start + took.free
         timeline.append(TimedAction(rank, action, start, start + took.computed))

@@ -69,7 +69,7 @@ class End:
     index: int
     """Index of the lane in `lanes`."""
     peer: Peer
-    links: P2PGroups
+    p2p: P2PGroups
     tensors: Stream
     """Shapes and dtypes of a message, on the meta device."""
     device: torch.device
@@ -80,12 +80,12 @@ class End:
         lane: Lane,
         index: int,
         peer: Peer,
-        links: P2PGroups,
+        p2p: P2PGroups,
         stream: Stream,
         device: torch.device,
     ) -> End:
         """An end; `stream`: the tensors between two stages."""
-        return cls(lane, index, peer, links, tensors_of(stream, lane.kind), device)
+        return cls(lane, index, peer, p2p, tensors_of(stream, lane.kind), device)
 
     @property
     def num_bytes(self) -> int:

@@ -75,7 +75,7 @@ def agent_of(
 
 
 def open_transport(
-    links: P2PGroups,
+    p2p: P2PGroups,
     stage_ranks: Sequence[int],
     stream: Stream,
     device: torch.device,
@@ -88,18 +88,18 @@ def open_transport(
     [pipeline].
     """
     every = lanes(stage_ranks)
-    own = {i: lane for i, lane in enumerate(every) if links.rank in (lane.source, lane.target)}
-    group = links.mesh.get_group()
-    peers = meet(group, (other(lane, links.rank) for lane in own.values()))
+    own = {i: lane for i, lane in enumerate(every) if p2p.rank in (lane.source, lane.target)}
+    group = p2p.mesh.get_group()
+    peers = meet(group, (other(lane, p2p.rank) for lane in own.values()))
     agent = agent_of(name, network, device, peers.values(), group)
     senders: dict[int, Sender] = {}
     receivers: dict[int, Receiver] = {}
     ways: dict[tuple[int, int], tuple[str, bool]] = {}
     for index, lane in own.items():
-        peer = peers[other(lane, links.rank)]
-        end = End.of(lane, index, peer, links, stream, device)
+        peer = peers[other(lane, p2p.rank)]
+        end = End.of(lane, index, peer, p2p, stream, device)
         words, (sender, receiver) = ends_of(name, peer, device, agent)
-        if lane.source == links.rank:
+        if lane.source == p2p.rank:
             senders[index] = sender(end)
         else:
             receivers[index] = receiver(end)

@@ -39,9 +39,9 @@ class Flying(NamedTuple):
 
 def opened(end: End) -> P2PGroups:
     """The group of a lane. Both ends open theirs in the sequence of all lanes."""
-    links = P2PGroups(end.links.mesh, f"{end.lane}:")
-    links.open([(end.lane.source, end.lane.target)])
-    return links
+    p2p = P2PGroups(end.p2p.mesh, f"{end.lane}:")
+    p2p.open([(end.lane.source, end.lane.target)])
+    return p2p
 
 
 def wait(works: Sequence[dist.Work]) -> None:
@@ -55,7 +55,7 @@ class GroupSender(Sender):
 
     def __init__(self, end: End) -> None:
         super().__init__(end)
-        self.links = opened(end)
+        self.p2p = opened(end)
         self.flying: deque[Flying] = deque()
         self.num_taken = 0
         """Messages that the receiver is known to have taken."""
@@ -63,7 +63,7 @@ class GroupSender(Sender):
     def send(self, number: int, tensors: Stream, credit: Notice) -> None:
         """See `Sender.send`."""
         self.forget(*TAKEN.unpack(credit.payload))
-        self.flying.append(Flying(tensors, self.links.send(tensors, self.end.lane.target)))
+        self.flying.append(Flying(tensors, self.p2p.send(tensors, self.end.lane.target)))
         self.end.tell(number)
 
     def forget(self, num_taken: int) -> None:
@@ -85,7 +85,7 @@ class GroupReceiver(Receiver):
 
     def __init__(self, end: End) -> None:
         super().__init__(end)
-        self.links = opened(end)
+        self.p2p = opened(end)
         self.flying: dict[int, Flying] = {}
         self.num_taken = 0
 
@@ -97,7 +97,7 @@ class GroupReceiver(Receiver):
     def receive(self, number: int) -> None:
         """Start receiving."""
         buffers = self.end.empty()
-        works = self.links.receive(buffers, self.end.lane.source)
+        works = self.p2p.receive(buffers, self.end.lane.source)
         self.flying[number] = Flying(buffers, works)
 
     def take(self, number: int) -> Stream:
@@ -113,7 +113,7 @@ class DeviceGroupSender(Sender):
 
     def __init__(self, end: End) -> None:
         super().__init__(end)
-        self.links = opened(end)
+        self.p2p = opened(end)
         self.side = torch.cuda.Stream(end.device)  # type: ignore[no-untyped-call]
         self.computed: dict[int, torch.cuda.Event] = {}
         self.computing: deque[tuple[int, Stream, torch.cuda.Event]] = deque()
@@ -134,7 +134,7 @@ class DeviceGroupSender(Sender):
         while self.computing and self.computing[0][2].query():  # type: ignore[no-untyped-call]
             number, tensors, _ = self.computing.popleft()
             with torch.cuda.stream(self.side):
-                self.flying.append(Flying(tensors, self.links.send(tensors, self.end.lane.target)))
+                self.flying.append(Flying(tensors, self.p2p.send(tensors, self.end.lane.target)))
             self.end.tell(number)
         while self.flying and all(work.is_completed() for work in self.flying[0].works):
             self.flying.popleft()
