@@ -1,6 +1,10 @@
 """Rows of safetensors shards, read into a batch's buffer.
 
-No memory map, many reads in flight: a shared disk answers each of them slowly.
+No memory map: its pages are read one after another, 4 KiB at a time, when rows are random, and a
+read error ends the process. Here a row is one read, many rows are requested before the first one is
+waited for, and an error names file and row.
+
+A shard is the header's length (8 bytes), the header as JSON, and the bytes of the tensors.
 """
 
 from __future__ import annotations

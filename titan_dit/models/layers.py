@@ -31,7 +31,11 @@ def rotary_of(positions: Int[Tensor, " n"], head_dim: int, base: float = 10000.0
 
 
 def rotate(x: Float[Tensor, "b heads n d"], rotary: Rotary) -> Float[Tensor, "b heads n d"]:
-    """Rotate queries or keys, in fp32 or fp64 and rounded once; in memory [b, n, heads, d]."""
+    """Rotate queries or keys, in fp32 or fp64 and rounded once; in memory [b, n, heads, d].
+
+    Channel i of the first half of a head and channel i of the second half are one pair, as in
+    GPT-NeoX and Llama (arXiv:2104.09864).
+    """
     exact = torch.promote_types(x.dtype, torch.float32)
     cos, sin = (part.to(exact)[:, None] for part in rotary)
     first, second = x.transpose(1, 2).to(exact).chunk(2, -1)

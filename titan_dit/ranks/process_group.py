@@ -1,4 +1,7 @@
-"""The process groups of this rank: start, timeouts, errors that reach every rank.
+"""The process groups of this rank: start, timeouts, and what all ranks do together.
+
+`start` opens the default group and gives the `World`. `Ranks` gathers values, and runs an action
+on rank 0 or on all ranks; a failure on all, or a UserError on rank 0, is raised on every rank.
 
 torch has no public list of the groups and, before 2.15, no public way to change a timeout: its
 private parts are in this file only.
@@ -29,6 +32,8 @@ STARTING_S = 3600.0
 """Timeout of every group before the watchdog runs: one rank may list a dataset for all others."""
 CHECKPOINTS = "checkpoints"
 """Description of the group of the thread that saves; it keeps its own timeout."""
+PATIENCE = timedelta(hours=3)
+"""Timeout of that group: a fast rank waits this long for the slowest writer."""
 
 
 def connect_lazily() -> None:
@@ -98,9 +103,6 @@ def set_timeouts(seconds: float) -> None:
 
 
 T = TypeVar("T")
-
-PATIENCE = timedelta(hours=3)
-"""Timeout of the process group: a fast rank waits this long for the slowest writer."""
 
 
 class Failed(RuntimeError):

@@ -32,7 +32,14 @@ summed gradient does; above it every layout skips the step."""
 
 
 class LossScale:
-    """A scalar on the device, equal on all ranks: it follows from the global gradient norms."""
+    """The loss scale of [precision] dtype = "fp16": a factor on the loss's gradient.
+
+    fp16 holds no value below 6e-8: small gradients would become 0. With the factor they do not, and
+    clipping divides by it (`clip_norm`). If it is too large, gradients become infinite: the step is
+    skipped and the factor halved, so that it stays near the largest possible one (arXiv:1710.03740
+    sec. 3.2). The rule is Megatron-LM's, except for LARGEST_NORM. A scalar on the device, equal on
+    all ranks: it follows from the global gradient norms.
+    """
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
         self.config = config

@@ -1,5 +1,8 @@
 """Where a run goes on: at the checkpoint that it resumes from or rolls back to.
 
+The trainer calls `resumed` and `rolled_back`, at the end. Above them, in this order: which
+checkpoint, its tensors, the record of rollbacks, and `Progress`.
+
 A rollback follows too many consecutive bad steps. Their samples are skipped from then on.
 `RUN/rollbacks.json` records this at once, because the run may end before its next checkpoint.
 """
