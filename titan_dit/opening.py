@@ -152,7 +152,7 @@ class OpenedRun:
     hooks: Hooks
     source: Source
     objective: Objective
-    epochs: SampleOrder
+    sample_order: SampleOrder
     validation_set: ValidationSet | None
     evaluation: Evaluation | None
     identity: run_identity.Identity
@@ -273,15 +273,15 @@ def open_run(config: JobConfig, world: World) -> OpenedRun:
     resuming = world.gather(resume.has_started(job, config.checkpoint))[0]
     plan = plan_run(config, world.size, resuming=resuming, device=world.device)
     check_same_file(plan, world.gather)
-    hooks = Hooks(job.hooks, world.is_main)
+    hooks = Hooks(job.hooks, world.is_first)
     hooks.raise_failure(world.gather)
     source = open_source(config.data)
     objective = open_objective(config, plan, source, previews=bool(config.sampling.every))
     if config.sampling.every:
         objective.check_preview(config.sampling, config.generation)
     held_out = rows_held_out(config, source)
-    epochs = source.order(job.seed, held_out, job.data_order)
-    config = replace(config, training=config.training.resolved(epochs.num_rows))
+    sample_order = source.order(job.seed, held_out, job.data_order)
+    config = replace(config, training=config.training.resolved(sample_order.num_rows))
     lr_schedule.check(config.lr_scheduler, config.training.num_steps)
     return OpenedRun(
         config=config,
@@ -289,7 +289,7 @@ def open_run(config: JobConfig, world: World) -> OpenedRun:
         hooks=hooks,
         source=source,
         objective=objective,
-        epochs=epochs,
+        sample_order=sample_order,
         validation_set=open_checked(
             config.validation, config.data, source, held_out, job, job.folder, world
         ),

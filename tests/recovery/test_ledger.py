@@ -77,7 +77,7 @@ def roll_back(folder, checkpoints, config, steps):
 
 
 def bad(first, last, batch=10):
-    return resume.BadSteps(first, last, ((first - 1) * batch, last * batch))
+    return resume.BadStreak(first, last, ((first - 1) * batch, last * batch))
 
 
 def test_a_run_goes_back_to_the_newest_checkpoint_before_the_bad_steps(tmp_path):

@@ -257,8 +257,8 @@ WANTED = "Give a run directory such as outputs/digits, its checkpoints folder, o
 
 
 @dataclass(frozen=True)
-class RunPath:
-    """A resolved path."""
+class NamedRun:
+    """What a path to a run, to its checkpoints or to one of them names: see `resolve`."""
 
     given: Location
     run: Location
@@ -290,21 +290,21 @@ class RunPath:
         return UserError(f"{flag} {self.given}: {what}. {hint}")
 
 
-def resolve(given: Location) -> RunPath:
+def resolve(given: Location) -> NamedRun:
     """Find out which of the three a path names. A file in one of them counts as its folder."""
     where = parent(given) if isinstance(given, Path) and given.is_file() else given
     names = store_of(where).names(where)
     if MANIFEST in names or (names and NAME.fullmatch(where.name)):
         folder = parent(where)
-        return RunPath(given, run_of(folder), Checkpoints(folder), where)
+        return NamedRun(given, run_of(folder), Checkpoints(folder), where)
     if any(NAME.fullmatch(name) for name in names):
-        return RunPath(given, run_of(where), Checkpoints(where), None)
+        return NamedRun(given, run_of(where), Checkpoints(where), None)
     checkpoints = Checkpoints(where / CHECKPOINTS)
     if CHECKPOINTS not in names and CONFIG in names and isinstance(where, Path):
         table = config_file.read_toml(where / CONFIG).get("checkpoint", {})
         if table.get("dir"):
             checkpoints = Checkpoints(location(str(table["dir"])))
-    return RunPath(given, where, checkpoints, None)
+    return NamedRun(given, where, checkpoints, None)
 
 
 def run_of(folder: Location) -> Location:

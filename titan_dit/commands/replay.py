@@ -162,7 +162,7 @@ def main(options: ReplayFlags) -> None:
             seed=job.seed,
             objective=objective,
             source=source,
-            epochs=source.order(job.seed, held_out, job.data_order),
+            sample_order=source.order(job.seed, held_out, job.data_order),
             built=rebuilt(config, plan, objective, source, origin, world.device),
             num_samples=len(origin.numbers),
             loss_scale=scaling.value.to(world.device) if scaling else None,
@@ -331,7 +331,7 @@ class Replayer:
     seed: int
     objective: Objective
     source: Source
-    epochs: SampleOrder
+    sample_order: SampleOrder
     built: BuiltNetwork
     num_samples: int
     """Samples of the whole step, over which the loss is averaged."""
@@ -342,7 +342,7 @@ class Replayer:
         self, microbatch: int, numbers: Sequence[int], device: torch.device
     ) -> tuple[list[Replayed], float]:
         """Run forward and backward of a microbatch; return its samples and gradient norm."""
-        rows = self.epochs.rows(numbers)
+        rows = self.sample_order.rows(numbers)
         pairs = list(zip(numbers, rows, strict=True))
         inspect, total = self.objective.inspect, float(self.num_samples)
         batch = loader.load_samples(self.source, pairs, inspect, device, total)

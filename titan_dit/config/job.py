@@ -88,8 +88,8 @@ class RunConfig(Section):
 class JobConfig:
     """A whole run. `name` selects the class of [model], [objective], [data], [optimizer].
 
-    Only plan.py, opening.py, checks/, train.py, the trainer, dry_run/, planner/ and the commands see
-    the whole config; all other code is given the sections that it reads.
+    Only plan.py, opening.py, checks/, train.py, the trainer, dry_run/, planner/ and the commands
+    see the whole config; all other code is given the sections that it reads.
     """
 
     job: RunConfig = field(default_factory=RunConfig)

@@ -223,7 +223,7 @@ class World:
     device: torch.device
 
     @property
-    def is_main(self) -> bool:
+    def is_first(self) -> bool:
         """True on rank 0, which prints, draws and commits."""
         return self.rank == 0
 

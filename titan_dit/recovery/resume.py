@@ -313,7 +313,7 @@ ROLLBACKS_SCHEMA = {
 
 
 @dataclass(frozen=True)
-class BadSteps:
+class BadStreak:
     """The consecutive bad steps that cause a rollback."""
 
     first: int
@@ -344,7 +344,7 @@ class Rollbacks:
     reached: int = 0
     """The last bad step of any rollback."""
 
-    def with_rollback(self, bad: BadSteps) -> Rollbacks:
+    def with_rollback(self, bad: BadStreak) -> Rollbacks:
         """Return the rollbacks with one more."""
         in_vain = self.in_vain + 1 if bad.first <= self.reached else 1
         return Rollbacks((*self.skipped, bad.as_skipped()), in_vain, max(self.reached, bad.last))
@@ -373,7 +373,7 @@ def read_rollbacks(folder: Path) -> Rollbacks:
 
 
 def record_rollback(
-    folder: Path, checkpoints: Checkpoints, config: FaultsConfig, bad: BadSteps, start: Start
+    folder: Path, checkpoints: Checkpoints, config: FaultsConfig, bad: BadStreak, start: Start
 ) -> Rollbacks:
     """Roll back to `start`: rename newer checkpoints and record the rollback. Rank 0 only.
 
@@ -402,7 +402,7 @@ def record_rollback(
 
 
 def rollback_refusal(
-    folder: Path, config: FaultsConfig, bad: BadSteps, reason: str, fix: str
+    folder: Path, config: FaultsConfig, bad: BadStreak, reason: str, fix: str
 ) -> str:
     """The error message of a run that cannot roll back: why (`reason`) and what to do (`fix`)."""
     return (
@@ -508,7 +508,7 @@ def rolled_back(
     checkpoints: Checkpoints,
     run: RunConfig,
     config: FaultsConfig,
-    bad: BadSteps,
+    bad: BadStreak,
     tensors: TensorTree,
     ema: EMA,
     say: Say,
