@@ -37,8 +37,9 @@ from titan_dit.ranks.watchdog import Watchdog
 from titan_dit.recovery import bad_steps, replicas
 from titan_dit.recovery.bad_steps import Guard, Reading
 from titan_dit.recovery.ledger import Ledger, SampleLog
-from titan_dit.recovery.resume import ROLLBACKS, BadStreak, Progress, resumed, rolled_back, saves_of
+from titan_dit.recovery.resume import BadStreak, Progress, resumed, rolled_back, saves_of
 from titan_dit.rng import SampleRNG
+from titan_dit.system import run_files
 from titan_dit.system.garbage_collection import Collector
 
 if TYPE_CHECKING:
@@ -257,8 +258,8 @@ class Trainer:
             self.ledger = self.ledger.mark_untrained(bad.step, numbers)
             drawn = bad_steps.drawn_for(self.objective, seed, numbers, device)
             line = bad_steps.line_of_bad_step(bad, numbers, self.sample_order.rows(numbers), drawn)
-            self.log.add(bad_steps.FAULTS, line)
-            self.say(bad.message(self.folder / bad_steps.FAULTS))
+            self.log.add(run_files.FAULTS, line)
+            self.say(bad.message(self.folder / run_files.FAULTS))
         return reading
 
     def report(self, reading: Reading, lr: float, validated: Row) -> None:
@@ -297,7 +298,7 @@ class Trainer:
                 self.say,
             )
             self.continue_from(progress)
-        self.log.add(bad_steps.FAULTS, bad_steps.line_of_rollback(last, self.step, *numbers))
+        self.log.add(run_files.FAULTS, bad_steps.line_of_rollback(last, self.step, *numbers))
         self.log.forget_after(self.step)
         self.open_sample_log()
         self.collector.restore()  # Data workers are forked again and inherit its state.
@@ -401,7 +402,7 @@ class Trainer:
         config, world = self.config, self.world
         self.log.open(self.identity.config, config.metrics, self.step)
         if world.is_first and not self.ledger.skipped:
-            (self.folder / ROLLBACKS).unlink(missing_ok=True)  # Left by a deleted run.
+            (self.folder / run_files.ROLLBACKS).unlink(missing_ok=True)  # Left by a deleted run.
         self.open_sample_log()
         if self.validation_set and world.is_first:
             self.validation_set.remember(self.folder)

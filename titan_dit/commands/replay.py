@@ -15,7 +15,7 @@ from titan_dit import init_from
 from titan_dit.build import BuiltNetwork, build
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.record import read_record
-from titan_dit.checkpoint.run_checkpoints import CONFIG, find_checkpoint, step_of
+from titan_dit.checkpoint.run_checkpoints import find_checkpoint, step_of
 from titan_dit.checkpoint.run_checkpoints import resolve as named_by
 from titan_dit.checkpoint.store import Location, location
 from titan_dit.checks.device import replayable_precision
@@ -44,6 +44,7 @@ from titan_dit.recovery import bad_steps, ledger, resume, run_identity
 from titan_dit.recovery.bad_steps import LossScale
 from titan_dit.recovery.resume import Progress
 from titan_dit.rng import SampleRNG
+from titan_dit.system import run_files
 from titan_dit.system.progress import ProgressLine
 from titan_dit.trained_model import device_of
 
@@ -118,9 +119,9 @@ def main(options: ReplayFlags) -> None:
     """Repeat the step and print its samples, non-finite ones first."""
     named = named_by(Path(options.run))
     run = named.run
-    if not isinstance(run, Path) or not (run / CONFIG).is_file():
-        raise named.none_found("--run", f"no {CONFIG} found")
-    tables = config_file.of_run(run / CONFIG)
+    if not isinstance(run, Path) or not (run / run_files.CONFIG).is_file():
+        raise named.none_found("--run", f"no {run_files.CONFIG} found")
+    tables = config_file.of_run(run / run_files.CONFIG)
     dotted_names.check_trusted(tables, f"--run {run}", options.trust)
     config = config_file.build(tables, catalog.variant)
     is_shown = check_taken(run, options.step, config.metrics.every, config.training.num_steps)
@@ -194,7 +195,7 @@ def check_taken(run: Path, step: int, every: int, steps: int) -> bool:
         taken = f"steps 1 to {newest}" if newest else "no step"
         more = f", and cannot have started any after step {started}" if started > newest else ""
         raise UserError(
-            f"--step {step}: by its metrics.jsonl, {bad_steps.FAULTS} and checkpoints, {run} has "
+            f"--step {step}: by its metrics.jsonl, {run_files.FAULTS} and checkpoints, {run} has "
             f"taken {taken}{more}."
         )
     return step <= newest
@@ -217,7 +218,7 @@ def tables_of(run: Path, step: int) -> config_file.Tables:
         record = resume.readable(path)[0] if step_of(path) >= step else {}
         if record:
             return config_file.of_record(record)
-    return config_file.of_run(run / CONFIG)
+    return config_file.of_run(run / run_files.CONFIG)
 
 
 def job_of(saved: config_file.Tables, written: RunConfig) -> RunConfig:
@@ -253,7 +254,7 @@ def origin_of(run: Path, step: int, config: JobConfig) -> Origin:
     for line in reversed(lines[undone[-1] + 1 :] if undone else lines):
         if line["step"] == step and line["kind"] != "rollback":
             seen = tuple(numbers_of(line["sample_numbers"]))
-            found_in = f"{bad_steps.FAULTS}: {line['kind']}"
+            found_in = f"{run_files.FAULTS}: {line['kind']}"
             return Origin(
                 seen, found_in, weights, weights_step, digest, loss_scale=line.get("loss_scale")
             )
@@ -313,7 +314,7 @@ def rebuilt(
     if origin.weights:
         imported = read_record(origin.weights).get("imported")
         # Weights of others have no modules of an objective.
-        own = resume.of_the_model(weights) if imported else weights
+        own = checkpoint.of_the_network(weights) if imported else weights
         checkpoint.load(origin.weights, {"model": own})
     elif config.checkpoint.init:
         tables, facts = config_file.to_tables(config), source.facts.as_json()

@@ -323,7 +323,6 @@ class Guard:
             self.scaling.load(saved.get("loss_scale"))
 
 
-FAULTS = run_files.FAULTS
 LINE = {
     "step": schema.COUNT,
     "kind": str,
@@ -369,7 +368,7 @@ def drawn_for(
 
 def read_faults(folder: Path) -> list[dict[str, Any]]:
     """Parse a run's file, without damaged lines. Raises UserError for a line of wrong values."""
-    return list(whole_lines(folder / FAULTS, LINE))
+    return list(whole_lines(folder / run_files.FAULTS, LINE))
 
 
 def whole_lines(file: Path, keys: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -93,13 +93,13 @@ class Ledger:
         return replace(self, untrained=tuple(entries))
 
 
-SAMPLE_LOG = run_files.SAMPLES_SEEN
 LINE = {"step": schema.COUNT, "ranks": schema.COUNT, "numbers": STEP_RANGES}
 
 
 def attempts(run: Path) -> list[Path]:
     """The folders of a run's attempts, oldest first."""
-    return sorted((run / SAMPLE_LOG).glob("attempt-*"), key=lambda path: int(path.name[8:]))
+    folders = (run / run_files.SAMPLES_SEEN).glob("attempt-*")
+    return sorted(folders, key=lambda path: int(path.name[8:]))
 
 
 def next_attempt(run: Path) -> int:
@@ -111,7 +111,7 @@ class SampleLog:
     """Log file of one data-parallel rank in one attempt."""
 
     def __init__(self, run: Path, attempt: int, rank: int, num_ranks: int) -> None:
-        folder = run / SAMPLE_LOG / f"attempt-{attempt:05d}"
+        folder = run / run_files.SAMPLES_SEEN / f"attempt-{attempt:05d}"
         folder.mkdir(parents=True, exist_ok=True)
         self.file = (folder / f"rank-{rank:05d}.jsonl").open("a")
         self.num_ranks = num_ranks

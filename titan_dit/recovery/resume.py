@@ -262,9 +262,9 @@ def load_imported(path: Location, record: Mapping[str, Any], tensors: TensorTree
         )
     saved = averages_in(record)
     # An objective's own modules are in no weight file; they keep their initial values.
-    wanted = {**tensors, "model": of_the_model(tensors["model"]), "ema": {}}
+    wanted = {**tensors, "model": checkpoint.of_the_network(tensors["model"]), "ema": {}}
     if ema.averages and saved:
-        wanted["ema"] = {saved[0]: of_the_model(next(iter(ema.averages.values())))}
+        wanted["ema"] = {saved[0]: checkpoint.of_the_network(next(iter(ema.averages.values())))}
     if not checkpoint.holds(path, "optimizer"):
         del wanted["optimizer"]
     checkpoint.load(path, wanted, verified=True)
@@ -299,12 +299,6 @@ def without_missing(path: Location, tensors: TensorTree) -> tuple[TensorTree, li
     return {**tensors, "optimizer": kept, "ema": averages}, lines
 
 
-def of_the_model(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Drop the parameters of an objective's own modules."""
-    return {name: t for name, t in tensors.items() if not name.startswith(checkpoint.OWN)}
-
-
-ROLLBACKS = run_files.ROLLBACKS
 ROLLBACKS_SCHEMA = {
     "skipped": schema.Rows((schema.COUNT, schema.COUNT, str)),
     "in_vain": schema.COUNT,
@@ -352,19 +346,20 @@ class Rollbacks:
     def write(self, folder: Path) -> None:
         """Write `rollbacks.json` atomically and durably."""
         values = {**vars(self), "skipped": [list(vars(entry).values()) for entry in self.skipped]}
-        write_json(folder / ROLLBACKS, values)
+        write_json(folder / run_files.ROLLBACKS, values)
 
 
 def read_rollbacks(folder: Path) -> Rollbacks:
     """Read a run's rollbacks; none if there is no file."""
-    if not (folder / ROLLBACKS).is_file():
+    file = folder / run_files.ROLLBACKS
+    if not file.is_file():
         return Rollbacks()
     try:
-        values = user_text.read_json(folder / ROLLBACKS, "it")
+        values = user_text.read_json(file, "it")
         schema.check(values, ROLLBACKS_SCHEMA, "")
     except ValueError as error:
         raise UserError(
-            f"[faults] {folder / ROLLBACKS} is damaged: {str(error).strip(' .')}. Restore the "
+            f"[faults] {file} is damaged: {str(error).strip(' .')}. Restore the "
             "file, or start a new run with --job.name."
         ) from None
     return Rollbacks(

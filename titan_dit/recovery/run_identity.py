@@ -44,7 +44,7 @@ def fits(path: Location, model: Mapping[str, Tensor]) -> bool:
     """Return True if a checkpoint has the parameters of all ranks, in their shapes. Collective."""
     saved = {name: size for name, (size, _) in checkpoint.contents(path).items()}
     # An objective's own modules are in no weight file.
-    ours = {name: t.shape for name, t in model.items() if not name.startswith(checkpoint.OWN)}
+    ours = {name: t.shape for name, t in checkpoint.of_the_network(model).items()}
     return all(Ranks().gather(all(saved.get(f"model.{name}") == ours[name] for name in ours)))
 
 
