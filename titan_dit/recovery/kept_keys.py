@@ -42,7 +42,7 @@ def kept(run: RunConfig, settings: CheckpointConfig) -> tuple[dict[str, str], bo
 def tables_of_checkpoint(run: RunConfig, settings: CheckpointConfig) -> Tables:
     """Return the config of the newest readable checkpoint to resume from; {} without one."""
     checkpoints = resume.checkpoints_of(run, settings)
-    for path in resume.candidates(checkpoints, resume.wanted(settings.resume)):
+    for path in resume.candidates(checkpoints, resume.effective_resume(settings.resume)):
         record, _ = resume.readable(path)
         if record:
             return IMPORTED if record.get("imported") else of_record(record)

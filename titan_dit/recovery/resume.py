@@ -9,7 +9,6 @@ A rollback follows too many consecutive bad steps. Their samples are skipped fro
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,9 +25,7 @@ from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
 from titan_dit.config import schema, user_text
-from titan_dit.config.config_file import (
-    read_toml,
-)
+from titan_dit.config.config_file import read_toml
 from titan_dit.config.job import RunConfig
 from titan_dit.config.operation import CheckpointConfig, FaultsConfig
 from titan_dit.config.parameter_groups import listed
@@ -56,7 +53,7 @@ def has_started(run: RunConfig, settings: CheckpointConfig) -> bool:
     A run that ended before its first checkpoint counts, too. Raises UserError if resume is `never`
     but there are checkpoints: early, before any error that the launcher would retry.
     """
-    if wanted(settings.resume) == "never":
+    if effective_resume(settings.resume) == "never":
         candidates(checkpoints_of(run, settings), "never")
         return False
     rows = run.folder / run_files.METRICS
@@ -64,8 +61,8 @@ def has_started(run: RunConfig, settings: CheckpointConfig) -> bool:
     return has_rows or checkpoints_of(run, settings).newest() is not None
 
 
-def wanted(resume: str) -> str:
-    """The effective [checkpoint] resume: `never` becomes `auto` for restarted ranks.
+def effective_resume(resume: str) -> str:
+    """[checkpoint] resume as it acts now: `never` becomes `auto` for restarted ranks.
 
     `never` holds for a job's first launch; restarted ranks resume from that job's checkpoints.
     """
@@ -97,7 +94,7 @@ def starting_point(checkpoints: Checkpoints, resume: str) -> Start:
     The ranks share the verification. Raises UserError on every rank if all candidates are damaged:
     such a run does not start from step 0.
     """
-    return first_undamaged(lambda: candidates(checkpoints, wanted(resume)))
+    return first_undamaged(lambda: candidates(checkpoints, effective_resume(resume)))
 
 
 def newest_before(checkpoints: Checkpoints, step: int) -> Start:
@@ -113,16 +110,16 @@ def first_undamaged(choose: Callable[[], list[Location]], key: str = "resume") -
     damaged: dict[Location, str] = {}
     # Rank 0's view decides: a shared disk may show a new folder to some ranks earlier.
     for path in ranks.run_on_first(choose):
-        record, what = ranks.run_on_first(functools.partial(readable, path))
+        record, what = ranks.run_on_first(partial(readable, path))
         if not what:
             what = ", ".join(checkpoint.damaged_files(path, record, ranks))
         if not what:
             return Start(path, record, damaged)
         damaged[path] = what
     if damaged:
-        listed = "; ".join(f"{path} is damaged: {what}" for path, what in damaged.items())
+        lines = "; ".join(f"{path} is damaged: {what}" for path, what in damaged.items())
         raise UserError(
-            f"[checkpoint] {listed}. There is no older checkpoint, and nothing was changed. Give "
+            f"[checkpoint] {lines}. There is no older checkpoint, and nothing was changed. Give "
             f"another one with --checkpoint.{key} PATH, or start a new run with --job.name."
         )
     return Start()
@@ -262,12 +259,12 @@ def load_imported(path: Location, record: Mapping[str, Any], tensors: TensorTree
         )
     saved = averages_in(record)
     # An objective's own modules are in no weight file; they keep their initial values.
-    wanted = {**tensors, "model": checkpoint.of_the_network(tensors["model"]), "ema": {}}
+    parts = {**tensors, "model": checkpoint.of_the_network(tensors["model"]), "ema": {}}
     if ema.averages and saved:
-        wanted["ema"] = {saved[0]: checkpoint.of_the_network(next(iter(ema.averages.values())))}
+        parts["ema"] = {saved[0]: checkpoint.of_the_network(next(iter(ema.averages.values())))}
     if not checkpoint.holds(path, "optimizer"):
-        del wanted["optimizer"]
-    checkpoint.load(path, wanted, verified=True)
+        del parts["optimizer"]
+    checkpoint.load(path, parts, verified=True)
     if saved:
         ema.copy_first_to_all()
     else:
