@@ -37,8 +37,9 @@ from titan_dit.config.config_file import Tables, to_tables
 from titan_dit.config.dotted_names import origins
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError, show
-from titan_dit.data.base import DataConfig, DataFacts, Field, SampleOrder, Source
+from titan_dit.data.base import DataFacts, Field, SampleOrder, Source
 from titan_dit.data.held_out import held_out_rows
+from titan_dit.data.sections import DataConfig
 from titan_dit.execution import Executor
 from titan_dit.hooks import Hooks
 from titan_dit.objectives.base import DataShare, Objective

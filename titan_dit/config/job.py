@@ -28,11 +28,11 @@ from titan_dit.config.training import (
     ValidationConfig,
 )
 
-if TYPE_CHECKING:  # These import torch: a wrong key is reported without waiting for it.
-    from titan_dit.data.base import DataConfig
+if TYPE_CHECKING:  # Config imports no higher package; `models.base` would import torch, too.
+    from titan_dit.data.sections import DataConfig
     from titan_dit.models.base import ModelConfig
-    from titan_dit.objectives.base import ObjectiveConfig
-    from titan_dit.optim.optimizer import OptimizerConfig
+    from titan_dit.objectives.sections import ObjectiveConfig
+    from titan_dit.optim.sections import OptimizerConfig
 
 
 NEW_RUN = {"data_order": "feistel", "initial_weights": "counter"}

@@ -17,8 +17,9 @@ from titan_dit.config.job import RunConfig
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import ValidationConfig
 from titan_dit.data import loader
-from titan_dit.data.base import DataConfig, Source
+from titan_dit.data.base import Source
 from titan_dit.data.held_out import held_out_rows
+from titan_dit.data.sections import DataConfig
 from titan_dit.execution import Executor
 from titan_dit.objectives.base import DataShare, Objective, Prepared
 from titan_dit.observe.console import LOSS
