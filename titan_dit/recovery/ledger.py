@@ -16,7 +16,7 @@ from titan_dit.config import schema
 from titan_dit.data.base import Batch
 from titan_dit.data.order import STEP_RANGES, SampleRange, count, merged, numbers_of, ranges_of
 from titan_dit.ranks.process_group import Ranks
-from titan_dit.recovery.bad_steps import whole_lines
+from titan_dit.recovery.bad_steps import checked_lines
 from titan_dit.system import run_files
 
 
@@ -140,7 +140,7 @@ def logged_samples(run: Path) -> dict[int, Counter[int]]:
     for attempt in attempts(run):
         lines: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for file in sorted(attempt.glob("rank-*.jsonl")):
-            for line in whole_lines(file, LINE):
+            for line in checked_lines(file, LINE):
                 lines[line["step"]].append(line)
         if lines:
             history = {step: found for step, found in history.items() if step < min(lines)}
