@@ -62,7 +62,7 @@ def options(endpoint, *more):
 def test_a_single_node_meets_at_loopback_whatever_its_name_is(own_name, this_host):
     this_host.known["node1"] = own_name
     assert options(None) == ["--local-addr", "127.0.0.1", "--standalone", "-m", "x"]
-    process_group.find_store("127.0.0.1")
+    process_group.wait_for_address("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
@@ -119,7 +119,7 @@ def test_an_unknown_name_is_one_line_that_names_host_variable_and_fix(this_host)
         pytest.raises(NetworkFailure) as failed,
         process_group.opening("the default process group"),
     ):
-        process_group.find_store("node9")
+        process_group.wait_for_address("node9")
     words = "MASTER_ADDR=node9: this host, node1, does not know the name. Correct"
     assert words in str(failed.value)
     assert rendezvous.state_of("node9:1") == "this machine does not know the host node9"
