@@ -21,7 +21,7 @@ from titan_dit.checkpoint.store import Location, location
 from titan_dit.checks.device import replayable_precision
 from titan_dit.commands.flags import ReplayFlags
 from titan_dit.config import catalog, config_file, dotted_names
-from titan_dit.config.job import NEW_RUN, JobConfig, RunConfig
+from titan_dit.config.job import NEW_RUN, JobConfig, JobSection
 from titan_dit.config.layout import CompileConfig, ParallelConfig
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
@@ -221,13 +221,13 @@ def tables_of(run: Path, step: int) -> config_file.Tables:
     return config_file.of_run(run / run_files.CONFIG)
 
 
-def job_of(saved: config_file.Tables, written: RunConfig) -> RunConfig:
+def job_of(saved: config_file.Tables, written: JobSection) -> JobSection:
     """Return [job], of RUN/config.toml, with the data order and the initial weights of a step."""
     found: dict[str, Any] = {k: v for k, v in saved.get("job", {}).items() if k in NEW_RUN}
     return replace(written, **found).settled()
 
 
-def begun_at(run: RunConfig, settings: CheckpointConfig) -> Location | None:
+def begun_at(run: JobSection, settings: CheckpointConfig) -> Location | None:
     """Return the checkpoint of another run, or of imported weights, that a run went on from."""
     if settings.resume in ("auto", "never"):
         return None

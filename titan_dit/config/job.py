@@ -40,7 +40,7 @@ NEW_RUN = {"data_order": "feistel", "initial_weights": "counter"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(Section):
+class JobSection(Section):
     """Name, directory, seed and hooks of the run."""
 
     section = "job"
@@ -74,7 +74,7 @@ class RunConfig(Section):
                 '"..". Set a plain name; --job.dir names a folder anywhere.'
             )
 
-    def settled(self, kept: Mapping[str, str] | None = None) -> RunConfig:
+    def settled(self, kept: Mapping[str, str] | None = None) -> JobSection:
         """Replace every "auto" by the value in `kept`, the started run's, or by a new run's."""
         found: dict[str, Any] = {
             key: (kept or {}).get(key, new)
@@ -92,7 +92,7 @@ class JobConfig:
     see the whole config; all other code is given the sections that it reads.
     """
 
-    job: RunConfig = field(default_factory=RunConfig)
+    job: JobSection = field(default_factory=JobSection)
     model: ModelConfig
     objective: ObjectiveConfig
     data: DataConfig

@@ -26,7 +26,7 @@ from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
 from titan_dit.config import schema, user_text
 from titan_dit.config.config_file import read_toml
-from titan_dit.config.job import RunConfig
+from titan_dit.config.job import JobSection
 from titan_dit.config.operation import CheckpointConfig, FaultsConfig
 from titan_dit.config.parameter_groups import listed
 from titan_dit.config.section import UserError
@@ -42,12 +42,12 @@ from titan_dit.system import run_files
 from titan_dit.system.files import write_json
 
 
-def checkpoints_of(run: RunConfig, settings: CheckpointConfig) -> Checkpoints:
+def checkpoints_of(run: JobSection, settings: CheckpointConfig) -> Checkpoints:
     """The checkpoints of a run, in its directory or [checkpoint] dir."""
     return Checkpoints(location(settings.dir or run.folder / run_files.CHECKPOINTS), settings)
 
 
-def has_started(run: RunConfig, settings: CheckpointConfig) -> bool:
+def has_started(run: JobSection, settings: CheckpointConfig) -> bool:
     """Return True if the run has taken a step; it may then resume on another number of ranks.
 
     A run that ended before its first checkpoint counts, too. Raises UserError if resume is `never`
@@ -156,7 +156,7 @@ def candidates(checkpoints: Checkpoints, resume: str) -> list[Location]:
     return paths if is_own(checkpoints, paths[0]) else own or paths
 
 
-def check_not_elsewhere(run: RunConfig, settings: CheckpointConfig) -> None:
+def check_not_elsewhere(run: JobSection, settings: CheckpointConfig) -> None:
     """Raise UserError if the run's config.toml names another folder that has checkpoints.
 
     Otherwise the run would silently restart from step 0.
@@ -446,7 +446,9 @@ Say: TypeAlias = Callable[..., None]
 """Prints console lines."""
 
 
-def saves_of(run: RunConfig, settings: CheckpointConfig, ema: EMAConfig, steps: int) -> Checkpoints:
+def saves_of(
+    run: JobSection, settings: CheckpointConfig, ema: EMAConfig, steps: int
+) -> Checkpoints:
     """The checkpoints of a run that trains, with the snapshots of its averages."""
     checkpoints = checkpoints_of(run, settings)
     checkpoints.snapshots = Snapshots(checkpoints, ema, steps)
@@ -455,7 +457,7 @@ def saves_of(run: RunConfig, settings: CheckpointConfig, ema: EMAConfig, steps: 
 
 def resumed(
     checkpoints: Checkpoints,
-    run: RunConfig,
+    run: JobSection,
     settings: CheckpointConfig,
     identity: run_identity.Identity,
     tensors: TensorTree,
@@ -498,7 +500,7 @@ def resumed(
 
 def rolled_back(
     checkpoints: Checkpoints,
-    run: RunConfig,
+    run: JobSection,
     config: FaultsConfig,
     bad: BadStreak,
     tensors: TensorTree,
