@@ -31,10 +31,10 @@ def rotary_of(positions: Int[Tensor, " n"], head_dim: int, base: float = 10000.0
 
 
 def rotate(x: Float[Tensor, "b heads n d"], rotary: Rotary) -> Float[Tensor, "b heads n d"]:
-    """Rotate queries or keys, in fp32 or fp64 and rounded once; in memory [b, n, heads, d].
+    """Rotate queries or keys (arXiv:2104.09864), in fp32 or fp64 and rounded once.
 
     Channel i of the first half of a head and channel i of the second half are one pair, as in
-    GPT-NeoX and Llama (arXiv:2104.09864).
+    GPT-NeoX and Llama. In memory the result is [b, n, heads, d].
     """
     exact = torch.promote_types(x.dtype, torch.float32)
     cos, sin = (part.to(exact)[:, None] for part in rotary)

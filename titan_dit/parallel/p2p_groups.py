@@ -39,12 +39,12 @@ class P2PGroups:
                 continue
             # A second mesh over all ranks of the world has the same group, and so the same names.
             name = f"{self.mesh.get_group().group_name}:{self.label}{source}->{target}"
-            if group := group_named(name):
+            if group := opened(name):
                 self.groups[source, target] = group
                 continue
             with (
                 process_group.opening(f"the group from pipeline rank {source} to {target}"),
-                naming_group(name),
+                named(name),
             ):
                 self.groups[source, target] = self.new_group(source, target)
                 self.connect(source, target)
@@ -96,13 +96,13 @@ class P2PGroups:
         return [work for work in works if work is not None]
 
 
-def group_named(name: str) -> dist.ProcessGroup | None:
+def opened(name: str) -> dist.ProcessGroup | None:
     """The open process group of this name; None without one."""
     return next((group for group in process_group.own_groups() if group.group_name == name), None)
 
 
 @contextmanager
-def naming_group(name: str) -> Iterator[None]:
+def named(name: str) -> Iterator[None]:
     """Give the process group that is opened within the block this name.
 
     torch names a group that only some ranks open by the number of groups of a rank, which differs

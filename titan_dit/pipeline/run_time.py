@@ -17,7 +17,7 @@ from torch import Tensor
 
 from titan_dit.execution import Output
 from titan_dit.models.base import SideInputs, Stream
-from titan_dit.parallel.p2p_groups import group_named, naming_group
+from titan_dit.parallel.p2p_groups import named, opened
 from titan_dit.pipeline.events import Mark, PipelineEvent
 from titan_dit.pipeline.pipelined import Loop, PipelinedExecutor, reduce_gradients
 from titan_dit.pipeline.schedules.decider import Decider, Waiting
@@ -83,9 +83,9 @@ class Decisions:
 def open_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     """The gloo group over which the ranks connect; only they open it."""
     name = f"decisions of ranks {','.join(map(str, ranks))}"
-    if group := group_named(name):  # By an earlier build in this process.
+    if group := opened(name):  # By an earlier build in this process.
         return group
-    with process_group.opening(f"the group of the {name}"), naming_group(name):
+    with process_group.opening(f"the group of the {name}"), named(name):
         found: dist.ProcessGroup = dist.new_group(
             list(ranks), backend="gloo", use_local_synchronization=True, group_desc=name
         )
