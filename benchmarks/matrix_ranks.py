@@ -118,13 +118,13 @@ def rank_main(variables: dict[str, str], tasks: Sequence[Task], told: Connection
         with process_group.start("cpu") as world:
             for number, task in enumerate(tasks):
 
-                def after_step(number: int = number, is_main: bool = world.is_main) -> None:
-                    if is_main:
+                def after_step(number: int = number, is_first: bool = world.is_first) -> None:
+                    if is_first:
                         told.send(("step", number, None))
 
                 found = world.gather(take_steps(world, task.tables, after_step))
                 gc.collect()
-                if world.is_main:
+                if world.is_first:
                     told.send(("done", number, found))
             world.gather(None)
         code = 0

@@ -56,11 +56,11 @@ def group_row(sizes: AxisSizes, num_ranks: int) -> Row:
         mesh = Mesh(sizes, "cpu")
         took = time.perf_counter() - start
         mesh.p2p.open(neighbours(range(sizes.pp)))
-        several = [group.size() for group in process_group.opened() if group.size() > 1]
+        several = [group.size() for group in process_group.own_groups() if group.size() > 1]
         return {
             "ranks": f"{num_ranks:,}",
             "layout": str(sizes),
-            "groups of a rank": len(process_group.opened()) + 1,
+            "groups of a rank": len(process_group.own_groups()) + 1,
             "with several ranks": len(several) + 1,
             "s to open the mesh": f"{took:.2f}",
         }

@@ -59,7 +59,7 @@ def rank_main(rank: int, size: int, variables: dict[str, str], folder: str) -> N
     torch.set_num_threads(1)
     with process_group.start("cpu") as world:
         counts = world.gather(parts_of_a_run(world, Path(folder) / "checkpoints"))
-        if world.is_main:
+        if world.is_first:
             (Path(folder) / "counts.json").write_text(json.dumps(counts))
         world.gather(None)
         os._exit(0)

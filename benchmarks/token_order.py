@@ -164,7 +164,7 @@ def main() -> None:
                     "MB copied": f"{copies.bytes / 1e6:.1f}",
                 }
             )
-        if world.is_main:
+        if world.is_first:
             name = f"token_order {options.size} tp {world.size} batch {options.batch}"
             finish(f"{name} {options.dtype}", rows, options.out, rounds=found)
 

@@ -46,7 +46,7 @@ def lines_of(config, held_out=0, about=""):
         hooks=SimpleNamespace(origins=lambda: ["a hook"]),
         source=Rows(about),
         objective=SimpleNamespace(imported=lambda sampling: {}, modules=lambda: None),
-        epochs=None,
+        sample_order=None,
         validation_set=None,
         evaluation=None,
         identity=SimpleNamespace(num_held_out=held_out),

@@ -189,7 +189,7 @@ def names_in(facts: Mapping[str, Any]) -> Sequence[str]:
 
 def shapes_of(model: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     """Shapes of the network's parameters on this rank, without objective modules and adapters."""
-    own = resume.of_the_model(model)
+    own = checkpoint.of_the_network(model)
     return {name: tensor.shape for name, tensor in own.items() if not lora.is_adapter(name)}
 
 

@@ -37,8 +37,9 @@ from titan_dit.config.config_file import Tables, to_tables
 from titan_dit.config.dotted_names import origins
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError, show
-from titan_dit.data.base import DataConfig, DataFacts, Field, SampleOrder, Source
+from titan_dit.data.base import DataFacts, Field, SampleOrder, Source
 from titan_dit.data.held_out import held_out_rows
+from titan_dit.data.sections import DataConfig
 from titan_dit.execution import Executor
 from titan_dit.hooks import Hooks
 from titan_dit.objectives.base import DataShare, Objective
@@ -152,7 +153,7 @@ class OpenedRun:
     hooks: Hooks
     source: Source
     objective: Objective
-    epochs: SampleOrder
+    sample_order: SampleOrder
     validation_set: ValidationSet | None
     evaluation: Evaluation | None
     identity: run_identity.Identity
@@ -273,15 +274,15 @@ def open_run(config: JobConfig, world: World) -> OpenedRun:
     resuming = world.gather(resume.has_started(job, config.checkpoint))[0]
     plan = plan_run(config, world.size, resuming=resuming, device=world.device)
     check_same_file(plan, world.gather)
-    hooks = Hooks(job.hooks, world.is_main)
+    hooks = Hooks(job.hooks, world.is_first)
     hooks.raise_failure(world.gather)
     source = open_source(config.data)
     objective = open_objective(config, plan, source, previews=bool(config.sampling.every))
     if config.sampling.every:
         objective.check_preview(config.sampling, config.generation)
     held_out = rows_held_out(config, source)
-    epochs = source.order(job.seed, held_out, job.data_order)
-    config = replace(config, training=config.training.resolved(epochs.num_rows))
+    sample_order = source.order(job.seed, held_out, job.data_order)
+    config = replace(config, training=config.training.resolved(sample_order.num_rows))
     lr_schedule.check(config.lr_scheduler, config.training.num_steps)
     return OpenedRun(
         config=config,
@@ -289,7 +290,7 @@ def open_run(config: JobConfig, world: World) -> OpenedRun:
         hooks=hooks,
         source=source,
         objective=objective,
-        epochs=epochs,
+        sample_order=sample_order,
         validation_set=open_checked(
             config.validation, config.data, source, held_out, job, job.folder, world
         ),

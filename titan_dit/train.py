@@ -70,7 +70,7 @@ def train(config: JobConfig) -> int:
     check_launch(config)
     from titan_dit.trainer import Trainer
 
-    watchdog.switch_on()
+    watchdog.record_collectives()
     with process_group.start() as world:
         return Trainer(config, world).fit()
 

@@ -24,7 +24,8 @@ from titan_dit.execution import first_of
 from titan_dit.interop.tensor_file import OnDemand, reading
 from titan_dit.kernels import linear
 from titan_dit.models.base import Model, ModelConfig, ModelSpec
-from titan_dit.objectives.base import Objective, ObjectiveConfig
+from titan_dit.objectives.base import Objective
+from titan_dit.objectives.sections import ObjectiveConfig
 from titan_dit.observe import console
 from titan_dit.system.files import reason_of
 from titan_dit.system.progress import ProgressLine, count

@@ -37,8 +37,9 @@ from titan_dit.ranks.watchdog import Watchdog
 from titan_dit.recovery import bad_steps, replicas
 from titan_dit.recovery.bad_steps import Guard, Reading
 from titan_dit.recovery.ledger import Ledger, SampleLog
-from titan_dit.recovery.resume import ROLLBACKS, BadSteps, Progress, resumed, rolled_back, saves_of
+from titan_dit.recovery.resume import BadStreak, Progress, resumed, rolled_back, saves_of
 from titan_dit.rng import SampleRNG
+from titan_dit.system import run_files
 from titan_dit.system.garbage_collection import Collector
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class Trainer:
         config, job = opened.config, opened.config.job
         self.config, self.world = config, world
         self.plan, self.hooks, self.identity = opened.plan, opened.hooks, opened.identity
-        self.source, self.epochs, self.objective = opened.source, opened.epochs, opened.objective
+        self.source, self.objective = opened.source, opened.objective
+        self.sample_order = opened.sample_order
         self.validation_set = opened.validation_set
         plan, device = self.plan, world.device
         self.mesh = Mesh(plan.sizes, device.type)
@@ -80,7 +82,7 @@ class Trainer:
         self.guard = Guard(config.faults, device, plan.precision)
         self.checkpoints = saves_of(job, config.checkpoint, config.ema, opened.steps)
         self.folder = job.folder
-        self.log = RunLog(self.folder, job.name, is_written=world.is_main)
+        self.log = RunLog(self.folder, job.name, is_written=world.is_first)
         self.say = self.log.say
         self.meter, self.recompiles = Meter(), Recompiles()
         self.collector = Collector(config.training.gc_every)
@@ -211,7 +213,7 @@ class Trainer:
     def batches(self) -> Iterator[Batch]:
         """This rank's share of every global batch from the cursor on."""
         share, rows = self.data_share, self.plan.padded_samples_per_rank
-        order = RankOrder(self.batch_plan, self.epochs, share.rank, share.num_ranks, rows)
+        order = RankOrder(self.batch_plan, self.sample_order, share.rank, share.num_ranks, rows)
         return loader.load(
             self.source,
             order,
@@ -255,9 +257,9 @@ class Trainer:
             numbers, _ = self.batch_plan(bad.cursor)
             self.ledger = self.ledger.mark_untrained(bad.step, numbers)
             drawn = bad_steps.drawn_for(self.objective, seed, numbers, device)
-            line = bad_steps.line_of_bad_step(bad, numbers, self.epochs.rows(numbers), drawn)
-            self.log.add(bad_steps.FAULTS, line)
-            self.say(bad.message(self.folder / bad_steps.FAULTS))
+            line = bad_steps.line_of_bad_step(bad, numbers, self.sample_order.rows(numbers), drawn)
+            self.log.add(run_files.FAULTS, line)
+            self.say(bad.message(self.folder / run_files.FAULTS))
         return reading
 
     def report(self, reading: Reading, lr: float, validated: Row) -> None:
@@ -284,7 +286,7 @@ class Trainer:
         """Load the newest checkpoint before the bad steps and skip their samples."""
         (first, begin), (last, cursor) = self.guard.to_undo
         numbers = self.batch_plan(begin)[0][0], self.batch_plan(cursor)[1]
-        bad = BadSteps(first, last, numbers)
+        bad = BadStreak(first, last, numbers)
         with self.watchdog.slow("rolling back"), self.meter.paused():
             progress = rolled_back(
                 self.checkpoints,
@@ -296,7 +298,7 @@ class Trainer:
                 self.say,
             )
             self.continue_from(progress)
-        self.log.add(bad_steps.FAULTS, bad_steps.line_of_rollback(last, self.step, *numbers))
+        self.log.add(run_files.FAULTS, bad_steps.line_of_rollback(last, self.step, *numbers))
         self.log.forget_after(self.step)
         self.open_sample_log()
         self.collector.restore()  # Data workers are forked again and inherit its state.
@@ -343,7 +345,8 @@ class Trainer:
             replicas.check(self.config.faults, self.parameters, self.mesh, self.step)
             progress = Progress(self.step, self.cursor, self.ledger, self.guard.state())
             layout = {"layout": str(self.mesh.sizes), "versions": VERSIONS}
-            record = progress.as_record(self.epochs.num_rows) | self.identity.as_record() | layout
+            num_rows = self.sample_order.num_rows
+            record = progress.as_record(num_rows) | self.identity.as_record() | layout
             self.checkpoints.save(self.step, self.tensors(), record, whole=whole)
             self.log.draw_curve()
         if whole:
@@ -398,13 +401,13 @@ class Trainer:
         """Write the resolved config, open the metrics and print the first console lines."""
         config, world = self.config, self.world
         self.log.open(self.identity.config, config.metrics, self.step)
-        if world.is_main and not self.ledger.skipped:
-            (self.folder / ROLLBACKS).unlink(missing_ok=True)  # Left by a deleted run.
+        if world.is_first and not self.ledger.skipped:
+            (self.folder / run_files.ROLLBACKS).unlink(missing_ok=True)  # Left by a deleted run.
         self.open_sample_log()
-        if self.validation_set and world.is_main:
+        if self.validation_set and world.is_first:
             self.validation_set.remember(self.folder)
         self.say(*self.opened.lines(self.built, world.device, self.step))
-        if world.is_main:
+        if world.is_first:
             self.say(*self.opened.hints(self.built, world.device))
         self.hooks.show(
             Run(

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from titan_dit.config.job import RunConfig
+from titan_dit.config.job import JobSection
 from titan_dit.config.layout import ParallelConfig
 from titan_dit.config.operation import CheckpointConfig, FaultsConfig
 from titan_dit.config.section import (
@@ -131,8 +131,8 @@ def test_a_section_cannot_be_changed():
         (AdamWConfig, {"lr": 0}, "[optimizer] lr=0.0 must be above 0"),
         (EMAConfig, {"decays": [0.9, 0.99, 0.9]}, "[ema] decays=[0.9, 0.99, 0.9] has duplicates"),
         (EMAConfig, {"every": 0}, "[ema] every=0 must be at least 1"),
-        (RunConfig, {"seed": -1}, "[job] seed=-1 must be at least 0"),
-        (RunConfig, {"seed": 2**63}, "[job] seed=9223372036854775808 must be below"),
+        (JobSection, {"seed": -1}, "[job] seed=-1 must be at least 0"),
+        (JobSection, {"seed": 2**63}, "[job] seed=9223372036854775808 must be below"),
         (ParallelConfig, {"dp_shard": -2}, "[parallel] dp_shard=-2 must be at least -1"),
         (ParallelConfig, {"tp": 0}, "[parallel] tp=0 must be at least 1"),
         (FaultsConfig, {"max_consecutive_bad_steps": -1}, "[faults] max_consecutive_bad_steps=-1"),

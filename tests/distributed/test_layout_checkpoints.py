@@ -79,7 +79,7 @@ def visit(world, folder, layouts, names, first=0):
             trainer.checkpoints.finish()
             saved = tensors_of(trainer)
             drawn = trainer.folder / "samples" / "step-00000000.png"
-            picture = drawn.read_bytes() if world.is_main else None
+            picture = drawn.read_bytes() if world.is_first else None
         loaded = {name: load(trainer, f"{folder}/{name}") for name in names}
         found.append((picture, saved, loaded))
     return found

@@ -23,7 +23,7 @@ def opened(world, folder):
         validation={"every": 1, "samples": 3},
     )
     # The disk of rank 1 shows another run.
-    seen = {"data_order": "feistel" if world.is_main else "sort"}, not world.is_main
+    seen = {"data_order": "feistel" if world.is_first else "sort"}, not world.is_first
     with (
         mock.patch.object(kept_keys, "kept", return_value=seen),
         mock.patch.object(class_labels, "read_label", wraps=class_labels.read_label) as labels,
@@ -32,7 +32,7 @@ def opened(world, folder):
         found = open_run(config, world)
     listing = found.source.listing
     settled = found.config.job, found.config.ema
-    known = list(listing.names), listing.labels.tolist(), found.epochs, settled
+    known = list(listing.names), listing.labels.tolist(), found.sample_order, settled
     (folder / "data" / "features" / "0.npy").unlink(missing_ok=True)
     world.gather(None)
     try:

@@ -16,6 +16,7 @@ from titan_dit.observe import meter
 from titan_dit.observe.metrics import curve, finite_or_none, keep_rows, read_rows, row_of
 from titan_dit.observe.run_log import RunLog
 from titan_dit.recovery import bad_steps, ledger, resume
+from titan_dit.system import run_files
 
 
 def row(step, loss=0.5):
@@ -249,9 +250,9 @@ def test_a_line_of_any_length_is_skipped(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("line", DAMAGED)
 def test_so_is_one_of_the_logs_of_faults_and_samples(tmp_path, line):
-    (tmp_path / bad_steps.FAULTS).write_bytes(b'{"step": 1, "kind": "spike"}\n' + line)
+    (tmp_path / run_files.FAULTS).write_bytes(b'{"step": 1, "kind": "spike"}\n' + line)
     assert bad_steps.read_faults(tmp_path) == [{"step": 1, "kind": "spike"}]
-    folder = tmp_path / ledger.SAMPLE_LOG / "attempt-00001"
+    folder = tmp_path / run_files.SAMPLES_SEEN / "attempt-00001"
     folder.mkdir(parents=True)
     whole = b'{"step": 1, "ranks": 1, "numbers": [[0, 2]]}\n'
     (folder / "rank-00000.jsonl").write_bytes(whole + line)
@@ -260,6 +261,6 @@ def test_so_is_one_of_the_logs_of_faults_and_samples(tmp_path, line):
 
 @pytest.mark.parametrize("text", [*DAMAGED, b"{}", b'{"skipped": [1], "in_vain": 0, "reached": 0}'])
 def test_a_damaged_list_of_rollbacks_is_one_line(tmp_path, text):
-    (tmp_path / resume.ROLLBACKS).write_bytes(text)
+    (tmp_path / run_files.ROLLBACKS).write_bytes(text)
     with pytest.raises(UserError, match=r"rollbacks\.json is damaged: "):
         resume.read_rollbacks(tmp_path)

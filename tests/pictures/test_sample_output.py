@@ -47,7 +47,7 @@ def on_two(world, folder):
     """Samples of two ranks; only the first looks for checkpoints, of which a run may save more."""
     os.chdir(folder)
     with pytest.MonkeyPatch.context() as patch:
-        if not world.is_main:
+        if not world.is_first:
             for module in (sample, sample_inputs):
                 patch.delattr(module, "find_checkpoint")
         drawn("b.npz")

@@ -13,6 +13,7 @@ from titan_dit.observe.run_log import RunLog
 from titan_dit.recovery import bad_steps
 from titan_dit.recovery.bad_steps import Guard
 from titan_dit.rng import SampleRNG
+from titan_dit.system import run_files
 
 CPU = torch.device("cpu")
 
@@ -167,14 +168,14 @@ def test_a_fault_log_is_read_without_a_line_that_was_cut_short(tmp_path):
     bad, _ = verdicts([1.0, math.nan])
     line = bad_steps.line_of_bad_step(bad[0], [3, 4, 7], [0, 1, 2], {"timestep": [0.5, 1.5, 2.5]})
     log = RunLog(tmp_path, "run", is_written=True)
-    log.add(bad_steps.FAULTS, line)
+    log.add(run_files.FAULTS, line)
     assert (
         bad_steps.read_faults(tmp_path) == []
     )  # A run whose directory is not open writes nothing.
     config = tiny_config()
     log.open(config_file.to_tables(config), config.metrics, 0)
-    log.add(bad_steps.FAULTS, line)
-    with (tmp_path / bad_steps.FAULTS).open("a") as file:
+    log.add(run_files.FAULTS, line)
+    with (tmp_path / run_files.FAULTS).open("a") as file:
         file.write('{"step": 3, "ki')
     (found,) = bad_steps.read_faults(tmp_path)
     assert found == {

@@ -4,7 +4,7 @@ import torch
 
 from titan_dit.checkpoint.run_checkpoints import Checkpoints
 from titan_dit.config.config_file import BEFORE_FORMAT_4
-from titan_dit.config.job import NEW_RUN, RunConfig
+from titan_dit.config.job import NEW_RUN, JobSection
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.training import EMAConfig
 from titan_dit.recovery import run_identity
@@ -20,7 +20,7 @@ OTHER = {"data_order": "sort", "initial_weights": "counter"}
 
 def kept_of_both(folder, resume, warmup, **keys):
     settings = CheckpointConfig(resume=str(resume))
-    return settled(RunConfig(dir=str(folder), **keys), EMAConfig(warmup=warmup), settings)
+    return settled(JobSection(dir=str(folder), **keys), EMAConfig(warmup=warmup), settings)
 
 
 def warms_up(folder, resume="auto", warmup=None):

@@ -11,7 +11,6 @@ from titan_dit.config.operation import FaultsConfig
 from titan_dit.config.section import UserError
 from titan_dit.recovery import resume
 from titan_dit.recovery.ledger import (
-    SAMPLE_LOG,
     Ledger,
     SampleLog,
     Skipped,
@@ -21,6 +20,7 @@ from titan_dit.recovery.ledger import (
     trained,
 )
 from titan_dit.recovery.resume import Start
+from titan_dit.system import run_files
 
 
 def through_json(ledger, cursor=100):
@@ -77,7 +77,7 @@ def roll_back(folder, checkpoints, config, steps):
 
 
 def bad(first, last, batch=10):
-    return resume.BadSteps(first, last, ((first - 1) * batch, last * batch))
+    return resume.BadStreak(first, last, ((first - 1) * batch, last * batch))
 
 
 def test_a_run_goes_back_to_the_newest_checkpoint_before_the_bad_steps(tmp_path):
@@ -147,7 +147,8 @@ def test_the_sample_log_gives_the_history_that_the_run_has_had(tmp_path):
     assert next_attempt(tmp_path) == 1
     log(tmp_path, 1, 3, range(1, 8))
     log(tmp_path, 2, 2, range(4, 7), cut=(6,))
-    with (tmp_path / SAMPLE_LOG / "attempt-00002" / "rank-00000.jsonl").open("a") as file:
+    seen = tmp_path / run_files.SAMPLES_SEEN / "attempt-00002" / "rank-00000.jsonl"
+    with seen.open("a") as file:
         file.write('{"step": 7, "ra')
     assert next_attempt(tmp_path) == 3
     history = logged_samples(tmp_path)

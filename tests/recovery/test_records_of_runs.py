@@ -6,6 +6,7 @@ import pytest
 
 from titan_dit.config.section import UserError
 from titan_dit.recovery import bad_steps, ledger, resume
+from titan_dit.system import run_files
 
 HUGE = [[0, 2**61]]
 FAULTS = {
@@ -22,13 +23,13 @@ FAULTS = {
 @pytest.mark.parametrize("words", FAULTS)
 def test_a_wrong_line_of_the_fault_log_is_named(tmp_path, words):
     lines = [json.dumps({"step": 1, "kind": "spike"}), json.dumps(FAULTS[words]), '{"step": 4, "ki']
-    (tmp_path / bad_steps.FAULTS).write_text("\n".join(lines))
+    (tmp_path / run_files.FAULTS).write_text("\n".join(lines))
     with pytest.raises(UserError, match=f"faults.jsonl line 2: .*{words}"):
         bad_steps.read_faults(tmp_path)
 
 
 def test_numbers_without_end_are_no_samples_of_a_step(tmp_path):
-    folder = tmp_path / ledger.SAMPLE_LOG / "attempt-00001"
+    folder = tmp_path / run_files.SAMPLES_SEEN / "attempt-00001"
     folder.mkdir(parents=True)
     line = {"step": 3, "ranks": 1, "numbers": HUGE}
     (folder / "rank-00000.jsonl").write_text(json.dumps(line) + "\n")
@@ -47,6 +48,6 @@ def test_numbers_without_end_are_no_samples_of_a_step(tmp_path):
     ],
 )
 def test_wrong_rollbacks_are_one_line(tmp_path, text, words):
-    (tmp_path / resume.ROLLBACKS).write_text(text)
+    (tmp_path / run_files.ROLLBACKS).write_text(text)
     with pytest.raises(UserError, match=words):
         resume.read_rollbacks(tmp_path)

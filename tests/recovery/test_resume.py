@@ -11,7 +11,7 @@ from tiny import tiny_config
 from titan_dit.checkpoint.record import digest_of
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.config import config_file
-from titan_dit.config.job import RunConfig
+from titan_dit.config.job import JobSection
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
 from titan_dit.recovery import resume as resuming
@@ -63,14 +63,14 @@ def test_never_starts_afresh_and_is_refused_where_checkpoints_are(tmp_path):
 def test_never_is_for_the_first_ranks_of_a_job(tmp_path, monkeypatch):
     """Restarted ranks resume: the checkpoints belong to their own job."""
     ours = run_with(tmp_path, 5, 10)
-    run, settings = RunConfig(dir=str(tmp_path)), CheckpointConfig(resume="never")
+    run, settings = JobSection(dir=str(tmp_path)), CheckpointConfig(resume="never")
     with pytest.raises(UserError, match='resume="never"'):
         resuming.has_started(run, settings)
-    assert not resuming.has_started(RunConfig(dir=str(tmp_path / "new")), settings)
+    assert not resuming.has_started(JobSection(dir=str(tmp_path / "new")), settings)
     monkeypatch.setenv("TITAN_DIT_STARTED", "1")
     assert starting_point(ours, "never").name == "step-00000010"
     assert resuming.has_started(run, settings)
-    assert not resuming.has_started(RunConfig(dir=str(tmp_path / "new")), settings)
+    assert not resuming.has_started(JobSection(dir=str(tmp_path / "new")), settings)
 
 
 def test_a_path_into_another_run_starts_only_a_run_without_checkpoints(tmp_path):
@@ -359,7 +359,7 @@ def test_other_data_is_refused_wherever_it_lies(tmp_path):
 def test_a_run_whose_checkpoints_lie_elsewhere_does_not_begin_anew(tmp_path):
     run_with(tmp_path, 5, 10)
     (tmp_path / "config.toml").write_text('[job]\nname = "a"\n[checkpoint]\ndir = ""\n')
-    job = RunConfig(dir=str(tmp_path))
+    job = JobSection(dir=str(tmp_path))
     resuming.check_not_elsewhere(job, CheckpointConfig())
     elsewhere = CheckpointConfig(dir=str(tmp_path / "elsewhere"))
     with pytest.raises(

@@ -83,7 +83,7 @@ def by_the_first_alone(world, of_npz):
     """Pictures of a .npz whose digest only the first rank may take, as it needs all of them."""
 
     def digest(found):
-        assert world.is_main
+        assert world.is_first
         return found.digest()
 
     def opened(path, where):
@@ -97,7 +97,7 @@ def on_four(world, folder):
     os.chdir(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pictures, "open_npz", by_the_first_alone(world, pictures.open_npz))
-        if not world.is_main:
+        if not world.is_first:
             patch.delattr(evaluate, "find_checkpoint")
         scored(out="four.json", save_samples="four.npz")
     Trainer(config("four", dp_shard=2, tp=2), world).fit()

@@ -15,7 +15,5 @@ def test_without_a_launcher_or_with_empty_variables_it_is_one_rank_of_one(monkey
 
 def test_a_variable_that_is_no_number_is_one_line(monkeypatch):
     monkeypatch.setenv("RANK", "abc")
-    with pytest.raises(
-        SystemExit, match=r"error: RANK=abc is no rank .* Unset it"
-    ):
+    with pytest.raises(SystemExit, match=r"error: RANK=abc is no rank .* Unset it"):
         LaunchedAs.here()

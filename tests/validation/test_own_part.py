@@ -3,13 +3,13 @@
 import pytest
 from small_tokens import counting, tokens, write_tokens
 
-from titan_dit.config.job import RunConfig
+from titan_dit.config.job import JobSection
 from titan_dit.config.section import UserError
 from titan_dit.config.training import ValidationConfig
 from titan_dit.ranks import process_group
 from titan_dit.validation.validation_set import check_overlap, open_set
 
-JOB = RunConfig(name="run", seed=1, data_order="feistel")
+JOB = JobSection(name="run", seed=1, data_order="feistel")
 
 
 @pytest.fixture

@@ -46,14 +46,14 @@ def trainer_of(folder, **sections):
 def test_the_held_out_rows_are_in_no_batch_of_any_epoch(tmp_path):
     settings = {"training": {"global_batch_size": 300}, "validation": {"every": 1, "samples": 50}}
     with trainer_of(tmp_path, **settings) as trainer:
-        held_out = set(trainer.epochs.held_out)
-        labels = trainer.source.labels[list(trainer.epochs.held_out)]
+        held_out = set(trainer.sample_order.held_out)
+        labels = trainer.source.labels[list(trainer.sample_order.held_out)]
         assert torch.bincount(labels).tolist() == [5] * 10
-        epochs = trainer.epochs
-        assert epochs.num_rows == 1797 - 50
+        order = trainer.sample_order
+        assert order.num_rows == 1797 - 50
         for epoch in range(2):
-            first = epoch * epochs.num_rows
-            rows = epochs.rows(range(first, first + epochs.num_rows))
+            first = epoch * order.num_rows
+            rows = order.rows(range(first, first + order.num_rows))
             assert sorted([*rows, *held_out]) == list(range(1797))
 
 
@@ -67,7 +67,7 @@ def test_the_loss_is_the_mean_over_rows_and_over_fixed_timesteps(tmp_path):
         expected = itertools.product(["validation_loss", *names], ["", *averages])
         assert sorted(found) == sorted(name + average for name, average in expected)
         # By hand, in one batch.
-        pairs = list(enumerate(trainer.epochs.held_out))
+        pairs = list(enumerate(trainer.sample_order.held_out))
         objective, cpu = trainer.objective, torch.device("cpu")
         batch = load_samples(trainer.source, pairs, objective.inspect, cpu, len(pairs))
         rng = SampleRNG(0, torch.arange(11))
@@ -120,8 +120,8 @@ def test_an_older_run_and_its_replay_hold_out_what_they_held_out(tmp_path, capsy
     with trainer_of(tmp_path, checkpoint={"every": 1}, **settings) as trainer:
         source = trainer.source
         older, newer = (held_out_rows(source, 0, 50, order) for order in ("sort", "feistel"))
-        assert trainer.epochs.held_out == trainer.validation_set.rows == older != newer
-        assert trainer.epochs.data_order == "sort"
+        assert trainer.sample_order.held_out == trainer.validation_set.rows == older != newer
+        assert trainer.sample_order.data_order == "sort"
         trainer.validate = dict  # It takes seconds.
         trainer.fit()
     older, newer = (sorted(EpochOrder(0, 1747, rows).rows(range(16))) for rows in (older, newer))
@@ -174,7 +174,7 @@ def test_another_dataset_is_validated_on_unless_it_shares_samples(tmp_path):
     data = {"name": "latents", "path": str(tmp_path / "train")}
     apart = {"every": 1, "path": str(tmp_path / "apart")}
     with trainer_of(tmp_path / "run", data=data, validation=apart) as trainer:
-        assert trainer.epochs.held_out == ()
+        assert trainer.sample_order.held_out == ()
         assert len(trainer.validation_set.rows) == 40
         assert trainer.validate()["validation_loss"] > 0
     overlaps = apart | {"path": str(tmp_path / "overlaps")}

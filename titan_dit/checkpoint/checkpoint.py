@@ -182,6 +182,11 @@ def read_into(tensors: TensorTree, path: Location, ranks: Ranks | None = None) -
             raise cause from None
 
 
+def of_the_network(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Drop the parameters of an objective's own modules."""
+    return {name: t for name, t in tensors.items() if not name.startswith(OWN)}
+
+
 def contents(path: Location) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Map tensor name to (shape, dtype) of a checkpoint."""
     found = Reader(path, read_manifest(path)["files"]).contents()

@@ -250,15 +250,14 @@ def raise_later(error: Exception) -> Callable[[], None]:
     return begin
 
 
-CONFIG, CHECKPOINTS = run_files.CONFIG, run_files.CHECKPOINTS
 OF_LIBRARIES = ("config.json", "model_index.json")
 """Files by which a folder of transformers or diffusers is recognised."""
 WANTED = "Give a run directory such as outputs/digits, its checkpoints folder, or one checkpoint."
 
 
 @dataclass(frozen=True)
-class RunPath:
-    """A resolved path."""
+class NamedRun:
+    """What a path to a run, to its checkpoints or to one of them names: see `resolve`."""
 
     given: Location
     run: Location
@@ -275,12 +274,16 @@ class RunPath:
     def none_found(self, flag: str, what: str = "no checkpoint found") -> UserError:
         """The error for this path. `flag`: its option or key; `what`: what is wrong with it."""
         store = store_of(self.given)
-        runs = [name for name in store.names(self.given) if store.has(self.given / name / CONFIG)]
+        runs = [
+            name
+            for name in store.names(self.given)
+            if store.has(self.given / name / run_files.CONFIG)
+        ]
         if any(store.has(self.given / name) for name in OF_LIBRARIES):
             hint = (
                 f"Import weights first: python -m titan_dit convert --input {self.given} --out DIR."
             )
-        elif runs and not store.has(self.given / CONFIG):
+        elif runs and not store.has(self.given / run_files.CONFIG):
             more = ", ..." if len(runs) > 4 else ""
             hint = f"It holds runs ({', '.join(runs[:4])}{more}): give one of them."
         elif isinstance(self.given, Path) and not self.given.exists():
@@ -290,27 +293,27 @@ class RunPath:
         return UserError(f"{flag} {self.given}: {what}. {hint}")
 
 
-def resolve(given: Location) -> RunPath:
+def resolve(given: Location) -> NamedRun:
     """Find out which of the three a path names. A file in one of them counts as its folder."""
     where = parent(given) if isinstance(given, Path) and given.is_file() else given
     names = store_of(where).names(where)
     if MANIFEST in names or (names and NAME.fullmatch(where.name)):
         folder = parent(where)
-        return RunPath(given, run_of(folder), Checkpoints(folder), where)
+        return NamedRun(given, run_of(folder), Checkpoints(folder), where)
     if any(NAME.fullmatch(name) for name in names):
-        return RunPath(given, run_of(where), Checkpoints(where), None)
-    checkpoints = Checkpoints(where / CHECKPOINTS)
-    if CHECKPOINTS not in names and CONFIG in names and isinstance(where, Path):
-        table = config_file.read_toml(where / CONFIG).get("checkpoint", {})
+        return NamedRun(given, run_of(where), Checkpoints(where), None)
+    checkpoints = Checkpoints(where / run_files.CHECKPOINTS)
+    if run_files.CHECKPOINTS not in names and run_files.CONFIG in names and isinstance(where, Path):
+        table = config_file.read_toml(where / run_files.CONFIG).get("checkpoint", {})
         if table.get("dir"):
             checkpoints = Checkpoints(location(str(table["dir"])))
-    return RunPath(given, where, checkpoints, None)
+    return NamedRun(given, where, checkpoints, None)
 
 
 def run_of(folder: Location) -> Location:
     """The run directory of a checkpoints folder; the folder itself if its parent is no run."""
     above = parent(folder)
-    return above if store_of(above).has(above / CONFIG) else folder
+    return above if store_of(above).has(above / run_files.CONFIG) else folder
 
 
 def parent(where: Location) -> Location:

@@ -20,7 +20,7 @@ from titan_dit.config.training import EMAConfig
 from titan_dit.kernels import attention, short_attention
 from titan_dit.kernels.attention_choice import AttentionShape
 from titan_dit.models import lora
-from titan_dit.optim.optimizer import OptimizerConfig
+from titan_dit.optim.sections import OptimizerConfig
 from titan_dit.parallel import compile
 from titan_dit.parallel.fsdp import DTYPES
 from titan_dit.parallel.transformer_engine import is_transformer_engine

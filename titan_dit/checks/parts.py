@@ -33,7 +33,7 @@ from titan_dit.execution import check_names
 from titan_dit.models import lora
 from titan_dit.models.base import ModelSpec, TensorSpec
 from titan_dit.objectives.base import Objective, Prepared
-from titan_dit.optim.optimizer import OptimizerConfig
+from titan_dit.optim.sections import OptimizerConfig
 from titan_dit.plan import RunPlan
 from titan_dit.rng import SampleRNG
 from titan_dit.system import run_files

@@ -490,7 +490,7 @@ def add_moments(
 
 
 def known_heads(weights: tensor_file.WeightFile) -> int | None:
-    """Return the number of heads in a file's metadata, written by `write_file`."""
+    """Return the number of heads in a file's metadata, written by `metadata_of`."""
     heads = weights.metadata.get("num_heads", "")
     return int(heads) if heads.isdecimal() and int(heads) > 0 else None
 

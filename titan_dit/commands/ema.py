@@ -8,7 +8,7 @@ from typing import Any
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.averages import FOLDER, Shapes, Term, shapes_of, write_sum
-from titan_dit.checkpoint.run_checkpoints import Checkpoints, RunPath, resolve, step_of
+from titan_dit.checkpoint.run_checkpoints import Checkpoints, NamedRun, resolve, step_of
 from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
 from titan_dit.checkpoint.torch_files import CONTENTS as TENSORS
 from titan_dit.checkpoint.torch_files import METADATA
@@ -100,7 +100,7 @@ def check_target(target: Location) -> None:
         )
 
 
-def found(named: RunPath, step: int | None) -> list[Location]:
+def found(named: NamedRun, step: int | None) -> list[Location]:
     """The snapshots up to `step`, oldest first."""
     folder = named.checkpoints.folder / FOLDER
     paths = Checkpoints(folder).complete()

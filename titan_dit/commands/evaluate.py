@@ -370,7 +370,7 @@ def main(options: EvaluateFlags, keys: Sequence[str]) -> None:
             score_pictures(options, world.device)
             return
         found = evaluate(options, keys, world)
-        if world.is_main:
+        if world.is_first:
             report(found, options.out)
 
 
@@ -383,7 +383,7 @@ def evaluate(options: EvaluateFlags, keys: Sequence[str], world: World) -> dict[
     tables = config_file.of_record(record)
     dotted_names.check_trusted(tables, f"--run {path}", options.trust, IMPORTED)
     config = config_of(record, keys, world)
-    if world.is_main:
+    if world.is_first:
         own = ("model", "objective", "data")
         for line in dotted_names.origins({name: getattr(config, name) for name in own}):
             console.say(line)

@@ -18,6 +18,7 @@ from titan_dit.pipeline.schedules.files import MeasuredCosts
 from titan_dit.pipeline.schedules.planned_order import PAYS, PlannedOrder, plan_order
 from titan_dit.pipeline.schedules.schedule import Order
 from titan_dit.pipeline.schedules.simulator import Simulation, simulate
+from titan_dit.system import run_files
 
 JITTER, DRAWS = 0.1, 5
 """Random factor on all times, and how often it is drawn: what of the gain is left."""
@@ -65,9 +66,9 @@ def planned_order(
     run: Path, costs: MeasuredCosts, file: Path, trust: bool
 ) -> tuple[PipelineConfig, Order]:
     """The order of the run's schedule. Raises UserError if the costs are of another layout."""
-    config = run / run_checkpoints.CONFIG
+    config = run / run_files.CONFIG
     if not config.is_file():
-        raise UserError(f"--run {run}: no {run_checkpoints.CONFIG}. {run_checkpoints.WANTED}")
+        raise UserError(f"--run {run}: no {run_files.CONFIG}. {run_checkpoints.WANTED}")
     tables = config_file.of_run(config)
     dotted_names.check_trusted(tables, f"--run {run}", trust, (PipelineConfig.section,))
     pipeline = PipelineConfig(**tables.get(PipelineConfig.section, {}))

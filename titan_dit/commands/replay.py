@@ -15,13 +15,13 @@ from titan_dit import init_from
 from titan_dit.build import BuiltNetwork, build
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.record import read_record
-from titan_dit.checkpoint.run_checkpoints import CONFIG, find_checkpoint, step_of
+from titan_dit.checkpoint.run_checkpoints import find_checkpoint, step_of
 from titan_dit.checkpoint.run_checkpoints import resolve as named_by
 from titan_dit.checkpoint.store import Location, location
 from titan_dit.checks.device import replayable_precision
 from titan_dit.commands.flags import ReplayFlags
 from titan_dit.config import catalog, config_file, dotted_names
-from titan_dit.config.job import NEW_RUN, JobConfig, RunConfig
+from titan_dit.config.job import NEW_RUN, JobConfig, JobSection
 from titan_dit.config.layout import CompileConfig, ParallelConfig
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
@@ -44,6 +44,7 @@ from titan_dit.recovery import bad_steps, ledger, resume, run_identity
 from titan_dit.recovery.bad_steps import LossScale
 from titan_dit.recovery.resume import Progress
 from titan_dit.rng import SampleRNG
+from titan_dit.system import run_files
 from titan_dit.system.progress import ProgressLine
 from titan_dit.trained_model import device_of
 
@@ -118,9 +119,9 @@ def main(options: ReplayFlags) -> None:
     """Repeat the step and print its samples, non-finite ones first."""
     named = named_by(Path(options.run))
     run = named.run
-    if not isinstance(run, Path) or not (run / CONFIG).is_file():
-        raise named.none_found("--run", f"no {CONFIG} found")
-    tables = config_file.of_run(run / CONFIG)
+    if not isinstance(run, Path) or not (run / run_files.CONFIG).is_file():
+        raise named.none_found("--run", f"no {run_files.CONFIG} found")
+    tables = config_file.of_run(run / run_files.CONFIG)
     dotted_names.check_trusted(tables, f"--run {run}", options.trust)
     config = config_file.build(tables, catalog.variant)
     is_shown = check_taken(run, options.step, config.metrics.every, config.training.num_steps)
@@ -162,7 +163,7 @@ def main(options: ReplayFlags) -> None:
             seed=job.seed,
             objective=objective,
             source=source,
-            epochs=source.order(job.seed, held_out, job.data_order),
+            sample_order=source.order(job.seed, held_out, job.data_order),
             built=rebuilt(config, plan, objective, source, origin, world.device),
             num_samples=len(origin.numbers),
             loss_scale=scaling.value.to(world.device) if scaling else None,
@@ -194,7 +195,7 @@ def check_taken(run: Path, step: int, every: int, steps: int) -> bool:
         taken = f"steps 1 to {newest}" if newest else "no step"
         more = f", and cannot have started any after step {started}" if started > newest else ""
         raise UserError(
-            f"--step {step}: by its metrics.jsonl, {bad_steps.FAULTS} and checkpoints, {run} has "
+            f"--step {step}: by its metrics.jsonl, {run_files.FAULTS} and checkpoints, {run} has "
             f"taken {taken}{more}."
         )
     return step <= newest
@@ -217,16 +218,16 @@ def tables_of(run: Path, step: int) -> config_file.Tables:
         record = resume.readable(path)[0] if step_of(path) >= step else {}
         if record:
             return config_file.of_record(record)
-    return config_file.of_run(run / CONFIG)
+    return config_file.of_run(run / run_files.CONFIG)
 
 
-def job_of(saved: config_file.Tables, written: RunConfig) -> RunConfig:
+def job_of(saved: config_file.Tables, written: JobSection) -> JobSection:
     """Return [job], of RUN/config.toml, with the data order and the initial weights of a step."""
     found: dict[str, Any] = {k: v for k, v in saved.get("job", {}).items() if k in NEW_RUN}
     return replace(written, **found).settled()
 
 
-def begun_at(run: RunConfig, settings: CheckpointConfig) -> Location | None:
+def begun_at(run: JobSection, settings: CheckpointConfig) -> Location | None:
     """Return the checkpoint of another run, or of imported weights, that a run went on from."""
     if settings.resume in ("auto", "never"):
         return None
@@ -253,7 +254,7 @@ def origin_of(run: Path, step: int, config: JobConfig) -> Origin:
     for line in reversed(lines[undone[-1] + 1 :] if undone else lines):
         if line["step"] == step and line["kind"] != "rollback":
             seen = tuple(numbers_of(line["sample_numbers"]))
-            found_in = f"{bad_steps.FAULTS}: {line['kind']}"
+            found_in = f"{run_files.FAULTS}: {line['kind']}"
             return Origin(
                 seen, found_in, weights, weights_step, digest, loss_scale=line.get("loss_scale")
             )
@@ -313,7 +314,7 @@ def rebuilt(
     if origin.weights:
         imported = read_record(origin.weights).get("imported")
         # Weights of others have no modules of an objective.
-        own = resume.of_the_model(weights) if imported else weights
+        own = checkpoint.of_the_network(weights) if imported else weights
         checkpoint.load(origin.weights, {"model": own})
     elif config.checkpoint.init:
         tables, facts = config_file.to_tables(config), source.facts.as_json()
@@ -331,7 +332,7 @@ class Replayer:
     seed: int
     objective: Objective
     source: Source
-    epochs: SampleOrder
+    sample_order: SampleOrder
     built: BuiltNetwork
     num_samples: int
     """Samples of the whole step, over which the loss is averaged."""
@@ -342,7 +343,7 @@ class Replayer:
         self, microbatch: int, numbers: Sequence[int], device: torch.device
     ) -> tuple[list[Replayed], float]:
         """Run forward and backward of a microbatch; return its samples and gradient norm."""
-        rows = self.epochs.rows(numbers)
+        rows = self.sample_order.rows(numbers)
         pairs = list(zip(numbers, rows, strict=True))
         inspect, total = self.objective.inspect, float(self.num_samples)
         batch = loader.load_samples(self.source, pairs, inspect, device, total)

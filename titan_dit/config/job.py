@@ -28,11 +28,11 @@ from titan_dit.config.training import (
     ValidationConfig,
 )
 
-if TYPE_CHECKING:  # These import torch: a wrong key is reported without waiting for it.
-    from titan_dit.data.base import DataConfig
+if TYPE_CHECKING:  # Config imports no higher package; `models.base` would import torch, too.
+    from titan_dit.data.sections import DataConfig
     from titan_dit.models.base import ModelConfig
-    from titan_dit.objectives.base import ObjectiveConfig
-    from titan_dit.optim.optimizer import OptimizerConfig
+    from titan_dit.objectives.sections import ObjectiveConfig
+    from titan_dit.optim.sections import OptimizerConfig
 
 
 NEW_RUN = {"data_order": "feistel", "initial_weights": "counter"}
@@ -40,7 +40,7 @@ NEW_RUN = {"data_order": "feistel", "initial_weights": "counter"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(Section):
+class JobSection(Section):
     """Name, directory, seed and hooks of the run."""
 
     section = "job"
@@ -74,7 +74,7 @@ class RunConfig(Section):
                 '"..". Set a plain name; --job.dir names a folder anywhere.'
             )
 
-    def settled(self, kept: Mapping[str, str] | None = None) -> RunConfig:
+    def settled(self, kept: Mapping[str, str] | None = None) -> JobSection:
         """Replace every "auto" by the value in `kept`, the started run's, or by a new run's."""
         found: dict[str, Any] = {
             key: (kept or {}).get(key, new)
@@ -88,11 +88,11 @@ class RunConfig(Section):
 class JobConfig:
     """A whole run. `name` selects the class of [model], [objective], [data], [optimizer].
 
-    Only plan.py, checks/, opening.py, the trainer and the commands see the whole config; all other
-    code is given the sections that it reads.
+    Only plan.py, opening.py, checks/, train.py, the trainer, dry_run/, planner/ and the commands
+    see the whole config; all other code is given the sections that it reads.
     """
 
-    job: RunConfig = field(default_factory=RunConfig)
+    job: JobSection = field(default_factory=JobSection)
     model: ModelConfig
     objective: ObjectiveConfig
     data: DataConfig

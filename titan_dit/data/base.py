@@ -13,6 +13,8 @@ from torch import Tensor
 from titan_dit.config import schema
 from titan_dit.config.schema import Maybe
 from titan_dit.config.section import UserError, hints_of
+
+# Classes of users import it from this module (docs/extending.md).
 from titan_dit.data.sections import DataConfig as DataConfig
 
 Fields: TypeAlias = Mapping[str, Tensor]

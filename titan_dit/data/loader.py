@@ -73,7 +73,7 @@ def is_small(value: Tensor) -> bool:
 
 
 def unpack(packed: dict[str, Any]) -> StoredBatch:
-    """Inverse of `Stored.named`; accepts numpy arrays."""
+    """Inverse of `StoredBatch.named`; accepts numpy arrays."""
     tensors = {
         name: value if isinstance(value, Tensor) else torch.from_numpy(value)
         for name, value in packed.items()

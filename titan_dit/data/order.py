@@ -230,7 +230,7 @@ class RankOrder:
     """
 
     plan: BatchPlan
-    epochs: SampleOrder
+    sample_order: SampleOrder
     rank: int
     num_ranks: int
     size: int | None = None
@@ -261,7 +261,7 @@ class RankOrder:
         """Yield padded batches endlessly, from `cursor` on."""
         while True:
             mine = self.share(cursor)
-            pairs = list(zip(mine, self.epochs.rows(mine), strict=True))
+            pairs = list(zip(mine, self.sample_order.rows(mine), strict=True))
             yield pairs + pairs[-1:] * (self.padded_size - len(pairs))
             _, cursor = self.plan(cursor)
 

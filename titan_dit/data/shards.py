@@ -1,6 +1,10 @@
 """Rows of safetensors shards, read into a batch's buffer.
 
-No memory map, many reads in flight: a shared disk answers each of them slowly.
+No memory map: its pages are read one after another, 4 KiB at a time, when rows are random, and a
+read error ends the process. Here a row is one read, many rows are requested before the first one is
+waited for, and an error names file and row.
+
+A shard is the header's length (8 bytes), the header as JSON, and the bytes of the tensors.
 """
 
 from __future__ import annotations
@@ -167,22 +171,22 @@ class ShardRows:
             os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
         return False
 
-    def fill(self, runs: list[RowRead]) -> None:
-        """Read the rows of `runs`, waiting for the disk."""
-        for run in runs:
-            while run.buffers:
+    def fill(self, waiting: list[RowRead]) -> None:
+        """Complete the reads, waiting for the disk."""
+        for read in waiting:
+            while read.buffers:
                 try:
-                    num = os.preadv(self.descriptor(run.file), run.buffers, run.offset)
+                    num = os.preadv(self.descriptor(read.file), read.buffers, read.offset)
                 except OSError as error:
-                    raise self.failed(run, f"cannot be read: {error.strerror}") from None
+                    raise self.failed(read, f"cannot be read: {error.strerror}") from None
                 if not num:
-                    raise self.failed(run, "is missing: the file has been cut off")
-                advance(run, num)
+                    raise self.failed(read, "is missing: the file has been cut off")
+                advance(read, num)
 
-    def failed(self, run: RowRead, what: str) -> UserError:
+    def failed(self, read: RowRead, what: str) -> UserError:
         """The error for a row that could not be read."""
-        file = self.files[run.file]
-        row = (run.offset - file.start) // self.stride
+        file = self.files[read.file]
+        row = (read.offset - file.start) // self.stride
         return UserError(f"[data] {file.path}: row {row} {what}. Check the disk, restore the file.")
 
     def descriptor(self, number: int) -> int:
@@ -247,13 +251,13 @@ def moment(nanoseconds: int) -> str:
     return f"{datetime.fromtimestamp(nanoseconds / 1e9, UTC):%Y-%m-%d %H:%M:%S.%f}"
 
 
-def advance(run: RowRead, num: int) -> None:
-    """Drop the first `num` bytes of a run: a read may return fewer than requested."""
-    run.offset += num
-    while run.buffers and num >= len(run.buffers[0]):
-        num -= len(run.buffers.pop(0))
+def advance(read: RowRead, num: int) -> None:
+    """Drop the first `num` bytes: the system may read fewer than requested."""
+    read.offset += num
+    while read.buffers and num >= len(read.buffers[0]):
+        num -= len(read.buffers.pop(0))
     if num:
-        run.buffers[0] = run.buffers[0][num:]
+        read.buffers[0] = read.buffers[0][num:]
 
 
 def bytes_of(array: Shaped[np.ndarray, "..."]) -> memoryview:

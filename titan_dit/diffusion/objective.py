@@ -18,7 +18,7 @@ from titan_dit.config.training import GenerationConfig, SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.data.latent_facts import LatentFacts, shown
 from titan_dit.diffusion.base import NO_LABEL, Corrupted, LatentModel, Predict
-from titan_dit.diffusion.sections import DiffusionConfig as DiffusionConfig
+from titan_dit.diffusion.sections import DiffusionConfig
 from titan_dit.models.base import ModelConfig
 from titan_dit.objectives.base import (
     DataShare,

@@ -32,7 +32,8 @@ from titan_dit.models.base import ModelSpec
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
-from titan_dit.optim.optimizer import OptimizerConfig, apply_gradients, build_optimizer
+from titan_dit.optim.optimizer import apply_gradients, build_optimizer
+from titan_dit.optim.sections import OptimizerConfig
 from titan_dit.parallel.init import allocate
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.p2p_groups import P2PGroups

@@ -111,7 +111,7 @@ def write_folder(
     tensors: Iterable[tuple[str, Tensor]],
     whole: str = WEIGHTS,
 ) -> None:
-    """Write config.json and the weights to a new folder. `outline`: see `tensor_writer.write`."""
+    """Write config.json and the weights to a new folder; see `tensor_file.write_safetensors`."""
     folder.mkdir(parents=True)
     write_whole(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
     tensor_file.write_safetensors(folder, whole, outline, tensors, LARGEST_SHARD)

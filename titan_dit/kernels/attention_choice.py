@@ -56,7 +56,7 @@ class AttentionShape:
         """Numbers of keys in the kernel calls without a causal mask."""
         if self.mask != "causal":
             return (self.tokens,)
-        # See `ring_blocks.block_of`.
+        # See `ring_attention.block_of`.
         return (self.tokens, self.tokens // 2) if self.ring else ()
 
     @property

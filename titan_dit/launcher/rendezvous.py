@@ -1,4 +1,8 @@
-"""A rendezvous of launchers: what it waits for, and what the launchers must have in common."""
+"""A rendezvous of launchers: what it waits for, and what they must have in common.
+
+torch's rendezvous waits in silence. Ranks of launchers that differ would wait for each other, or
+train with different code, without a word.
+"""
 
 from __future__ import annotations
 

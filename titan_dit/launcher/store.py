@@ -1,4 +1,6 @@
-"""The store of a rendezvous, as a launcher uses it: reconnects, and heartbeats.
+"""A launcher's store of the rendezvous: it outlives a cut network, and judges by its own clock.
+
+The launcher calls `connect_again` and `watch_locally`; both replace parts of torch.
 
 torch's client waits without limit for an answer that was lost with the network, and never
 connects again. TCP repeats what was lost at doubling intervals: after a cut of 26 s perhaps 25 s

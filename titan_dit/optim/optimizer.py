@@ -15,6 +15,8 @@ from titan_dit.config.parameter_groups import GroupConfig, groups_of
 from titan_dit.config.section import UserError
 from titan_dit.models.base import ModelSpec
 from titan_dit.optim.sections import Group as Group
+
+# Classes of users import it from this module (docs/extending.md).
 from titan_dit.optim.sections import OptimizerConfig as OptimizerConfig
 from titan_dit.optim.sections import Parameters as Parameters
 

@@ -98,7 +98,7 @@ class P2PGroups:
 
 def opened(name: str) -> dist.ProcessGroup | None:
     """The open process group of this name; None without one."""
-    return next((group for group in process_group.opened() if group.group_name == name), None)
+    return next((group for group in process_group.own_groups() if group.group_name == name), None)
 
 
 @contextmanager

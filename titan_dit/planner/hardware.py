@@ -71,7 +71,7 @@ class Device:
 
     name: str
     memory_gib: PositiveFloat
-    """Memory that torch reports, see `dry_run.devices`."""
+    """Memory that torch reports, see `dry_run.report.DEVICES_GIB`."""
     peak_tflops: Mapping[str, float]
     """Dense peak by format: "fp64", "fp32", "fp16", "bf16", "float8"."""
     copy_gb_per_s: PositiveFloat

@@ -113,7 +113,7 @@ def measured_run(run: Path, flag: str = "--run", trust: bool = False) -> Measure
 def rows_of_last_world_size(config: JobConfig, rows: Sequence[Row]) -> tuple[list[Row], int]:
     """The last rows with equal ranks, and the ranks; KeyError if a row lacks a column.
 
-    Ranks are the FLOP/s of all over those of one (`observe.flops.Work.rates`).
+    Ranks are the FLOP/s of all over those of one (`observe.meter.Throughput.rates`).
     """
     spec = config.objective.model_spec(config.model)
     with torch.device("meta"):

@@ -30,7 +30,8 @@ from titan_dit.models.base import Model
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
-from titan_dit.optim.optimizer import OptimizerConfig, apply_gradients, build_optimizer
+from titan_dit.optim.optimizer import apply_gradients, build_optimizer
+from titan_dit.optim.sections import OptimizerConfig
 from titan_dit.parallel import fsdp
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.init import allocate

@@ -1,4 +1,7 @@
-"""The process groups of this rank: start, timeouts, errors that reach every rank.
+"""The process groups of this rank: start, timeouts, and what all ranks do together.
+
+`start` opens the default group and gives the `World`. `Ranks` gathers values, and runs an action
+on rank 0 or on all ranks; a failure on all, or a UserError on rank 0, is raised on every rank.
 
 torch has no public list of the groups and, before 2.15, no public way to change a timeout: its
 private parts are in this file only.
@@ -29,78 +32,69 @@ STARTING_S = 3600.0
 """Timeout of every group before the watchdog runs: one rank may list a dataset for all others."""
 CHECKPOINTS = "checkpoints"
 """Description of the group of the thread that saves; it keeps its own timeout."""
-
-
-def connect_lazily() -> None:
-    """Have gloo connect two ranks when they first talk, instead of all ranks with all at once.
-
-    Otherwise each rank holds a socket per group and other rank. Call before init_process_group.
-    """
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-
-
-@contextmanager
-def opening(what: str) -> Iterator[None]:
-    """Report a group that cannot be opened in one line, as NetworkFailure."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (dist.DistError, RuntimeError) as error:
-        here = LaunchedAs.here()
-        raise NetworkFailure(
-            f"rank {here.rank} of {here.world_size} could not open {what}: {cause_of(error)}. All "
-            f"nodes must reach {here.address}:{here.port} (rank 0) and each other; "
-            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network interface."
-        ) from error
-
-
-def find_store(host: str) -> None:
-    """Wait for the name of rank 0's host, and choose the network interface of gloo.
-
-    torch would try an unknown name in silence until the timeout, an hour.
-    """
-    if not hosts.wait_for(host):
-        here = socket.gethostname()
-        raise RuntimeError(
-            f"MASTER_ADDR={host}: this host, {here}, does not know the name. {hosts.FIX}"
-        )
-    hosts.choose_interface(host)
-
-
-def cause_of(error: Exception) -> str:
-    """The first line of torch's message, and NCCL's own words, which are among its last ones."""
-    message = str(error).partition("Exception raised from")[0]
-    torchs, _, nccls = message.partition("Last error:")
-    texts = torchs.strip() or type(error).__name__, nccls.strip()
-    return ": ".join(text.splitlines()[0].rstrip(" .:") for text in texts if text)
-
-
-def opened() -> list[dist.ProcessGroup]:
-    """Every process group that this rank belongs to, whoever opened it."""
-    return list(distributed_c10d._world.pg_map) if dist.is_initialized() else []
-
-
-def set_timeouts(seconds: float) -> None:
-    """Set the timeout of every open group but the checkpoints'.
-
-    A new group takes torch's default, not that of the default group: 600 s with NCCL, which would
-    end a run that the watchdog allows more.
-    """
-    # Public since torch 2.15.
-    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
-    timeout = timedelta(seconds=seconds)
-    for group in opened():
-        if group.group_desc != CHECKPOINTS:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # A dry run's groups have no timeout.
-                set_timeout(timeout, group)
-
+PATIENCE = timedelta(hours=3)
+"""Timeout of that group: a fast rank waits this long for the slowest writer."""
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(hours=3)
-"""Timeout of the process group: a fast rank waits this long for the slowest writer."""
+
+@dataclass(frozen=True)
+class World:
+    """This rank, the world size and the device."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """True on rank 0, which prints, draws and commits."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """All-gather of a small object, in rank order."""
+        return Ranks().gather(value)
+
+
+def started_ranks() -> int:
+    """World size set by torchrun; 1 without it."""
+    return LaunchedAs.here().world_size
+
+
+@contextmanager
+def start(device_type: str | None = None) -> Iterator[World]:
+    """Initialise the process group; one rank without torchrun's environment."""
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(device_type)
+    if device_type == "cuda":
+        local, visible = LaunchedAs.here().local_rank, torch.cuda.device_count()
+        if local >= visible:
+            raise UserError(f"NGPU: local rank {local} has no GPU. Set NGPU = {visible}.")
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    # gloo for CPU tensors: checkpoints and small objects.
+    backend = "cuda:nccl,cpu:gloo" if device_type == "cuda" else "gloo"
+    connect_lazily()
+    here = LaunchedAs.here()
+    if here.is_rank:
+        rank, size = here.rank, here.world_size
+        need = open_files.needed(rank, size, device_type)
+        open_files.raise_limit(need, f"rank {rank} of {size:,}")
+        with opening("the default process group"):
+            wait_for_address(here.address)
+            dist.init_process_group(backend, timeout=timedelta(seconds=STARTING_S))
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield World(dist.get_rank(), dist.get_world_size(), device)
+    # Not in a `finally`: after an error it would deadlock with ranks that wait for this one.
+    dist.destroy_process_group()
+
+
+def set_deterministic() -> None:
+    """Use deterministic kernels only; an operation without one raises."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 class Failed(RuntimeError):
@@ -212,60 +206,67 @@ def padded(data: bytes, size: int) -> Tensor:
     return torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
 
 
-@dataclass(frozen=True)
-class World:
-    """This rank, the world size and the device."""
+def connect_lazily() -> None:
+    """Have gloo connect two ranks when they first talk, instead of all ranks with all at once.
 
-    rank: int
-    size: int
-    device: torch.device
-
-    @property
-    def is_main(self) -> bool:
-        """True on rank 0, which prints, draws and commits."""
-        return self.rank == 0
-
-    def gather(self, value: T) -> list[T]:
-        """All-gather of a small object, in rank order."""
-        return Ranks().gather(value)
-
-
-def started_ranks() -> int:
-    """World size set by torchrun; 1 without it."""
-    return LaunchedAs.here().world_size
+    Otherwise each rank holds a socket per group and other rank. Call before init_process_group.
+    """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 @contextmanager
-def start(device_type: str | None = None) -> Iterator[World]:
-    """Initialise the process group; one rank without torchrun's environment."""
-    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(device_type)
-    if device_type == "cuda":
-        local, visible = LaunchedAs.here().local_rank, torch.cuda.device_count()
-        if local >= visible:
-            raise UserError(f"NGPU: local rank {local} has no GPU. Set NGPU = {visible}.")
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
-    # gloo for CPU tensors: checkpoints and small objects.
-    backend = "cuda:nccl,cpu:gloo" if device_type == "cuda" else "gloo"
-    connect_lazily()
-    here = LaunchedAs.here()
-    if here.is_rank:
-        rank, size = here.rank, here.world_size
-        need = open_files.needed(rank, size, device_type)
-        open_files.raise_limit(need, f"rank {rank} of {size:,}")
-        with opening("the default process group"):
-            find_store(here.address)
-            dist.init_process_group(backend, timeout=timedelta(seconds=STARTING_S))
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    yield World(dist.get_rank(), dist.get_world_size(), device)
-    # Not in a `finally`: after an error it would deadlock with ranks that wait for this one.
-    dist.destroy_process_group()
+def opening(what: str) -> Iterator[None]:
+    """Report a group that cannot be opened in one line, as NetworkFailure."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (dist.DistError, RuntimeError) as error:
+        here = LaunchedAs.here()
+        raise NetworkFailure(
+            f"rank {here.rank} of {here.world_size} could not open {what}: {cause_of(error)}. All "
+            f"nodes must reach {here.address}:{here.port} (rank 0) and each other; "
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network interface."
+        ) from error
 
 
-def set_deterministic() -> None:
-    """Use deterministic kernels only; an operation without one raises."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
+def wait_for_address(host: str) -> None:
+    """Wait for the name of rank 0's host, and choose the network interface of gloo.
+
+    torch would try an unknown name in silence until the timeout, an hour.
+    """
+    if not hosts.wait_for(host):
+        here = socket.gethostname()
+        raise RuntimeError(
+            f"MASTER_ADDR={host}: this host, {here}, does not know the name. {hosts.FIX}"
+        )
+    hosts.choose_interface(host)
+
+
+def cause_of(error: Exception) -> str:
+    """The first line of torch's message, and NCCL's own words, which are among its last ones."""
+    message = str(error).partition("Exception raised from")[0]
+    torchs, _, nccls = message.partition("Last error:")
+    texts = torchs.strip() or type(error).__name__, nccls.strip()
+    return ": ".join(text.splitlines()[0].rstrip(" .:") for text in texts if text)
+
+
+def own_groups() -> list[dist.ProcessGroup]:
+    """Every process group that this rank belongs to, whoever opened it."""
+    return list(distributed_c10d._world.pg_map) if dist.is_initialized() else []
+
+
+def set_timeouts(seconds: float) -> None:
+    """Set the timeout of every open group but the checkpoints'.
+
+    A new group takes torch's default, not that of the default group: 600 s with NCCL, which would
+    end a run that the watchdog allows more.
+    """
+    # Public since torch 2.15.
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    timeout = timedelta(seconds=seconds)
+    for group in own_groups():
+        if group.group_desc != CHECKPOINTS:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # A dry run's groups have no timeout.
+                set_timeout(timeout, group)

@@ -16,7 +16,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_launcher() -> None:
-    """Have Linux kill this process when its launcher dies."""
+    """Have Linux kill this process when its launcher dies: an orphan would keep the GPU."""
     if not is_launched() or sys.platform != "linux":
         return
     launcher = os.getppid()

@@ -22,7 +22,7 @@ RECORDERS = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
 """Backend -> private function of torch; not in every build."""
 
 
-def switch_on(entries: int = 2000) -> None:
+def record_collectives(entries: int = 2000) -> None:
     """Record the last `entries` collectives. Call before init_process_group."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(entries))
 

@@ -24,81 +24,6 @@ from titan_dit.objectives.base import Objective
 from titan_dit.rng import SampleRNG
 from titan_dit.system import run_files
 
-LARGEST_NORM = 65504.0
-"""The largest number in fp16: a greater norm of the scaled gradients is an overflow, too.
-
-Which sums are in fp16 depends on the layout, and so does which of them overflow. Below this norm no
-summed gradient does; above it every layout skips the step."""
-
-
-class LossScale:
-    """A scalar on the device, equal on all ranks: it follows from the global gradient norms."""
-
-    def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
-        self.config = config
-        self.least = config.loss_scale or config.loss_scale_min
-        """Minimum scale, at which a norm that is not finite is a bad step, not an overflow."""
-        start = config.loss_scale or config.loss_scale_init
-        # Replaced by each update, never changed in place: the guard's unread steps refer to them.
-        self.value = torch.full((), start, dtype=torch.float32, device=device)
-        self.num_good = torch.zeros((), device=device)
-        """Steps since the last overflow or the last doubling of the scale."""
-        self.tolerated = torch.full((), self.num_tolerated, device=device)
-        """Remaining overflows that do not halve the scale; reset when it doubles."""
-
-    @classmethod
-    def of(cls, config: PrecisionConfig, device: torch.device) -> LossScale | None:
-        """The loss scale of fp16; None for other formats, which need none."""
-        return cls(config, device) if config.dtype == "fp16" else None
-
-    @property
-    def num_tolerated(self) -> float:
-        """Value of `tolerated` after the scale has doubled: hysteresis - 1."""
-        return self.config.loss_scale_hysteresis - 1.0
-
-    def update(self, grad_norm: Tensor) -> Tensor:
-        """Adapt to a step's norm of the unscaled gradients; return True if it is an overflow.
-
-        Scalars on the device; no synchronisation. At the minimum scale there are no overflows.
-        """
-        if self.config.loss_scale:
-            return torch.zeros_like(grad_norm, dtype=torch.bool)
-        # Not ">": every comparison with NaN is false.
-        overflows = ~(grad_norm * self.value <= LARGEST_NORM) & (self.value > self.least)
-        self._adapt(overflows | ~grad_norm.isfinite())
-        return overflows
-
-    def _adapt(self, fails: Tensor) -> None:
-        halves = fails & (self.tolerated <= 0)
-        num_good = torch.where(fails, 0.0, self.num_good + 1)
-        grows = num_good >= self.config.loss_scale_window
-        # 2 to a power of -1, 0 or 1.
-        value = self.value * torch.exp2(grows.float() - halves.float())
-        self.value = value.clamp(self.least, MAX_LOSS_SCALE)
-        self.num_good = torch.where(grows, 0.0, num_good)
-        left = (self.tolerated - fails.float()).clamp(min=0.0)
-        self.tolerated = torch.where(grows, self.num_tolerated, left)
-
-    def state(self) -> dict[str, float]:
-        """Plain values for a checkpoint; synchronises the device."""
-        return {
-            "value": self.value.item(),
-            "num_good": self.num_good.item(),
-            "tolerated": self.tolerated.item(),
-        }
-
-    def load(self, saved: Mapping[str, Any] | None) -> None:
-        """Load the values of `state`; None, from a run that was not in fp16, starts anew."""
-        fresh = LossScale(self.config, self.value.device)
-        self.value, self.num_good, self.tolerated = fresh.value, fresh.num_good, fresh.tolerated
-        if saved and not self.config.loss_scale:
-            device = self.value.device
-            # The run may resume with another loss_scale_min.
-            self.value = torch.full((), max(saved["value"], self.least), device=device)
-            self.num_good = torch.full((), saved["num_good"], device=device)
-            self.tolerated = torch.full((), saved["tolerated"], device=device)
-
-
 DECAY = 0.99
 """Decay of the gradient norm's running average, after the first 1 / (1 - DECAY) good steps."""
 MAX_UNREAD = 100
@@ -118,7 +43,7 @@ class UnreadStep:
     """This rank's share of the loss."""
     grad_norm: Tensor
     is_spike: Tensor
-    scaling: tuple[Tensor, ...]
+    scale_and_overflow: tuple[Tensor, ...]
     """fp16: (loss scale of the step, True if it is an overflow); else empty."""
 
 
@@ -163,7 +88,7 @@ class Guard:
         self, config: FaultsConfig, device: torch.device, precision: PrecisionConfig | None = None
     ) -> None:
         self.config = config
-        self.scaling = LossScale.of(precision, device) if precision else None
+        self.scaler = LossScale.of(precision, device) if precision else None
         # Running average of the norm over the good steps; updated only if spike_ratio is set.
         self.average = torch.zeros((), device=device)
         self.num_good = torch.zeros((), device=device)
@@ -186,14 +111,14 @@ class Guard:
     @property
     def loss_scale(self) -> Tensor | None:
         """The loss scale of the next step, a scalar on the device; None unless in fp16."""
-        return self.scaling.value if self.scaling else None
+        return self.scaler.value if self.scaler else None
 
     @property
     def counters(self) -> dict[str, float | None]:
         """Columns of the metrics, as of the last read."""
         skipped = self.nan_steps + self.spike_steps + self.overflow_steps
         found: dict[str, float | None] = {"skipped_steps": skipped, "nan_steps": self.nan_steps}
-        if self.scaling:
+        if self.scaler:
             found |= {"overflow_steps": self.overflow_steps, "loss_scale": self.last_scale}
         return found
 
@@ -202,10 +127,10 @@ class Guard:
         is_spike = self.no_spike
         # Two operators: x - x is NaN if x is not finite.
         bad = grad_norm - grad_norm != 0
-        scaling: tuple[Tensor, ...] = ()
-        if self.scaling:
-            scaling = self.scaling.value, self.scaling.update(grad_norm)
-            bad = bad | scaling[1]
+        scale_and_overflow: tuple[Tensor, ...] = ()
+        if self.scaler:
+            scale_and_overflow = self.scaler.value, self.scaler.update(grad_norm)
+            bad = bad | scale_and_overflow[1]
         if self.config.spike_ratio:
             known = self.num_good >= self.config.spike_after
             limit = self.config.spike_ratio * self.average
@@ -216,7 +141,7 @@ class Guard:
             share = (1 / self.num_good.clamp(min=1)).clamp(min=1 - DECAY)
             moved = torch.lerp(self.average, grad_norm, share)
             self.average = torch.where(bad, self.average, moved)
-        taken = UnreadStep(step, cursor, loss.detach(), grad_norm, is_spike, scaling)
+        taken = UnreadStep(step, cursor, loss.detach(), grad_norm, is_spike, scale_and_overflow)
         self.unread.append(taken)
         return bad
 
@@ -228,7 +153,7 @@ class Guard:
         """
         taken, self.unread = self.unread, []
         verdicts = [step.grad_norm for step in taken] + [step.is_spike.float() for step in taken]
-        for of_steps in zip(*(step.scaling for step in taken), strict=True):
+        for of_steps in zip(*(step.scale_and_overflow for step in taken), strict=True):
             verdicts += [value.float() for value in of_steps]
         losses = sum_loss(torch.stack([step.loss for step in taken]))
         # Reduced again alone: the order of the sum over ranks depends on the place in a vector.
@@ -236,8 +161,8 @@ class Guard:
         *values, last = torch.stack([*verdicts, *losses.unbind(), loss]).tolist()
         rows = [values[first : first + len(taken)] for first in range(0, len(values), len(taken))]
         bad = []
-        for step, norm, is_spike, *scaling, its_loss in zip(taken, *rows, strict=True):
-            self.last_scale, overflows = scaling or (None, False)
+        for step, norm, is_spike, *scale_and_overflow, its_loss in zip(taken, *rows, strict=True):
+            self.last_scale, overflows = scale_and_overflow or (None, False)
             kind = "spike" if is_spike else "good" if math.isfinite(norm) else "nonfinite"
             kind = "overflow" if overflows else kind
             self.count(step, kind)
@@ -285,8 +210,8 @@ class Guard:
         """Plain values for a checkpoint, as of the last read; synchronises the device."""
         assert not self.unread, "a checkpoint with unread verdicts"
         assert not self.streak_end, "a checkpoint of steps to be rolled back"
-        scaling = {"loss_scale": self.scaling.state()} if self.scaling else {}
-        return scaling | {
+        scale = {"loss_scale": self.scaler.state()} if self.scaler else {}
+        return scale | {
             "nan_steps": self.nan_steps,
             "spike_steps": self.spike_steps,
             "overflow_steps": self.overflow_steps,
@@ -312,11 +237,93 @@ class Guard:
         smooth_loss = saved.get("smooth_loss")
         self.num_losses = 0 if smooth_loss is None else saved.get("num_losses", 0)
         self.smooth_loss = math.nan if smooth_loss is None else smooth_loss
-        if self.scaling:
-            self.scaling.load(saved.get("loss_scale"))
+        if self.scaler:
+            self.scaler.load(saved.get("loss_scale"))
 
 
-FAULTS = run_files.FAULTS
+LARGEST_NORM = 65504.0
+"""The largest number in fp16: a greater norm of the scaled gradients is an overflow, too.
+
+Which sums are in fp16 depends on the layout, and so does which of them overflow. Below this norm no
+summed gradient does; above it every layout skips the step."""
+
+
+class LossScale:
+    """The loss scale of [precision] dtype = "fp16": a factor on the loss's gradient.
+
+    fp16 holds no value below 6e-8: small gradients would become 0. With the factor they do not, and
+    clipping divides by it (`clip_norm`). If it is too large, gradients become infinite: the step is
+    skipped and the factor halved, so that it stays near the largest possible one (arXiv:1710.03740
+    sec. 3.2). The rule is Megatron-LM's, except for LARGEST_NORM. A scalar on the device, equal on
+    all ranks: it follows from the global gradient norms.
+    """
+
+    def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
+        self.config = config
+        self.least = config.loss_scale or config.loss_scale_min
+        """Minimum scale, at which a norm that is not finite is a bad step, not an overflow."""
+        start = config.loss_scale or config.loss_scale_init
+        # Replaced by each update, never changed in place: the guard's unread steps refer to them.
+        self.value = torch.full((), start, dtype=torch.float32, device=device)
+        self.num_without_overflow = torch.zeros((), device=device)
+        """Steps since the last overflow or the last doubling of the scale."""
+        self.tolerated = torch.full((), self.num_tolerated, device=device)
+        """Remaining overflows that do not halve the scale; reset when it doubles."""
+
+    @classmethod
+    def of(cls, config: PrecisionConfig, device: torch.device) -> LossScale | None:
+        """The loss scale of fp16; None for other formats, which need none."""
+        return cls(config, device) if config.dtype == "fp16" else None
+
+    @property
+    def num_tolerated(self) -> float:
+        """Value of `tolerated` after the scale has doubled: hysteresis - 1."""
+        return self.config.loss_scale_hysteresis - 1.0
+
+    def update(self, grad_norm: Tensor) -> Tensor:
+        """Adapt to a step's norm of the unscaled gradients; return True if it is an overflow.
+
+        Scalars on the device; no synchronisation. At the minimum scale there are no overflows.
+        """
+        if self.config.loss_scale:
+            return torch.zeros_like(grad_norm, dtype=torch.bool)
+        # Not ">": every comparison with NaN is false.
+        overflows = ~(grad_norm * self.value <= LARGEST_NORM) & (self.value > self.least)
+        self._adapt(overflows | ~grad_norm.isfinite())
+        return overflows
+
+    def _adapt(self, fails: Tensor) -> None:
+        halves = fails & (self.tolerated <= 0)
+        num_without_overflow = torch.where(fails, 0.0, self.num_without_overflow + 1)
+        grows = num_without_overflow >= self.config.loss_scale_window
+        # 2 to a power of -1, 0 or 1.
+        value = self.value * torch.exp2(grows.float() - halves.float())
+        self.value = value.clamp(self.least, MAX_LOSS_SCALE)
+        self.num_without_overflow = torch.where(grows, 0.0, num_without_overflow)
+        left = (self.tolerated - fails.float()).clamp(min=0.0)
+        self.tolerated = torch.where(grows, self.num_tolerated, left)
+
+    def state(self) -> dict[str, float]:
+        """Plain values for a checkpoint; synchronises the device."""
+        return {
+            "value": self.value.item(),
+            "num_good": self.num_without_overflow.item(),
+            "tolerated": self.tolerated.item(),
+        }
+
+    def load(self, saved: Mapping[str, Any] | None) -> None:
+        """Load the values of `state`; None, from a run that was not in fp16, starts anew."""
+        fresh = LossScale(self.config, self.value.device)
+        self.value, self.tolerated = fresh.value, fresh.tolerated
+        self.num_without_overflow = fresh.num_without_overflow
+        if saved and not self.config.loss_scale:
+            device = self.value.device
+            # The run may resume with another loss_scale_min.
+            self.value = torch.full((), max(saved["value"], self.least), device=device)
+            self.num_without_overflow = torch.full((), saved["num_good"], device=device)
+            self.tolerated = torch.full((), saved["tolerated"], device=device)
+
+
 LINE = {
     "step": schema.COUNT,
     "kind": str,
@@ -362,10 +369,10 @@ def drawn_for(
 
 def read_faults(folder: Path) -> list[dict[str, Any]]:
     """Parse a run's file, without damaged lines. Raises UserError for a line of wrong values."""
-    return list(whole_lines(folder / FAULTS, LINE))
+    return list(checked_lines(folder / run_files.FAULTS, LINE))
 
 
-def whole_lines(file: Path, keys: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def checked_lines(file: Path, keys: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the checked lines of a run's file; skip lines cut off by a kill or damaged on disk."""
     for number, found in user_text.whole_lines(file):
         schema.check(found, keys, f"{file} line {number}:")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from titan_dit.config.config_file import Tables, of_record, of_run
-from titan_dit.config.job import NEW_RUN, RunConfig
+from titan_dit.config.job import NEW_RUN, JobSection
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.training import EMAConfig
 from titan_dit.ranks.process_group import Ranks
@@ -15,8 +15,8 @@ IMPORTED: Tables = {"ema": {"warmup": False}}
 
 
 def settled(
-    run: RunConfig, ema: EMAConfig, settings: CheckpointConfig
-) -> tuple[RunConfig, EMAConfig]:
+    run: JobSection, ema: EMAConfig, settings: CheckpointConfig
+) -> tuple[JobSection, EMAConfig]:
     """Return [job] without any "auto", and [ema] with `warmup`.
 
     Collective: rank 0's view of the disk decides.
@@ -27,7 +27,7 @@ def settled(
     return run.settled(job), ema.settled(warmup)
 
 
-def kept(run: RunConfig, settings: CheckpointConfig) -> tuple[dict[str, str], bool | None]:
+def kept(run: JobSection, settings: CheckpointConfig) -> tuple[dict[str, str], bool | None]:
     """Return the started run's own values of the keys that are left open; ({}, None) for a new run.
 
     They are in the checkpoint that [checkpoint] resume selects; before the first one, in the run's
@@ -39,17 +39,17 @@ def kept(run: RunConfig, settings: CheckpointConfig) -> tuple[dict[str, str], bo
     return {key: job[key] for key in NEW_RUN if job.get(key, "auto") != "auto"}, ema.get("warmup")
 
 
-def tables_of_checkpoint(run: RunConfig, settings: CheckpointConfig) -> Tables:
+def tables_of_checkpoint(run: JobSection, settings: CheckpointConfig) -> Tables:
     """Return the config of the newest readable checkpoint to resume from; {} without one."""
     checkpoints = resume.checkpoints_of(run, settings)
-    for path in resume.candidates(checkpoints, resume.wanted(settings.resume)):
+    for path in resume.candidates(checkpoints, resume.effective_resume(settings.resume)):
         record, _ = resume.readable(path)
         if record:
             return IMPORTED if record.get("imported") else of_record(record)
     return {}
 
 
-def tables_of_folder(run: RunConfig, settings: CheckpointConfig) -> Tables:
+def tables_of_folder(run: JobSection, settings: CheckpointConfig) -> Tables:
     """Return RUN/config.toml if the run has taken a step."""
     file = run.folder / run_files.CONFIG
     if not file.is_file() or not resume.has_started(run, settings):

@@ -16,7 +16,7 @@ from titan_dit.config import schema
 from titan_dit.data.base import Batch
 from titan_dit.data.order import STEP_RANGES, SampleRange, count, merged, numbers_of, ranges_of
 from titan_dit.ranks.process_group import Ranks
-from titan_dit.recovery.bad_steps import whole_lines
+from titan_dit.recovery.bad_steps import checked_lines
 from titan_dit.system import run_files
 
 
@@ -93,13 +93,13 @@ class Ledger:
         return replace(self, untrained=tuple(entries))
 
 
-SAMPLE_LOG = run_files.SAMPLES_SEEN
 LINE = {"step": schema.COUNT, "ranks": schema.COUNT, "numbers": STEP_RANGES}
 
 
 def attempts(run: Path) -> list[Path]:
     """The folders of a run's attempts, oldest first."""
-    return sorted((run / SAMPLE_LOG).glob("attempt-*"), key=lambda path: int(path.name[8:]))
+    folders = (run / run_files.SAMPLES_SEEN).glob("attempt-*")
+    return sorted(folders, key=lambda path: int(path.name[8:]))
 
 
 def next_attempt(run: Path) -> int:
@@ -111,7 +111,7 @@ class SampleLog:
     """Log file of one data-parallel rank in one attempt."""
 
     def __init__(self, run: Path, attempt: int, rank: int, num_ranks: int) -> None:
-        folder = run / SAMPLE_LOG / f"attempt-{attempt:05d}"
+        folder = run / run_files.SAMPLES_SEEN / f"attempt-{attempt:05d}"
         folder.mkdir(parents=True, exist_ok=True)
         self.file = (folder / f"rank-{rank:05d}.jsonl").open("a")
         self.num_ranks = num_ranks
@@ -140,7 +140,7 @@ def logged_samples(run: Path) -> dict[int, Counter[int]]:
     for attempt in attempts(run):
         lines: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for file in sorted(attempt.glob("rank-*.jsonl")):
-            for line in whole_lines(file, LINE):
+            for line in checked_lines(file, LINE):
                 lines[line["step"]].append(line)
         if lines:
             history = {step: found for step, found in history.items() if step < min(lines)}

@@ -1,12 +1,14 @@
 """Where a run goes on: at the checkpoint that it resumes from or rolls back to.
 
+The trainer calls `resumed` and `rolled_back`, at the end. Above them, in this order: which
+checkpoint, its tensors, the record of rollbacks, and `Progress`.
+
 A rollback follows too many consecutive bad steps. Their samples are skipped from then on.
 `RUN/rollbacks.json` records this at once, because the run may end before its next checkpoint.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,10 +25,8 @@ from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
 from titan_dit.config import schema, user_text
-from titan_dit.config.config_file import (
-    read_toml,
-)
-from titan_dit.config.job import RunConfig
+from titan_dit.config.config_file import read_toml
+from titan_dit.config.job import JobSection
 from titan_dit.config.operation import CheckpointConfig, FaultsConfig
 from titan_dit.config.parameter_groups import listed
 from titan_dit.config.section import UserError
@@ -42,18 +42,18 @@ from titan_dit.system import run_files
 from titan_dit.system.files import write_json
 
 
-def checkpoints_of(run: RunConfig, settings: CheckpointConfig) -> Checkpoints:
+def checkpoints_of(run: JobSection, settings: CheckpointConfig) -> Checkpoints:
     """The checkpoints of a run, in its directory or [checkpoint] dir."""
     return Checkpoints(location(settings.dir or run.folder / run_files.CHECKPOINTS), settings)
 
 
-def has_started(run: RunConfig, settings: CheckpointConfig) -> bool:
+def has_started(run: JobSection, settings: CheckpointConfig) -> bool:
     """Return True if the run has taken a step; it may then resume on another number of ranks.
 
     A run that ended before its first checkpoint counts, too. Raises UserError if resume is `never`
     but there are checkpoints: early, before any error that the launcher would retry.
     """
-    if wanted(settings.resume) == "never":
+    if effective_resume(settings.resume) == "never":
         candidates(checkpoints_of(run, settings), "never")
         return False
     rows = run.folder / run_files.METRICS
@@ -61,8 +61,8 @@ def has_started(run: RunConfig, settings: CheckpointConfig) -> bool:
     return has_rows or checkpoints_of(run, settings).newest() is not None
 
 
-def wanted(resume: str) -> str:
-    """The effective [checkpoint] resume: `never` becomes `auto` for restarted ranks.
+def effective_resume(resume: str) -> str:
+    """[checkpoint] resume as it acts now: `never` becomes `auto` for restarted ranks.
 
     `never` holds for a job's first launch; restarted ranks resume from that job's checkpoints.
     """
@@ -94,7 +94,7 @@ def starting_point(checkpoints: Checkpoints, resume: str) -> Start:
     The ranks share the verification. Raises UserError on every rank if all candidates are damaged:
     such a run does not start from step 0.
     """
-    return first_undamaged(lambda: candidates(checkpoints, wanted(resume)))
+    return first_undamaged(lambda: candidates(checkpoints, effective_resume(resume)))
 
 
 def newest_before(checkpoints: Checkpoints, step: int) -> Start:
@@ -110,16 +110,16 @@ def first_undamaged(choose: Callable[[], list[Location]], key: str = "resume") -
     damaged: dict[Location, str] = {}
     # Rank 0's view decides: a shared disk may show a new folder to some ranks earlier.
     for path in ranks.run_on_first(choose):
-        record, what = ranks.run_on_first(functools.partial(readable, path))
+        record, what = ranks.run_on_first(partial(readable, path))
         if not what:
             what = ", ".join(checkpoint.damaged_files(path, record, ranks))
         if not what:
             return Start(path, record, damaged)
         damaged[path] = what
     if damaged:
-        listed = "; ".join(f"{path} is damaged: {what}" for path, what in damaged.items())
+        lines = "; ".join(f"{path} is damaged: {what}" for path, what in damaged.items())
         raise UserError(
-            f"[checkpoint] {listed}. There is no older checkpoint, and nothing was changed. Give "
+            f"[checkpoint] {lines}. There is no older checkpoint, and nothing was changed. Give "
             f"another one with --checkpoint.{key} PATH, or start a new run with --job.name."
         )
     return Start()
@@ -156,7 +156,7 @@ def candidates(checkpoints: Checkpoints, resume: str) -> list[Location]:
     return paths if is_own(checkpoints, paths[0]) else own or paths
 
 
-def check_not_elsewhere(run: RunConfig, settings: CheckpointConfig) -> None:
+def check_not_elsewhere(run: JobSection, settings: CheckpointConfig) -> None:
     """Raise UserError if the run's config.toml names another folder that has checkpoints.
 
     Otherwise the run would silently restart from step 0.
@@ -259,12 +259,12 @@ def load_imported(path: Location, record: Mapping[str, Any], tensors: TensorTree
         )
     saved = averages_in(record)
     # An objective's own modules are in no weight file; they keep their initial values.
-    wanted = {**tensors, "model": of_the_model(tensors["model"]), "ema": {}}
+    parts = {**tensors, "model": checkpoint.of_the_network(tensors["model"]), "ema": {}}
     if ema.averages and saved:
-        wanted["ema"] = {saved[0]: of_the_model(next(iter(ema.averages.values())))}
+        parts["ema"] = {saved[0]: checkpoint.of_the_network(next(iter(ema.averages.values())))}
     if not checkpoint.holds(path, "optimizer"):
-        del wanted["optimizer"]
-    checkpoint.load(path, wanted, verified=True)
+        del parts["optimizer"]
+    checkpoint.load(path, parts, verified=True)
     if saved:
         ema.copy_first_to_all()
     else:
@@ -296,12 +296,6 @@ def without_missing(path: Location, tensors: TensorTree) -> tuple[TensorTree, li
     return {**tensors, "optimizer": kept, "ema": averages}, lines
 
 
-def of_the_model(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Drop the parameters of an objective's own modules."""
-    return {name: t for name, t in tensors.items() if not name.startswith(checkpoint.OWN)}
-
-
-ROLLBACKS = run_files.ROLLBACKS
 ROLLBACKS_SCHEMA = {
     "skipped": schema.Rows((schema.COUNT, schema.COUNT, str)),
     "in_vain": schema.COUNT,
@@ -310,7 +304,7 @@ ROLLBACKS_SCHEMA = {
 
 
 @dataclass(frozen=True)
-class BadSteps:
+class BadStreak:
     """The consecutive bad steps that cause a rollback."""
 
     first: int
@@ -341,7 +335,7 @@ class Rollbacks:
     reached: int = 0
     """The last bad step of any rollback."""
 
-    def with_rollback(self, bad: BadSteps) -> Rollbacks:
+    def with_rollback(self, bad: BadStreak) -> Rollbacks:
         """Return the rollbacks with one more."""
         in_vain = self.in_vain + 1 if bad.first <= self.reached else 1
         return Rollbacks((*self.skipped, bad.as_skipped()), in_vain, max(self.reached, bad.last))
@@ -349,19 +343,20 @@ class Rollbacks:
     def write(self, folder: Path) -> None:
         """Write `rollbacks.json` atomically and durably."""
         values = {**vars(self), "skipped": [list(vars(entry).values()) for entry in self.skipped]}
-        write_json(folder / ROLLBACKS, values)
+        write_json(folder / run_files.ROLLBACKS, values)
 
 
 def read_rollbacks(folder: Path) -> Rollbacks:
     """Read a run's rollbacks; none if there is no file."""
-    if not (folder / ROLLBACKS).is_file():
+    file = folder / run_files.ROLLBACKS
+    if not file.is_file():
         return Rollbacks()
     try:
-        values = user_text.read_json(folder / ROLLBACKS, "it")
+        values = user_text.read_json(file, "it")
         schema.check(values, ROLLBACKS_SCHEMA, "")
     except ValueError as error:
         raise UserError(
-            f"[faults] {folder / ROLLBACKS} is damaged: {str(error).strip(' .')}. Restore the "
+            f"[faults] {file} is damaged: {str(error).strip(' .')}. Restore the "
             "file, or start a new run with --job.name."
         ) from None
     return Rollbacks(
@@ -370,7 +365,7 @@ def read_rollbacks(folder: Path) -> Rollbacks:
 
 
 def record_rollback(
-    folder: Path, checkpoints: Checkpoints, config: FaultsConfig, bad: BadSteps, start: Start
+    folder: Path, checkpoints: Checkpoints, config: FaultsConfig, bad: BadStreak, start: Start
 ) -> Rollbacks:
     """Roll back to `start`: rename newer checkpoints and record the rollback. Rank 0 only.
 
@@ -399,7 +394,7 @@ def record_rollback(
 
 
 def rollback_refusal(
-    folder: Path, config: FaultsConfig, bad: BadSteps, reason: str, fix: str
+    folder: Path, config: FaultsConfig, bad: BadStreak, reason: str, fix: str
 ) -> str:
     """The error message of a run that cannot roll back: why (`reason`) and what to do (`fix`)."""
     return (
@@ -451,7 +446,9 @@ Say: TypeAlias = Callable[..., None]
 """Prints console lines."""
 
 
-def saves_of(run: RunConfig, settings: CheckpointConfig, ema: EMAConfig, steps: int) -> Checkpoints:
+def saves_of(
+    run: JobSection, settings: CheckpointConfig, ema: EMAConfig, steps: int
+) -> Checkpoints:
     """The checkpoints of a run that trains, with the snapshots of its averages."""
     checkpoints = checkpoints_of(run, settings)
     checkpoints.snapshots = Snapshots(checkpoints, ema, steps)
@@ -460,7 +457,7 @@ def saves_of(run: RunConfig, settings: CheckpointConfig, ema: EMAConfig, steps: 
 
 def resumed(
     checkpoints: Checkpoints,
-    run: RunConfig,
+    run: JobSection,
     settings: CheckpointConfig,
     identity: run_identity.Identity,
     tensors: TensorTree,
@@ -503,9 +500,9 @@ def resumed(
 
 def rolled_back(
     checkpoints: Checkpoints,
-    run: RunConfig,
+    run: JobSection,
     config: FaultsConfig,
-    bad: BadSteps,
+    bad: BadStreak,
     tensors: TensorTree,
     ema: EMA,
     say: Say,

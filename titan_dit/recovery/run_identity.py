@@ -44,7 +44,7 @@ def fits(path: Location, model: Mapping[str, Tensor]) -> bool:
     """Return True if a checkpoint has the parameters of all ranks, in their shapes. Collective."""
     saved = {name: size for name, (size, _) in checkpoint.contents(path).items()}
     # An objective's own modules are in no weight file.
-    ours = {name: t.shape for name, t in model.items() if not name.startswith(checkpoint.OWN)}
+    ours = {name: t.shape for name, t in checkpoint.of_the_network(model).items()}
     return all(Ranks().gather(all(saved.get(f"model.{name}") == ours[name] for name in ours)))
 
 
@@ -85,12 +85,12 @@ class Identity:
 
 
 def check_same_mathematics(
-    path: Location, record: Mapping[str, Any], identity: Identity, ways_out: Callable[[], str]
+    path: Location, record: Mapping[str, Any], identity: Identity, advice: Callable[[], str]
 ) -> None:
     """Raise UserError if model, objective, dataset, seed, batch or optimizer have changed.
 
     Imported weights belong to no run: only [model] without `OF_TRAINING`, `WHAT_WEIGHTS_ARE`, and
-    rank and scale of adapters must agree. `ways_out`: the end of the error, see `mismatch`.
+    rank and scale of adapters must agree. `advice`: the end of the error, by `ways_out`.
     """
     tables, renamed = known_parts(of_record(record), identity.config)
     # Built again: keys that did not exist then get their defaults, as they do now.
@@ -121,7 +121,7 @@ def check_same_mathematics(
         raise UserError(
             f"[checkpoint] {path} does not match this run:\n  "
             + "\n  ".join(changed)
-            + f"\n  {ways_out()}"
+            + f"\n  {advice()}"
         )
 
 

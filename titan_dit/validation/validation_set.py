@@ -13,12 +13,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from titan_dit.config.job import RunConfig
+from titan_dit.config.job import JobSection
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import ValidationConfig
 from titan_dit.data import loader
-from titan_dit.data.base import DataConfig, Source
+from titan_dit.data.base import Source
 from titan_dit.data.held_out import held_out_rows
+from titan_dit.data.sections import DataConfig
 from titan_dit.execution import Executor
 from titan_dit.objectives.base import DataShare, Objective, Prepared
 from titan_dit.observe.console import LOSS
@@ -103,7 +104,7 @@ def open_set(
     data: DataConfig,
     source: Source,
     held_out: Sequence[int],
-    job: RunConfig,
+    job: JobSection,
 ) -> ValidationSet | None:
     """Open [validation] path, else take the `held_out` rows; None if disabled. Collective."""
     if not config.every:
@@ -156,7 +157,7 @@ def open_checked(
     data: DataConfig,
     source: Source,
     held_out: Sequence[int],
-    job: RunConfig,
+    job: JobSection,
     folder: Path,
     world: World,
 ) -> ValidationSet | None:

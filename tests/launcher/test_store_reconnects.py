@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from titan_dit.launcher import store as lasting_store
+from titan_dit.launcher import store
 from titan_dit.launcher.store import LastingStore
 
 
@@ -68,11 +68,11 @@ def store_at(relay, said):
 
 
 def test_a_lost_connection_is_opened_again_and_nothing_is_lost(relay, monkeypatch):
-    monkeypatch.setattr(lasting_store, "NOTICE_S", 0.5)
-    monkeypatch.setattr(lasting_store, "GONE_S", 20.0)
+    monkeypatch.setattr(store, "NOTICE_S", 0.5)
+    monkeypatch.setattr(store, "GONE_S", 20.0)
     said = []
-    store = store_at(relay, said)
-    prefixed = dist.PrefixStore("run", store)
+    lasting = store_at(relay, said)
+    prefixed = dist.PrefixStore("run", lasting)
     prefixed.set("key", "1")
     port = relay.port
     relay.close()
@@ -85,7 +85,7 @@ def test_a_lost_connection_is_opened_again_and_nothing_is_lost(relay, monkeypatc
     asking.join(20)
     assert found == [b"1"]
     assert prefixed.compare_set("key", "1", "2") == b"2"
-    assert store.lost is None
+    assert lasting.lost is None
     timer.join()
     lost, found = said
     assert lost.startswith(f"lost the rendezvous at 127.0.0.1:{port} (")
@@ -94,7 +94,7 @@ def test_a_lost_connection_is_opened_again_and_nothing_is_lost(relay, monkeypatc
 
 
 def test_what_was_set_and_lost_is_set_again(relay):
-    store = store_at(relay, [])
+    lasting = store_at(relay, [])
     relay.is_deaf = True
 
     def recover():
@@ -105,41 +105,41 @@ def test_what_was_set_and_lost_is_set_again(relay):
 
     thread = threading.Thread(target=recover)
     thread.start()
-    store.set("key", "1")
+    lasting.set("key", "1")
     thread.join()
-    assert store.check(["key"])
+    assert lasting.check(["key"])
 
 
 def test_a_store_that_stays_gone_ends_the_launcher(relay, monkeypatch):
-    monkeypatch.setattr(lasting_store, "REFUSED_S", 1.5)
-    store = store_at(relay, [])
-    store.set("key", "1")
+    monkeypatch.setattr(store, "REFUSED_S", 1.5)
+    lasting = store_at(relay, [])
+    lasting.set("key", "1")
     relay.close()
     began = time.monotonic()
     with pytest.raises(dist.DistNetworkError):
-        store.get("key")
+        lasting.get("key")
     assert 1.5 < time.monotonic() - began < 6
-    assert store.is_gone
+    assert lasting.is_gone
 
 
 def test_one_attempt_does_not_wait_and_the_end_of_a_job_has_no_patience(relay):
-    store = store_at(relay, [])
+    lasting = store_at(relay, [])
     relay.close()
     began = time.monotonic()
     for _ in range(3):
         with pytest.raises(dist.DistNetworkError):
-            store.once("get", "key")
+            lasting.once("get", "key")
     assert time.monotonic() - began < 3
-    assert not store.is_gone
-    store.is_needed = False
-    assert store.is_gone
+    assert not lasting.is_gone
+    lasting.is_needed = False
+    assert lasting.is_gone
 
 
 def test_silence_ends_a_connection():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
-            lasting_store.notice_silence(port)
+            store.notice_silence(port)
             limit = client.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-            assert limit == lasting_store.SILENT_S * 1000
+            assert limit == store.SILENT_S * 1000
             assert client.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

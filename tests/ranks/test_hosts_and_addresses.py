@@ -13,8 +13,7 @@ from running import free_port
 
 from titan_dit.config.section import UserError
 from titan_dit.launcher import rendezvous
-from titan_dit.ranks import hosts as host_names
-from titan_dit.ranks import process_group
+from titan_dit.ranks import hosts, process_group
 from titan_dit.ranks.failure import NetworkFailure
 
 KNOWN = {"localhost": "127.0.0.1", "node2": "10.0.0.2", "storage2": "10.1.0.2"}
@@ -41,29 +40,29 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts(monkeypatch):
+def this_host(monkeypatch):
     fake = Hosts()
     is_own = lambda a: a if a in OWN.values() or a.startswith("127.") else None  # noqa: E731
     monkeypatch.setattr(socket, "gethostname", lambda: "node1")
     monkeypatch.setattr(socket, "getaddrinfo", fake.getaddrinfo)
-    monkeypatch.setattr(host_names, "address_of", is_own)
-    monkeypatch.setattr(host_names, "interfaces", lambda: OWN)
-    monkeypatch.setattr(host_names, "address_towards", fake.towards)
-    monkeypatch.setattr(host_names, "WAIT_S", 0.0)
+    monkeypatch.setattr(hosts, "address_of", is_own)
+    monkeypatch.setattr(hosts, "interfaces", lambda: OWN)
+    monkeypatch.setattr(hosts, "address_towards", fake.towards)
+    monkeypatch.setattr(hosts, "WAIT_S", 0.0)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     return fake
 
 
 def options(endpoint, *more):
     given = [*MULTI, endpoint, *more, "-m", "x"] if endpoint else ["--standalone", "-m", "x"]
-    return host_names.torchrun_options(given, endpoint)
+    return hosts.torchrun_options(given, endpoint)
 
 
 @pytest.mark.parametrize("own_name", [None, "127.0.1.1", "10.0.0.1", "10.77.0.1"])
-def test_a_single_node_meets_at_loopback_whatever_its_name_is(own_name, hosts):
-    hosts.known["node1"] = own_name
+def test_a_single_node_meets_at_loopback_whatever_its_name_is(own_name, this_host):
+    this_host.known["node1"] = own_name
     assert options(None) == ["--local-addr", "127.0.0.1", "--standalone", "-m", "x"]
-    process_group.find_store("127.0.0.1")
+    process_group.wait_for_address("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
@@ -77,9 +76,9 @@ BAD = [None, "127.0.1.1", "10.77.0.1"]
     [("node2:1", "10.0.0.1", "eth0"), ("10.1.0.2:1", "10.1.0.1", "ib0"), ("node1:1", "", "")],
 )
 def test_a_node_without_a_good_name_takes_its_address_towards_the_endpoint(
-    endpoint, own, interface, own_name, hosts
+    endpoint, own, interface, own_name, this_host
 ):
-    hosts.known["node1"] = own_name
+    this_host.known["node1"] = own_name
     found = options(endpoint)
     assert found[:2] == ["--local-addr", own or "10.0.0.1"]
     if own_name or endpoint.startswith("node1"):
@@ -88,28 +87,28 @@ def test_a_node_without_a_good_name_takes_its_address_towards_the_endpoint(
         assert found[found.index("--rdzv-conf") + 1] == "is_host=0"
     is_here = endpoint == "node1:1"
     assert found[found.index("--rdzv-endpoint") + 1] == ("127.0.0.1:1" if is_here else endpoint)
-    host_names.choose_interface(host_names.split(endpoint)[0])
+    hosts.choose_interface(hosts.split(endpoint)[0])
     assert os.environ["GLOO_SOCKET_IFNAME"] == (interface or "eth0")
 
 
-def test_a_node_with_a_good_name_keeps_it_and_what_was_set(hosts, monkeypatch):
-    hosts.known["node1"] = "10.0.0.1"
+def test_a_node_with_a_good_name_keeps_it_and_what_was_set(this_host, monkeypatch):
+    this_host.known["node1"] = "10.0.0.1"
     assert options("node2:1", "--rdzv-conf", "timeout=9") == [
         *(*MULTI, "node2:1", "--rdzv-conf", "timeout=9", "-m", "x"),
     ]
-    host_names.choose_interface("node2")
+    hosts.choose_interface("node2")
     assert not os.environ["GLOO_SOCKET_IFNAME"]
     # An address of a second network: torchrun compares those of the host's name only.
     assert "127.0.0.1:1" in options("10.1.0.1:1")
     assert "10.1.0.1:1" in options("10.1.0.1:1", "--rdzv-conf", "is_host=1")
-    hosts.known["node1"] = None
+    this_host.known["node1"] = None
     assert "timeout=9,is_host=0" in options("node2:1", "--rdzv-conf", "timeout=9")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    host_names.choose_interface("node2")
+    hosts.choose_interface("node2")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
-def test_an_unknown_name_is_one_line_that_names_host_variable_and_fix(hosts):
+def test_an_unknown_name_is_one_line_that_names_host_variable_and_fix(this_host):
     with pytest.raises(NetworkFailure) as failed:
         options("node9:29500")
     assert str(failed.value) == (
@@ -120,19 +119,19 @@ def test_an_unknown_name_is_one_line_that_names_host_variable_and_fix(hosts):
         pytest.raises(NetworkFailure) as failed,
         process_group.opening("the default process group"),
     ):
-        process_group.find_store("node9")
+        process_group.wait_for_address("node9")
     words = "MASTER_ADDR=node9: this host, node1, does not know the name. Correct"
     assert words in str(failed.value)
     assert rendezvous.state_of("node9:1") == "this machine does not know the host node9"
     assert "cannot be reached" in rendezvous.state_of(f"node1:{free_port()}")
-    del hosts.known["localhost"]
+    del this_host.known["localhost"]
     with pytest.raises(UserError, match="does not know the name localhost"):
         options(None)
 
 
-def test_a_name_that_becomes_known_is_waited_for(hosts, monkeypatch):
-    monkeypatch.setattr(host_names, "WAIT_S", 9.0)
-    monkeypatch.setattr(host_names.time, "sleep", lambda s: hosts.known.update(node9="10.0.0.9"))
+def test_a_name_that_becomes_known_is_waited_for(this_host, monkeypatch):
+    monkeypatch.setattr(hosts, "WAIT_S", 9.0)
+    monkeypatch.setattr(hosts.time, "sleep", lambda s: this_host.known.update(node9="10.0.0.9"))
     assert "node9:1" in options("node9:1")
 
 
@@ -148,10 +147,10 @@ def test_a_name_that_becomes_known_is_waited_for(hosts, monkeypatch):
 )
 def test_an_endpoint_is_split_as_torch_does_and_a_wrong_one_refused(endpoint, parts):
     if parts:
-        assert host_names.split(endpoint) == parts
+        assert hosts.split(endpoint) == parts
     else:
         with pytest.raises(UserError, match=r"RDZV_ENDPOINT=.*: set (host:port|a port)"):
-            host_names.split(endpoint)
+            hosts.split(endpoint)
 
 
 LAUNCHER = """
@@ -162,8 +161,8 @@ def getaddrinfo(host, *rest, **more):
         raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
     return known(host, *rest, **more)
 socket.getaddrinfo, socket.gethostname = getaddrinfo, lambda: "nosuchhost1"
-from titan_dit.ranks import hosts as host_names; from titan_dit.launcher import launch
-host_names.WAIT_S = 0.0
+from titan_dit.ranks import hosts; from titan_dit.launcher import launch
+hosts.WAIT_S = 0.0
 sys.exit(launch.main())
 """
 RANK = """

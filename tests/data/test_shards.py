@@ -10,7 +10,7 @@ import pytest
 from small_shards import FIRST, ten_latents, write_ten
 
 from titan_dit.config.section import UserError
-from titan_dit.data import shards as shard_rows
+from titan_dit.data import shards
 from titan_dit.data.latents import LatentShards
 from titan_dit.data.shards import RowFile, ShardRows, read_header
 
@@ -37,7 +37,7 @@ def rows_of(file, row):
 
 def read(reader, file, row):
     out = np.zeros((len(row), SIZE), np.uint8)
-    reader.read(np.asarray(file), np.asarray(row), shard_rows.bytes_of(out))
+    reader.read(np.asarray(file), np.asarray(row), shards.bytes_of(out))
     return out
 
 
@@ -113,7 +113,7 @@ def test_all_rows_are_requested_before_one_is_waited_for(tmp_path, monkeypatch):
     # Rows 2 and 3 are neighbours: one request, one read.
     assert calls == [(5 + 2 * SIZE, 2 * SIZE), (5 + 9 * SIZE, SIZE), "read", "read"]
     calls.clear()
-    monkeypatch.setattr(shard_rows, "AHEAD_BYTES", 2 * SIZE)
+    monkeypatch.setattr(shards, "AHEAD_BYTES", 2 * SIZE)
     assert_right(reader, [0] * 5, [1, 5, 9, 13, 17])
     assert [call == "read" for call in calls] == [False, False, True, True] * 2 + [False, True]
 
@@ -163,28 +163,28 @@ def test_few_files_stay_open_and_each_is_closed_once(tmp_path):
     ],
 )
 def test_open_files_leave_most_of_the_limit_to_others(monkeypatch, limit, most):
-    monkeypatch.setattr(shard_rows.resource, "getrlimit", lambda which: (limit, limit))
-    assert shard_rows.max_open() == most
+    monkeypatch.setattr(shards.resource, "getrlimit", lambda which: (limit, limit))
+    assert shards.max_open() == most
 
 
 @pytest.fixture
-def shards(tmp_path):
+def latents(tmp_path):
     return LatentShards(write_ten(tmp_path / "set"))
 
 
-def test_a_file_that_is_cut_off_while_it_is_used_names_the_first_missing_row(shards):
-    shards.read([0, 1, 2])
-    path = shards.path / FIRST
-    file = shards.shards[0].latents
-    row_bytes = (file.size - file.start) // len(shards.shards[0].labels)
+def test_a_file_that_is_cut_off_while_it_is_used_names_the_first_missing_row(latents):
+    latents.read([0, 1, 2])
+    path = latents.path / FIRST
+    file = latents.shards[0].latents
+    row_bytes = (file.size - file.start) // len(latents.shards[0].labels)
     os.truncate(path, file.start + 2 * row_bytes + 1)
-    assert (shards.read([1, 0])["latent"] == ten_latents(shards.dtype)[[1, 0]]).all()
+    assert (latents.read([1, 0])["latent"] == ten_latents(latents.dtype)[[1, 0]]).all()
     with pytest.raises(UserError, match=rf"{path}: row 2 is missing: the file has been cut off"):
-        shards.read([0, 2, 1])
+        latents.read([0, 2, 1])
 
 
-def test_a_disk_that_cannot_read_a_row_is_named(shards, monkeypatch):
-    original, start = os.preadv, shards.shards[0].latents.start
+def test_a_disk_that_cannot_read_a_row_is_named(latents, monkeypatch):
+    original, start = os.preadv, latents.shards[0].latents.start
 
     def broken(descriptor, buffers, offset, *flags):
         if Path(f"/proc/self/fd/{descriptor}").readlink().name == FIRST and offset > start:
@@ -192,9 +192,9 @@ def test_a_disk_that_cannot_read_a_row_is_named(shards, monkeypatch):
         return original(descriptor, buffers, offset, *flags)
 
     monkeypatch.setattr(os, "preadv", broken)
-    shards.read([0, 5, 9])
+    latents.read([0, 5, 9])
     with pytest.raises(UserError, match=rf"{FIRST}: row 3 cannot be read: Input/output error"):
-        shards.read([5, 3, 9])
+        latents.read([5, 3, 9])
 
 
 REPLACED = {
@@ -218,23 +218,23 @@ def replacement(change, data):
 
 
 @pytest.mark.parametrize("change", REPLACED)
-def test_a_replaced_file_is_refused_unless_only_its_time_has_changed(shards, change):
-    path = shards.path / FIRST
-    assert shards.read([0])["label"].tolist() == [0]
+def test_a_replaced_file_is_refused_unless_only_its_time_has_changed(latents, change):
+    path = latents.path / FIRST
+    assert latents.read([0])["label"].tolist() == [0]
     copy = path.read_bytes()
     path.unlink()
     # The open file stays: its rows are those of the file that the run began with.
-    assert (shards.read([1])["latent"] == ten_latents(shards.dtype)[[1]]).all()
-    os.close(shards._latents.descriptors.popitem()[1])
+    assert (latents.read([1])["latent"] == ten_latents(latents.dtype)[[1]]).all()
+    os.close(latents._latents.descriptors.popitem()[1])
     if change != "gone":
         path.write_bytes(replacement(change, copy))
         os.utime(path, (1_000_000_000, 1_000_000_000))
     if REPLACED[change] is None:
-        assert (shards.read([2])["latent"] == ten_latents(shards.dtype)[[2]]).all()
+        assert (latents.read([2])["latent"] == ten_latents(latents.dtype)[[2]]).all()
         return
     with pytest.raises(UserError, match=f"{FIRST}: .*{REPLACED[change]}"):
-        shards.read([0])
-    assert not shards._latents.descriptors
+        latents.read([0])
+    assert not latents._latents.descriptors
 
 
 def test_a_header_nested_too_deeply_is_none(tmp_path):

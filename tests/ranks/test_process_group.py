@@ -16,7 +16,7 @@ def timeouts():
     """Description -> timeout in seconds, of every group and backend of this rank."""
     return {
         group.group_desc: group._get_backend(device).options._timeout.total_seconds()
-        for group in process_group.opened()
+        for group in process_group.own_groups()
         for device in group._device_types
     }
 
