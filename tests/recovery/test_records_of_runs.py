@@ -40,8 +40,8 @@ def test_numbers_without_end_are_no_samples_of_a_step(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "is damaged: it is not JSON .Expecting"),
-        ("[" * 100_000, "is damaged: it is not JSON .nested too deeply"),
+        ("{", "is damaged: not JSON .Expecting"),
+        ("[" * 100_000, "is damaged: not JSON .nested too deeply"),
         ("[]", "must be a table"),
         ('{"skipped": [[1, 2]], "in_vain": 0, "reached": 0}', "holds 2 values, not 3"),
         ('{"skipped": [], "in_vain": -1, "reached": 0}', "in_vain=-1 must be at least 0"),

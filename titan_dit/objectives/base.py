@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -207,7 +207,7 @@ def at_least_fp32(prediction: Tensor) -> Tensor:
 
 def missing_members(thing: object, protocol: type) -> str:
     """The members of a protocol, and of those that it extends, that a thing lacks, with commas."""
-    kinds = [kind for kind in protocol.__mro__ if getattr(kind, "_is_protocol", False)]
+    kinds = [kind for kind in protocol.__mro__ if Protocol in kind.__bases__]
     wanted = {
         name: None
         for kind in kinds

@@ -351,8 +351,9 @@ def read_rollbacks(folder: Path) -> Rollbacks:
     file = folder / run_files.ROLLBACKS
     if not file.is_file():
         return Rollbacks()
+    text = user_text.read(file, f"[faults] {file}")  # A disk that fails is no damaged file.
     try:
-        values = user_text.read_json(file, "it")
+        values = user_text.parse_json(text)
         schema.check(values, ROLLBACKS_SCHEMA, "")
     except ValueError as error:
         raise UserError(
