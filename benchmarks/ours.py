@@ -29,9 +29,9 @@ from titan_dit.kernels import attention
 from titan_dit.models.base import Model
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.objectives.base import Objective
-from titan_dit.optim.ema import EMA, local
+from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
-from titan_dit.optim.optimizer import apply_gradients, build_optimizer
+from titan_dit.optim.optimizer import apply_gradients, build_optimizer, shards_of
 from titan_dit.optim.sections import AdamWConfig
 from titan_dit.parallel import compute_copies
 from titan_dit.parallel.apply import parallelize
@@ -117,7 +117,7 @@ def trainer_step(
         attention.apply(model, attend)
     initialize(model, model.initializers(), 0, device)
     parameters = dict(model.named_parameters())
-    randomize(local(parameters))
+    randomize([shard.detach() for shard in shards_of(parameters.values())])
     prepare = compile_prepare(objective, compilation, device)
     executor = LocalExecutor(model, loss_of(objective), None)
     executor.score = compile_score(executor.score, objective, compilation, device)

@@ -32,7 +32,7 @@ from titan_dit.config.layout import (
 from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.execution import LocalExecutor
 from titan_dit.models.dit_config import DiTConfig
-from titan_dit.optim.ema import local
+from titan_dit.optim.optimizer import shards_of
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import AxisSizes, Mesh
@@ -104,7 +104,7 @@ def step_of(way: str, options: argparse.Namespace, mesh: Mesh) -> Callable[[], T
         model, mesh, WAYS[way](), parallel, precision, ActivationCheckpointConfig(), compilation
     )
     initialize(model, model.initializers(), 0, device)
-    randomize(local(dict(model.named_parameters())))
+    randomize([shard.detach() for shard in shards_of(model.parameters())])
     executor = LocalExecutor(model, loss_of(objective), None)
     batch = resident_batch(config, options.batch, device)
     prepared = objective.prepare(batch, SampleRNG(0, batch.sample_numbers))
