@@ -229,12 +229,12 @@ def test_what_begins_anew_must_be_trained():
     def check(**sections):
         config = tiny_config(checkpoint={"init": "a"}, **sections)
         identity = Identity(config_file.to_tables(config), {}, 0)
-        initial_weights.check_trained({CLASS_TABLE}, [CLASS_TABLE, "head.out.weight"], identity)
+        init_from.check_trained({CLASS_TABLE}, [CLASS_TABLE, "head.out.weight"], identity)
 
-    with pytest.raises(initial_weights.Misfit) as raised:
+    with pytest.raises(init_from.Misfit) as raised:
         check(lora={"rank": 2})
     assert raised.value.what.endswith(f'[lora] freezes it. Set [lora] trained = ["{CLASS_TABLE}"].')
-    with pytest.raises(initial_weights.Misfit) as raised:
+    with pytest.raises(init_from.Misfit) as raised:
         check(training={"frozen": ["embed.*"]})
     assert "[training] frozen or [optimizer] groups freeze it" in raised.value.what
     check()
@@ -246,14 +246,14 @@ def test_classes_match_by_name_else_by_number():
     assert matched((3, 2), ["a", "b", "c"], ["c", "d"]) == [2, None]
     assert matched((2, 2), ["a", "b"], ["b", "a"]) == [1, 0]
     assert matched((2, 2), [], ["b", "a"]) is None
-    with pytest.raises(initial_weights.Misfit, match="it has 3 classes"):
+    with pytest.raises(init_from.Misfit, match="it has 3 classes"):
         matched((3, 2), ["a", "b", "c"], [])
     # ImageNet's list has two cranes, a bird and a machine.
     cranes = ["crane", "owl", "crane"]
     assert matched((3, 3), cranes, cranes) is None
     assert matched((3, 2), cranes, ["owl", "yak"]) == [1, None]
     for before, now in ((cranes, ["crane", "owl"]), (["crane", "owl"], cranes)):
-        with pytest.raises(initial_weights.Misfit, match='have the name "crane"'):
+        with pytest.raises(init_from.Misfit, match='have the name "crane"'):
             matched((len(before), len(now)), before, now)
 
 
@@ -323,7 +323,7 @@ class Weights:
 )
 def test_other_misfits_name_the_parameter(wanted, message):
     sizes = {name: torch.Size(size) for name, size in wanted.items()}
-    with pytest.raises(initial_weights.Misfit) as raised:
+    with pytest.raises(init_from.Misfit) as raised:
         init_from.check_fit(Weights(), sizes, [])
     assert re.search(message, raised.value.what)
 
