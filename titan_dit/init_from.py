@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_dit.checkpoint import run_checkpoints
+from titan_dit.checkpoint import checkpoint, run_checkpoints
 from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.saved_weights import Weights
 from titan_dit.checkpoint.store import Location, location
