@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -31,8 +32,8 @@ def faulty(tmp_path_factory):
 def test_a_full_disk_is_one_error_that_names_the_file_and_workers_write_the_same_bytes(faulty):
     output = faulty / "two" / "out"
     # A folder of that name makes the write fail, like a full disk.
-    blocked = output / "out-00019.safetensors.partial"
-    blocked.mkdir(parents=True)
+    blocked = output / "out-00019.safetensors"
+    (blocked / "a").mkdir(parents=True)
     plan = pack.make_job(faulty / "in", output, shard_size=6)
     with pack.claimed(output, plan.digest()):
         pass
@@ -42,7 +43,7 @@ def test_a_full_disk_is_one_error_that_names_the_file_and_workers_write_the_same
     assert "Run the same command again" in message
     assert len(list(output.glob("out-*.safetensors"))) > 9  # At least all others of that worker.
     assert message == refused(lambda: packed(faulty / "in", output, workers=1, shard_size=6))
-    blocked.rmdir()
+    shutil.rmtree(blocked)
     packed(faulty / "in", output, shard_size=6)
     assert files_in(output) == files_in(faulty / "one" / "out")
 

@@ -107,22 +107,22 @@ def device_of(device_type: str) -> str:
 
 
 def convert(
-    model: Model, chosen: Mapping[str, LinearShape], precision: PrecisionConfig, shards: int
+    model: Model, chosen: Mapping[str, LinearShape], precision: PrecisionConfig, shards: int | None
 ) -> None:
     """Replace the chosen linears by torchao's, which keep their parameters.
 
     With tensorwise, FSDP all-gathers a weight in float8 if its rows divide evenly by `shards`. All
-    shards of a weight have one scale.
+    shards of a weight have one scale. `shards` is None without FSDP, as in the benchmarks of layers.
     """
     torchao = load_torchao()
     recipe = torchao.Float8LinearConfig.from_recipe_name(precision.float8)
     plain = replace(recipe, emulate=precision.float8_emulate)
     gathered = plain
-    if precision.float8 == "tensorwise":
+    if precision.float8 == "tensorwise" and shards:
         gathered = replace(plain, enable_fsdp_float8_all_gather=True)
 
     # FSDP2 cannot all-gather float8 weights from shards of unequal size.
-    even = {name for name, shape in chosen.items() if shape.outputs % shards == 0}
+    even = {name for name, shape in chosen.items() if shards and shape.outputs % shards == 0}
     for config, names in ((gathered, even), (plain, chosen.keys() - even)):
         torchao.convert_to_float8_training(model, module_filter_fn=named(names), config=config)
     if gathered is not plain:

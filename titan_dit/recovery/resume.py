@@ -351,9 +351,10 @@ def read_rollbacks(folder: Path) -> Rollbacks:
     file = folder / run_files.ROLLBACKS
     if not file.is_file():
         return Rollbacks()
-    text = user_text.read(file, f"[faults] {file}")  # A disk that fails is no damaged file.
+    with file.open("rb") as opened:  # A disk that fails is no damaged file.
+        content = opened.read(user_text.MAX_BYTES + 1)
     try:
-        values = user_text.parse_json(text)
+        values = user_text.parse_json(content)
         schema.check(values, ROLLBACKS_SCHEMA, "")
     except ValueError as error:
         raise UserError(
