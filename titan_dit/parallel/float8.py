@@ -112,7 +112,7 @@ def convert(
     """Replace the chosen linears by torchao's, which keep their parameters.
 
     With tensorwise, FSDP all-gathers a weight in float8 if its rows divide evenly by `shards`. All
-    shards of a weight have one scale. `shards` is None without FSDP, as in the benchmarks of layers.
+    shards of a weight have one scale. `shards` is None without FSDP, as in benchmarks of layers.
     """
     torchao = load_torchao()
     recipe = torchao.Float8LinearConfig.from_recipe_name(precision.float8)
