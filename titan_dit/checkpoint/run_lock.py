@@ -30,7 +30,7 @@ from titan_dit.ranks.failure import LAUNCH, LEFT, USER_ERROR, report
 from titan_dit.ranks.process_group import Ranks
 from titan_dit.system import run_files
 from titan_dit.system.file_lock import open_locked
-from titan_dit.system.files import reason_of
+from titan_dit.system.files import is_process, reason_of
 
 PROC = Path("/proc")
 
@@ -55,12 +55,8 @@ def start_of(pid: int) -> str:
 
 def is_alive(pid: int, started: str) -> bool:
     """Return True if the process with this pid and start time is alive on this machine."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
+    if not is_process(pid):
         return False
-    except PermissionError:
-        pass  # Exists, owned by another user.
     found = status(pid)
     if found is None:
         return True  # Not Linux, or processes are hidden: only the pid is known.
