@@ -114,8 +114,11 @@ def new_aside(final: Path, make: Callable[[Path], object]) -> Path:
 
 
 def this_host() -> str:
-    """The host's name, as part of a file name."""
-    return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname()[:60])
+    """The host and its pid namespace, as part of a file name: containers may share a name."""
+    host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname()[:60])
+    with suppress(OSError):  # Not Linux.
+        host += f"-{Path('/proc/self/ns/pid').stat().st_ino}"
+    return host
 
 
 def delete_left(folder: Path) -> None:
