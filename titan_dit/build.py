@@ -258,6 +258,10 @@ def whole_token_executor(
         device,
         plan.dtype,
     )
+    if schedule := plan.runtime.torch:
+        from titan_dit.pipeline.torch_runtime import TorchExecutor
+
+        return TorchExecutor(*given, schedule=schedule)
     if not plan.decides_at_run_time:
         return PipelinedExecutor(*given)
     from titan_dit.pipeline.run_time import DecidingExecutor, Decisions

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -42,6 +42,12 @@ from titan_dit.pipeline.schedules.placement import (
     stages_per_rank,
 )
 from titan_dit.pipeline.schedules.schedule import Kind, Order, num_microbatches_of, schedule_of
+
+if TYPE_CHECKING:
+    from titan_dit.pipeline.runtimes import Runtime
+
+SAVED_OF_LAYER = {"none": 17, "attention": 16, "selective": 11, "full": 1}
+"""Activations that a compiled layer saves, in units of its input (docs/remat.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +174,30 @@ class RunPlan:
         return self.sizes.pp > 1 and self.pipeline.order == "run_time"
 
     @cached_property
-    def order_of_file(self) -> Order | None:
-        """The order in [pipeline] order = FILE.csv; None without a file. Raises UserError."""
+    def order_file(self) -> files.OrderFile | None:
+        """The content of [pipeline] order = FILE.csv; None without a file. Raises UserError."""
         if self.pipeline.order in ("planned", "run_time"):
             return None
         return files.read_order(Path(self.pipeline.order))
+
+    @property
+    def order_of_file(self) -> Order | None:
+        """The order in [pipeline] order = FILE.csv; None without a file. Raises UserError."""
+        return self.order_file.order if self.order_file else None
+
+    @cached_property
+    def runtime(self) -> Runtime:
+        """What runs the pipeline, and why. Raises UserError if [pipeline] runtime cannot."""
+        # Lazy import: of torch.distributed.pipelining.
+        from titan_dit.pipeline.runtimes import choose
+
+        return choose(
+            self.pipeline,
+            self.order(self.num_microbatches),
+            tuple(self.stage_ranks),
+            self.order_file,
+            SAVED_OF_LAYER[self.activation_checkpoint.mode] * min(map(len, self.stage_layers)),
+        )
 
     @property
     def stage_ranks(self) -> list[int]:

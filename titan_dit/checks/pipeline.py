@@ -39,6 +39,8 @@ def check_order(plan: RunPlan) -> None:
         )
     if found := plan.order_of_file:
         check_file(plan, found)
+    if pp > 1 and pipeline.runtime != "auto":
+        _ = plan.runtime
 
 
 def check_path(name: str) -> None:

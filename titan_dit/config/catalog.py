@@ -49,6 +49,7 @@ SCHEDULES = {
     "gpipe": "titan_dit.pipeline.schedules.looped:GPIPE",
     "1f1b": "titan_dit.pipeline.schedules.looped:ONE_F_ONE_B",
     "interleaved_1f1b": "titan_dit.pipeline.schedules.looped:INTERLEAVED_1F1B",
+    "looped_bfs": "titan_dit.pipeline.schedules.looped:LOOPED_BFS",
     "interleaved_zero_bubble": "titan_dit.pipeline.schedules.looped:INTERLEAVED_ZERO_BUBBLE",
     "zbv_zero_bubble": "titan_dit.pipeline.schedules.v_shaped:ZBV_ZERO_BUBBLE",
     "dualpipev": "titan_dit.pipeline.schedules.v_shaped:DUALPIPEV",

@@ -64,15 +64,19 @@ class PipelineConfig(Section):
 
     section = "pipeline"
 
-    schedule: Annotated[str, OneOf(tuple(SCHEDULES))] = "1f1b"
-    """The pipeline schedule; one of your own is "package.module:NAME"."""
+    schedule: Annotated[str, OneOf(tuple(SCHEDULES), class_prefix="schedule")] = "1f1b"
+    """The pipeline schedule, also in torch's spelling ("Interleaved1F1B"). One of your own is
+    "package.module:NAME": a Schedule, or a class derived from one of torch's."""
+    runtime: Literal["auto", "torch", "own"] = "auto"
+    """What runs a planned order: torch.distributed.pipelining, or titan_dit's own loop. auto takes
+    torch's where it is as fast (docs/pipelines.md). The gradients are the same."""
     virtual_stages: Few = 1
     """Stages per rank of an interleaved schedule; V schedules always have two."""
     split: tuple[Few, ...] = ()
     """Layers per stage; empty balances the stages, with the costs of embed and head."""
     order: str = "planned"
     """planned runs the actions as the schedule lists them. run_time runs what has arrived. FILE.csv
-    runs an order of `pipeline plan`. All give the same gradients (docs/pipelines.md)."""
+    runs an order of `pipeline plan` or torch. All give the same gradients (docs/pipelines.md)."""
     memory: Annotated[float, Bound(least=1, most=1e6)] = 1.0
     """run_time: activations that a rank may hold, in units of the planned order's peak."""
     transport: Literal["auto", "process_group", "shared_memory", "nixl"] = "auto"

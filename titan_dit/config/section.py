@@ -60,6 +60,15 @@ class OneOf:
     """Names of a catalog table, carried in the type; "package.module:name" is always allowed."""
 
     names: tuple[str, ...]
+    class_prefix: str = ""
+    """A name may also be spelled as a class, with or without this prefix, which lowers to it:
+    "Interleaved1F1B" and "ScheduleInterleaved1F1B" are "interleaved_1f1b"."""
+
+    def named(self, value: str) -> str:
+        """The name of a spelling; other values as they are."""
+        spelled = value.lower().replace("_", "")
+        by_spelling = {name.replace("_", ""): name for name in self.names}
+        return by_spelling.get(spelled.removeprefix(self.class_prefix), value)
 
     def broken_by(self, value: Any) -> str | None:
         """Message about a wrong value; None if it is right."""
@@ -172,6 +181,8 @@ def follow_rules(value: Any, rules: Iterable[object], where: str) -> Any:
     """Check a value against the rules in its type's metadata, and expand a path."""
     for rule in rules:
         # Other libraries put their own metadata there.
+        if isinstance(rule, OneOf) and rule.class_prefix:
+            value = rule.named(value)
         if isinstance(rule, Bound | OneOf | FromHome) and (broken := rule.broken_by(value)):
             near = for_value(value, rule.names) if isinstance(rule, OneOf) else ""
             raise UserError(f"{where}={show(value)} {broken}.{near}")

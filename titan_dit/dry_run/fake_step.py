@@ -136,7 +136,7 @@ def take_fake_step(
     # In a planned order each rank can run alone. `growth_of` adds the activations that a run-time
     # order may hold beyond that.
     if plan.decides_at_run_time:
-        plan = replace(plan, pipeline=as_planned(plan.pipeline))
+        plan = replace(plan, pipeline=replace(as_planned(plan.pipeline), runtime="own"))
     # The CPU lacks most attention kernels. All fused ones save the same tensors.
     if plan.precision.attention != "math":
         plan = replace(plan, precision=replace(plan.precision, attention="auto"))

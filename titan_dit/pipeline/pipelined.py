@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,17 @@ class Source(Protocol):
         """Wait until everything is sent; at the end of a pass."""
 
 
+class Microbatches(NamedTuple):
+    """What a pass computes."""
+
+    inputs: Sequence[Mapping[str, Tensor]]
+    """Inputs of the first stage, by microbatch."""
+    side_inputs: Sequence[SideInputs]
+    """Side inputs of every stage, by microbatch."""
+    finish: Callable[[Output, int], Tensor]
+    """(output of the head, microbatch) -> its loss, or what a pass without backward returns."""
+
+
 class Loop:
     """One pass over the microbatches of a batch: forward and backward, or forward only.
 
@@ -70,50 +81,42 @@ class Loop:
         stages: Mapping[int, Stage],
         num_stages: int,
         source: Source,
+        work: Microbatches,
         mark: Mark = unmarked,
+        finish_stage: Callable[[Stage], None] = lambda stage: None,
     ) -> None:
+        """`finish_stage` is called after the last backward of a stage."""
         self.stages, self.num_stages = stages, num_stages
-        self.source, self.mark = source, mark
+        self.source, self.work, self.mark = source, work, mark
+        self.finish_stage = finish_stage
+        self.unfinished = dict.fromkeys(stages, len(work.inputs))
+        """Stage -> microbatches whose backward has not ended."""
         self.stream = next(iter(stages.values())).stream
         self.made: dict[Action, Stream] = {}
         """Outputs for another stage of this rank."""
 
-    def run(
-        self,
-        actions: Iterable[Action],
-        inputs: Sequence[Mapping[str, Tensor]],
-        side_inputs: Sequence[SideInputs],
-        finish: Callable[[Output, int], Tensor],
-        finish_stage: Callable[[Stage], None] = lambda stage: None,
-    ) -> None:
-        """Perform the actions, which the source of the messages yields.
-
-        `finish`: (output of the head, microbatch) -> its loss. `finish_stage` is called after the
-        last backward of a stage.
-        """
-        unfinished = dict.fromkeys(self.stages, len(inputs))
+    def run(self, actions: Iterable[Action]) -> None:
+        """Perform the actions, which the source of the messages yields."""
         for action in actions:
-            kind, index, number = action
-            with record_function(f"pipeline {action}"):
-                if kind is Kind.FORWARD:
-                    self.forward(action, inputs[number], side_inputs[number], finish)
-                else:
-                    self.backward(action)
-                if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                    unfinished[index] -= 1
-                    if not unfinished[index]:
-                        finish_stage(self.stages[index])
+            self.perform(action)
         self.source.flush()
 
-    def forward(
-        self,
-        action: Action,
-        given: Mapping[str, Tensor],
-        side_inputs: SideInputs,
-        finish: Callable[[Output, int], Tensor],
-    ) -> None:
+    def perform(self, action: Action) -> None:
+        """Perform one action."""
+        kind, index, _ = action
+        with record_function(f"pipeline {action}"):
+            if kind is Kind.FORWARD:
+                self.forward(action)
+            else:
+                self.backward(action)
+            if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                self.unfinished[index] -= 1
+                if not self.unfinished[index]:
+                    self.finish_stage(self.stages[index])
+
+    def forward(self, action: Action) -> None:
         """Forward of one microbatch through one stage."""
-        stage = self.stages[action.stage]
+        stage, number = self.stages[action.stage], action.microbatch
         stream: Stream = ()
         learns = torch.is_grad_enabled()
         if not stage.is_first:
@@ -121,11 +124,12 @@ class Loop:
             pairs = zip(received, self.stream, strict=True)
             stream = tuple(t.detach().requires_grad_(learns and s.requires_grad) for t, s in pairs)
         self.mark(PipelineEvent.BEGINS, action)
-        out = stage.forward(given if stage.is_first else stream, side_inputs)
+        given = self.work.inputs[number] if stage.is_first else stream
+        out = stage.forward(given, self.work.side_inputs[number])
         if stage.is_last:
-            out = (finish(out, action.microbatch),)
+            out = (self.work.finish(out, number),)
         if learns:
-            stage.keep(action.microbatch, stream, tuple(out))
+            stage.keep(number, stream, tuple(out))
         self.mark(PipelineEvent.ENDS, action)
         self.pass_on(action, tuple(out))
 
@@ -243,6 +247,9 @@ class Planned:
         )
 
 
+P = TypeVar("P", bound=Planned)
+
+
 class PipelinedExecutor(Executor):
     """Runs this rank's stages of a pipeline; the groups `p2p` between neighbours are open."""
 
@@ -288,9 +295,11 @@ class PipelinedExecutor(Executor):
         for stage in self.stages.values():
             fsdp.hold_gradients(stage.part)
         self.learn(
-            [microbatch.inputs for microbatch in microbatches],
-            [microbatch.side_inputs for microbatch in microbatches],
-            loss_of,
+            Microbatches(
+                inputs=[microbatch.inputs for microbatch in microbatches],
+                side_inputs=[microbatch.side_inputs for microbatch in microbatches],
+                finish=loss_of,
+            )
         )
         self.tied.add_gradients()
         self.mark(PipelineEvent.FINISHED, None)
@@ -302,36 +311,25 @@ class PipelinedExecutor(Executor):
         for stage in self.stages.values():
             fsdp.gather(stage.part)
 
-    def learn(
-        self,
-        inputs: Sequence[Mapping[str, Tensor]],
-        side_inputs: Sequence[SideInputs],
-        finish: Callable[[Output, int], Tensor],
-    ) -> None:
-        """Forward and backward of all microbatches; the gradients are reduced. See `Loop.run`."""
-        self.perform(self.order, self.channels, inputs, side_inputs, finish)
+    def learn(self, work: Microbatches) -> None:
+        """Forward and backward of all microbatches; the gradients are reduced."""
+        self.perform(self.order, self.channels, work)
 
-    def perform(
-        self,
-        order: Order,
-        sequences: Channels,
-        inputs: Sequence[Mapping[str, Tensor]],
-        side_inputs: Sequence[Mapping[str, Tensor]],
-        finish: Callable[[Output, int], Tensor],
-    ) -> None:
-        """This rank's actions of an order; see `Loop.run`."""
-        source = Planned(
-            self.stage_ranks,
-            sequences,
-            self.p2p,
-            self.shapes.stream,
-            self.device,
-            self.mark,
-        )
-        actions = source.actions(order[self.p2p.rank])
-        loop = Loop(self.stages, len(self.stage_ranks), source, self.mark)
+    def perform(self, order: Order, sequences: Channels, work: Microbatches) -> None:
+        """This rank's actions of an order."""
+        source = self.source(Planned, sequences)
+        self.loop(source, work).run(source.actions(order[self.p2p.rank]))
+
+    def loop(self, source: Source, work: Microbatches) -> Loop:
+        """The loop of a pass in a planned order."""
         # All replicas run the same order: they reduce a stage while others still compute.
-        loop.run(actions, inputs, side_inputs, finish, reduce_gradients)
+        return Loop(self.stages, len(self.stage_ranks), source, work, self.mark, reduce_gradients)
+
+    def source(self, kind: type[P], sequences: Channels) -> P:
+        """The source of a pass whose messages are sent in these sequences."""
+        return kind(
+            self.stage_ranks, sequences, self.p2p, self.shapes.stream, self.device, self.mark
+        )
 
     @torch.no_grad()
     def predict(self, inputs: Tensors, static: Tensors, context: Tensors = NOTHING) -> Tensor:
@@ -381,7 +379,8 @@ class PipelinedExecutor(Executor):
 
         self.gather()
         order = forward_order(self.stage_ranks, len(inputs))
-        self.perform(order, channels(order, self.stage_ranks), inputs, side_inputs, collect)
+        work = Microbatches(inputs, side_inputs, collect)
+        self.perform(order, channels(order, self.stage_ranks), work)
         for stage in self.stages.values():
             fsdp.reshard(stage.part)
         return self.broadcast_last(outputs, len(inputs), like)

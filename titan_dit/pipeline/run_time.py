@@ -8,18 +8,16 @@ from __future__ import annotations
 import select
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from titan_dit.execution import Output
-from titan_dit.models.base import SideInputs, Stream
+from titan_dit.models.base import Stream
 from titan_dit.parallel.p2p_groups import named, opened
 from titan_dit.pipeline.events import Mark, PipelineEvent
-from titan_dit.pipeline.pipelined import Loop, PipelinedExecutor, reduce_gradients
+from titan_dit.pipeline.pipelined import Loop, Microbatches, PipelinedExecutor, reduce_gradients
 from titan_dit.pipeline.schedules.decider import Decider, Waiting
 from titan_dit.pipeline.schedules.schedule import Action, Kind, inputs_of
 from titan_dit.pipeline.transports.base import Transport
@@ -52,12 +50,7 @@ class DecidingExecutor(PipelinedExecutor):
         # Executors have no close(): sockets are freed at garbage collection or process exit.
         weakref.finalize(self, close, transport, decisions)
 
-    def learn(
-        self,
-        inputs: Sequence[Mapping[str, Tensor]],
-        side_inputs: Sequence[SideInputs],
-        finish: Callable[[Output, int], Tensor],
-    ) -> None:
+    def learn(self, work: Microbatches) -> None:
         """See `PipelinedExecutor.learn`."""
         decider = Decider(self.order[self.p2p.rank], len(self.stage_ranks), self.memory)
         source = Deciding(
@@ -69,8 +62,8 @@ class DecidingExecutor(PipelinedExecutor):
             self.device,
             self.mark,
         )
-        loop = Loop(self.stages, len(self.stage_ranks), source, self.mark)
-        loop.run(source.actions(), inputs, side_inputs, finish)
+        loop = Loop(self.stages, len(self.stage_ranks), source, work, self.mark)
+        loop.run(source.actions())
         # Replicas decide differently and finish their stages in different orders, but all must
         # issue their collectives in one order.
         for _, stage in sorted(self.stages.items()):

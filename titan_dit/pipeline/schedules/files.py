@@ -2,7 +2,8 @@
 
 An order is a CSV file with a line for each rank: its actions in sequence, as torch writes them.
 "2F0" is stage 2, forward, microbatch 0; B is a full backward, I and W its two halves. Lines that
-begin with # are comments.
+begin with # are comments. A file of torch's may also have bubbles (empty cells), overlapped actions
+("(2F0;3B1)OVERLAP_F_B") and messages ("2SEND_F0"), which only torch's runtime performs.
 
 Measured costs are JSON: seconds of every action, and of a message from rank to rank. A profile of a
 pipeline writes `RUN/profile/timeline-steps-A-B.costs.json` (pipeline/timeline.py), `pipeline plan`
@@ -12,10 +13,10 @@ reads the newest.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError, show
@@ -26,6 +27,11 @@ from titan_dit.system.files import write_json, write_whole
 MAX_ORDER_BYTES = 16 << 20
 ORDER_REMEDY = 'Write it by `python -m titan_dit pipeline plan`, or set order = "planned".'
 ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
+OVERLAPPED = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
+MESSAGE = re.compile(
+    r"\d{1,9}((WAIT_)?(SEND|RECV)_[FB]\d{1,9}|UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)", re.ASCII
+)
+"""What torch's runtime does between computations."""
 
 
 def write_order(path: Path, order: Order, comments: Iterable[str] = ()) -> None:
@@ -35,32 +41,47 @@ def write_order(path: Path, order: Order, comments: Iterable[str] = ()) -> None:
     write_whole(path, "\n".join(lines) + "\n")
 
 
-def read_order(path: Path) -> Order:
+class OrderFile(NamedTuple):
+    """The content of an order file."""
+
+    order: Order
+    """The computations."""
+    has_messages: bool
+    """The file says, too, when messages are posted, as torch's "compute_comms" files do."""
+
+
+def read_order(path: Path) -> OrderFile:
     """Read an order. Raises UserError unless it is a file of actions; see `proof.check`, too."""
     where = f"[pipeline] order={show(str(path))}"
     try:
         text = user_text.read(path, where, MAX_ORDER_BYTES)
     except UserError as error:
         raise UserError(f"{error} {ORDER_REMEDY}") from None
-    order = []
+    order, has_messages = [], False
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip() and not line.lstrip().startswith("#"):
-            cells = [cell.strip() for cell in line.strip().rstrip(",").split(",")]
-            order.append(tuple(_action(cell, f"{where}: line {number}") for cell in cells))
-    if not order:
+            cells = [cell for cell in map(str.strip, line.split(",")) if cell]
+            computed = [cell for cell in cells if not MESSAGE.fullmatch(cell)]
+            has_messages |= len(computed) < len(cells)
+            at = f"{where}: line {number}"
+            order.append(tuple(action for cell in computed for action in _actions(cell, at)))
+    if not any(order):
         raise UserError(f"{where} has no actions. {ORDER_REMEDY}")
-    return tuple(order)
+    return OrderFile(tuple(order), has_messages)
 
 
-def _action(cell: str, where: str) -> Action:
-    try:
-        return action_of(cell)
-    except ValueError:
-        shown = cell if len(cell) <= 20 else f"{cell[:20]}..."
-        raise UserError(
-            f"{where}: {show(shown)} is not an action: stage, F, B, I or W, microbatch, such as "
-            f'"0F0". {ORDER_REMEDY}'
-        ) from None
+def _actions(cell: str, where: str) -> Iterator[Action]:
+    """The action of a cell, or the two that overlap."""
+    found = OVERLAPPED.fullmatch(cell)
+    for name in found.groups() if found else (cell,):
+        try:
+            yield action_of(name.strip())
+        except ValueError:
+            shown = cell if len(cell) <= 20 else f"{cell[:20]}..."
+            raise UserError(
+                f"{where}: {show(shown)} is not an action: stage, F, B, I or W, microbatch, such "
+                f'as "0F0". {ORDER_REMEDY}'
+            ) from None
 
 
 def action_of(text: str) -> Action:

@@ -1,4 +1,4 @@
-"""Schedules with looped stages: GPipe, 1F1B, interleaved 1F1B, interleaved zero bubble.
+"""Schedules with looped stages: GPipe, 1F1B, interleaved 1F1B, breadth-first, zero bubble.
 
 Each function returns one rank's program: p ranks, m microbatches, v stages per rank.
 """
@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titan_dit.config.section import UserError, show
-from titan_dit.pipeline.schedules.schedule import ANY_STAGE, Kind, Program, Schedule
+from titan_dit.pipeline.schedules.schedule import (
+    ANY_STAGE,
+    Action,
+    Kind,
+    Order,
+    Program,
+    Schedule,
+)
 
 
 def gpipe(rank: int, p: int, m: int, v: int) -> Program:
@@ -42,6 +49,24 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int) -> Program:
     forwards = [(Kind.FORWARD, stage) for stage in _stage_sequence(rank, p, m, v)]
     backwards = [(Kind.BACKWARD, stage) for stage in reversed(_stage_sequence(rank, p, m, v))]
     return _with_warmup(forwards, backwards, warmup)
+
+
+def looped_bfs(p: int, m: int, v: int) -> Order:
+    """Breadth-first: all microbatches through a rank's stage before the next (arXiv:2211.05953).
+
+    With equal stages and m >= p the bubble is (p - 1) / (v m + p - 1) of the time, as in
+    interleaved 1F1B. A rank holds v * m microbatches of its stages. Backwards take the microbatches
+    from the last to the first, as in torch.
+    """
+
+    def actions(rank: int) -> Iterator[Action]:
+        stages = range(rank, p * v, p)
+        for stage in stages:
+            yield from (Action(Kind.FORWARD, stage, number) for number in range(m))
+        for stage in reversed(stages):
+            yield from (Action(Kind.BACKWARD, stage, number) for number in reversed(range(m)))
+
+    return tuple(tuple(actions(rank)) for rank in range(p))
 
 
 def interleaved_zero_bubble(rank: int, p: int, m: int, v: int) -> Iterator[tuple[Kind, int]]:
@@ -116,11 +141,18 @@ def _with_warmup(
     return forwards[:warmup] + [action for pair in pairs for action in pair] + backwards[steady:]
 
 
-GPIPE = Schedule(program=gpipe)
-ONE_F_ONE_B = Schedule(program=one_forward_one_backward)
-INTERLEAVED_1F1B = Schedule(program=interleaved_1f1b, interleaved=True, check=needs_equal_rounds)
+GPIPE = Schedule(program=gpipe, torch="GPipe")
+ONE_F_ONE_B = Schedule(program=one_forward_one_backward, torch="1F1B")
+INTERLEAVED_1F1B = Schedule(
+    program=interleaved_1f1b,
+    torch="Interleaved1F1B",
+    interleaved=True,
+    check=needs_equal_rounds,
+)
+LOOPED_BFS = Schedule(actions=looped_bfs, torch="LoopedBFS", interleaved=True)
 INTERLEAVED_ZERO_BUBBLE = Schedule(
     program=interleaved_zero_bubble,
+    torch="InterleavedZeroBubble",
     interleaved=True,
     splits_backward=True,
     check=needs_equal_rounds,

@@ -150,8 +150,11 @@ def pipeline_order(
         num_microbatches=num_microbatches,
         virtual_stages=virtual_stages,
     )
-    num = stages_per_rank(schedule, virtual_stages)
-    program = schedule_of(schedule).program
+    num, found = stages_per_rank(schedule, virtual_stages), schedule_of(schedule)
+    if found.actions:
+        return found.actions(num_ranks, num_microbatches, num)
+    program = found.program
+    assert program
     return tuple(
         tuple(
             action

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from titan_dit.config import catalog
 from titan_dit.config.dotted_names import look_up
@@ -165,6 +165,18 @@ def channels(order: Order, stage_ranks: Sequence[int]) -> Channels:
     return {pair: tuple(messages) for pair, messages in found.items()}
 
 
+class Call(NamedTuple):
+    """What a rank's host does next in a step."""
+
+    what: Literal["run", "receive", "send"]
+    """Compute an action; post the receive of a message; send one."""
+    action: Action
+    """The action, or the one that makes the message."""
+
+
+Calls: TypeAlias = tuple[tuple[Call, ...], ...]
+"""The calls of every pipeline rank, in sequence."""
+
 KEY = "[pipeline] schedule"
 
 
@@ -172,8 +184,13 @@ KEY = "[pipeline] schedule"
 class Schedule:
     """A row of `catalog.SCHEDULES`, or a user's own."""
 
-    program: Callable[[int, int, int, int], Program]
-    """(rank, ranks p, microbatches m, stages per rank v) -> the rank's actions, in order."""
+    program: Callable[[int, int, int, int], Program] | None = None
+    """(rank, ranks p, microbatches m, stages per rank v) -> the rank's actions, in order. Each
+    stage takes its microbatches by number."""
+    actions: Callable[[int, int, int], Order] | None = None
+    """Instead of `program`: (p, m, v) -> the actions of all ranks."""
+    torch: str | Callable[..., Any] | None = None
+    """torch's class with the same order, by its name for `get_schedule_class` or itself."""
     v_shaped: bool = False
     """Rank r holds stages r and 2p - 1 - r. Otherwise r, r + p, r + 2p, ..."""
     interleaved: bool = False
@@ -184,14 +201,26 @@ class Schedule:
     """(name, p, m, v): raise UserError if the schedule does not support m microbatches."""
 
     def __post_init__(self) -> None:
-        """Refuse a schedule that is both V-shaped and interleaved."""
+        """Refuse a schedule with two placements, or without exactly one source of actions."""
         if self.v_shaped and self.interleaved:
             raise UserError(f"{KEY}: a Schedule is v_shaped or interleaved, not both.")
+        if (self.program is None) == (self.actions is None):
+            raise UserError(f"{KEY}: a Schedule has a program or actions, and not both.")
 
 
 def schedule_of(name: str) -> Schedule:
     """The schedule that [pipeline] schedule names; UserError if there is none."""
     found = look_up(catalog.SCHEDULES, KEY, name)
+    if isinstance(found, type):
+        # Lazy: only a user's own class of torch's needs torch.distributed.pipelining here.
+        from titan_dit.pipeline.schedules import torch_classes
+
+        if torch_classes.is_torch_class(found):
+            return torch_classes.schedule_from(name, found)
     if not isinstance(found, Schedule):
-        raise UserError(f"{KEY}={show(name)} is a {type(found).__name__}, not a Schedule.")
+        what = found.__name__ if isinstance(found, type) else f"a {type(found).__name__}"
+        raise UserError(
+            f"{KEY}={show(name)} is {what}, neither a Schedule nor a class derived from torch's "
+            "PipelineScheduleSingle or PipelineScheduleMulti."
+        )
     return found

@@ -66,7 +66,13 @@ def needs_two_per_rank(name: str, p: int, m: int, v: int) -> None:
         )
 
 
-ZBV_ZERO_BUBBLE = Schedule(program=zbv_zero_bubble, v_shaped=True, splits_backward=True)
+ZBV_ZERO_BUBBLE = Schedule(
+    program=zbv_zero_bubble, torch="ZBVZeroBubble", v_shaped=True, splits_backward=True
+)
 DUALPIPEV = Schedule(
-    program=dualpipev, v_shaped=True, splits_backward=True, check=needs_two_per_rank
+    program=dualpipev,
+    torch="DualPipeV",
+    v_shaped=True,
+    splits_backward=True,
+    check=needs_two_per_rank,
 )

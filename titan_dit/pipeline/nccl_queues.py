@@ -1,0 +1,175 @@
+"""Simulates a step whose messages NCCL carries, from what each rank's host posts and when.
+
+NCCL runs the operations of one queue one after another. An operation starts when it is the first of
+its queue on both ends, and when the computations before it on both ends are done. A host never
+waits: computations wait for the messages that they use.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from titan_dit.pipeline.pipelined import Planned
+from titan_dit.pipeline.schedules.schedule import (
+    Action,
+    Call,
+    Calls,
+    Order,
+    channels,
+    inputs_of,
+    output_of,
+)
+from titan_dit.pipeline.schedules.simulator import Costs
+
+LATENCY = 0.02
+"""Time of a message, in forwards of an average stage."""
+
+QueueOf: TypeAlias = Callable[[int, int, int], Hashable]
+"""(rank, source, target) -> the queue on this rank of a message from `source` to `target`."""
+
+
+def one_for_each_direction(rank: int, source: int, target: int) -> Hashable:
+    """Queues of `P2PGroups`: one for each pair of ranks and direction."""
+    return rank, source, target
+
+
+def one_for_each_rank(rank: int, source: int, target: int) -> Hashable:
+    """Queues of one group for the whole pipeline before torch 2.13."""
+    return rank
+
+
+class _Noted:
+    """Stands for the groups of a rank: notes the receives that `Planned` posts."""
+
+    def __init__(self, rank: int, calls: list[Call]) -> None:
+        self.rank, self.calls = rank, calls
+
+    def receive(self, message: Any, source: int) -> list[Any]:
+        """Note a message, whose name stands for its buffers."""
+        self.calls.append(Call("receive", message))
+        return []
+
+
+def planned_calls(order: Order, stage_ranks: Sequence[int]) -> Calls:
+    """The calls of every rank in titan_dit's own loop, from `Planned` itself."""
+    sequences = channels(order, stage_ranks)
+    found = []
+    for rank, actions in enumerate(order):
+        calls: list[Call] = []
+        groups: Any = _Noted(rank, calls)
+        source: Any = Planned(stage_ranks, sequences, groups, (), torch.device("cpu"))
+        source.empty = lambda message: message
+        sent = {m for (sender, _), out in sequences.items() if sender == rank for m in out}
+        for action in source.actions(actions):
+            calls.append(Call("run", action))
+            if output_of(action) in sent:
+                calls.append(Call("send", output_of(action)))
+        found.append(tuple(calls))
+    return tuple(found)
+
+
+def makespan(
+    calls: Calls,
+    stage_ranks: Sequence[int],
+    costs: Costs,
+    queue_of: QueueOf = one_for_each_direction,
+) -> float | None:
+    """The time of the last action; None for a deadlock. `stage_ranks`: the rank of each stage."""
+    return _Ranks(calls, stage_ranks, costs, queue_of).run()
+
+
+def most_posted(calls: Calls) -> tuple[int, ...]:
+    """By rank: the most messages whose receive is posted and whose action has not ended."""
+    found = []
+    for line in calls:
+        num_stages = 1 + max(call.action.stage for each in calls for call in each)
+        posted: set[Action] = set()
+        most = 0
+        for what, action in line:
+            if what == "receive":
+                posted.add(action)
+                most = max(most, len(posted))
+            elif what == "run":
+                posted.difference_update(inputs_of(action, num_stages))
+        found.append(most)
+    return tuple(found)
+
+
+class _Ranks:
+    """Ranks that compute, and queues that carry their messages."""
+
+    def __init__(
+        self, calls: Calls, stage_ranks: Sequence[int], costs: Costs, queue_of: QueueOf
+    ) -> None:
+        self.num_stages, self.costs = len(stage_ranks), costs
+        self.order = tuple(
+            tuple(call.action for call in line if call.what == "run") for line in calls
+        )
+        sequences = channels(self.order, stage_ranks)
+        self.ends = {message: pair for pair, sent in sequences.items() for message in sent}
+        self.posts: dict[Action, list[tuple[int, int]]] = {}
+        """Message -> (rank, computations before it) of both ends."""
+        self.queues: dict[Hashable, deque[Action]] = {}
+        self.queues_of: dict[Action, list[Hashable]] = {}
+        for rank, line in enumerate(calls):
+            done = 0
+            for what, name in line:
+                if what == "run":
+                    done += 1
+                    continue
+                queue = queue_of(rank, *self.ends[name])
+                self.posts.setdefault(name, []).append((rank, done))
+                self.queues.setdefault(queue, deque()).append(name)
+                self.queues_of.setdefault(name, []).append(queue)
+        self.finished = [[0.0] for _ in calls]
+        """By rank: when its first n actions are done."""
+        self.free = dict.fromkeys(self.queues, 0.0)
+        self.arrived: dict[Action, float] = {}
+
+    def run(self) -> float | None:
+        """See `makespan`."""
+        progress = True
+        while progress:
+            progress = any([self.advance(rank) for rank in range(len(self.order))])
+            for queue in self.queues:
+                while self.deliver(queue):
+                    progress = True
+        pairs = zip(self.finished, self.order, strict=True)
+        if any(len(done) <= len(actions) for done, actions in pairs):
+            return None
+        return max(done[-1] for done in self.finished)
+
+    def advance(self, rank: int) -> bool:
+        """Run the actions of a rank whose messages have arrived."""
+        done = self.finished[rank]
+        before = len(done)
+        for action in self.order[rank][before - 1 :]:
+            inputs = inputs_of(action, self.num_stages)
+            needed = [m for m in inputs if m in self.ends and self.ends[m][1] == rank]
+            if any(m not in self.arrived for m in needed):
+                break
+            start = max([done[-1], *(self.arrived[m] for m in needed)])
+            done.append(start + self.costs[action.kind, action.stage])
+        return len(done) > before
+
+    def deliver(self, queue: Hashable) -> bool:
+        """Carry the first message of a queue, if both ends are there."""
+        if not self.queues[queue]:
+            return False
+        name = self.queues[queue][0]
+        both = self.queues_of[name]
+        if len(both) < 2 or any(self.queues[q][0] != name for q in both):
+            return False
+        if any(done >= len(self.finished[rank]) for rank, done in self.posts[name]):
+            return False
+        ready = [self.finished[rank][done] for rank, done in self.posts[name]]
+        ready += [self.free[q] for q in both]
+        self.arrived[name] = max(ready) + LATENCY
+        for q in both:
+            self.free[q] = self.arrived[name]
+            self.queues[q].popleft()
+        return True
