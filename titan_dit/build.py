@@ -258,12 +258,13 @@ def whole_token_executor(
         device,
         plan.dtype,
     )
-    if schedule := plan.runtime.torch:
+    if not plan.decides_at_run_time:
+        notes = [f"pipeline: {plan.runtime.line}"]
+        if not plan.runtime.torch:
+            return PipelinedExecutor(*given, notes=notes)
         from titan_dit.pipeline.torch_runtime import TorchExecutor
 
-        return TorchExecutor(*given, schedule=schedule)
-    if not plan.decides_at_run_time:
-        return PipelinedExecutor(*given)
+        return TorchExecutor(*given, schedule=plan.runtime.torch, notes=notes)
     from titan_dit.pipeline.run_time import DecidingExecutor, Decisions
     from titan_dit.pipeline.transports.choice import open_transport
 

@@ -148,6 +148,7 @@ def head(report: Report) -> Iterator[str]:
             f"pipe    {plan.pipeline.schedule}, "
             f"{sum(len(rank.layers) for rank in report.ranks)} stages; idle {idle:.1%} of the step"
         )
+        yield f"runtime {plan.runtime.line}"
         yield from order(plan, report.num_microbatches)
     if report.num_run < report.num_microbatches:
         rest = "memory and traffic of the rest are extrapolated"

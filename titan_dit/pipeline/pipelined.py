@@ -267,11 +267,12 @@ class PipelinedExecutor(Executor):
         microbatch_size: int,
         device: torch.device,
         dtype: torch.dtype,
+        notes: Sequence[str] = (),
     ) -> None:
-        """`dtype`: the compute dtype, see `TiedWeights`."""
+        """`dtype`: the compute dtype, see `TiedWeights`. `notes`: see `Executor`."""
         self.p2p, self.order, self.stage_ranks = p2p, order, stage_ranks
         self.shapes, self.loss, self.device = shapes, loss, device
-        self.microbatch_size = microbatch_size
+        self.microbatch_size, self.notes = microbatch_size, notes
         count = len(stage_ranks)
         self.stages = {
             index: Stage(part, index, count, shapes.stream) for index, part in sorted(parts.items())

@@ -7,6 +7,7 @@ same bits. Passes without a backward keep the own loop: they have other numbers 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from titan_dit.models.base import Stream
@@ -24,9 +25,9 @@ from titan_dit.pipeline.schedules.torch_classes import (
 class TorchExecutor(PipelinedExecutor):
     """Runs training passes by a schedule of torch's."""
 
-    def __init__(self, *planned: Any, schedule: ScheduleClass) -> None:
+    def __init__(self, *planned: Any, schedule: ScheduleClass, notes: Sequence[str] = ()) -> None:
         """`planned`: the arguments of `PipelinedExecutor`, with the order of `schedule`."""
-        super().__init__(*planned)
+        super().__init__(*planned, notes=notes)
         self.num_microbatches = num_microbatches_of(self.order)
         self.driven = [
             DrivenStage(
