@@ -69,7 +69,7 @@ def plan(monkeypatch, *words):
 def test_the_plan_of_a_run_is_written_and_its_gain_is_said(run, monkeypatch, capsys):
     plan(monkeypatch, "--memory", "1.25")
     said = capsys.readouterr().out
-    found = files.read_order(run.parent.parent / "order.csv")
+    found = files.read_order(run.parent.parent / "order.csv").order
     check(found, num_stages=8, num_microbatches=16)
     costs = measured()
     before, after = (
@@ -101,7 +101,7 @@ def test_a_plan_that_does_not_pay_says_so_and_is_the_planned_order(run, monkeypa
     said = capsys.readouterr().out
     assert "wrote order.csv, the planned order: no other is 1% faster within this memory" in said
     assert said.endswith("Stay with --pipeline.order planned\n")
-    assert files.read_order(run.parent.parent / "order.csv") == ORDER
+    assert files.read_order(run.parent.parent / "order.csv").order == ORDER
 
 
 def refused(monkeypatch, *words):

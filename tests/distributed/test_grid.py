@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,6 +13,7 @@ from tiny import randomize, tiny_config, torch_rng, whole
 from tiny_bert import bert_config
 from tiny_gpt import gpt_config
 
+from titan_dit.build import executor_of
 from titan_dit.data import loader
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.trainer import Trainer
@@ -231,7 +233,28 @@ def measure(world, config):
     loss = trainer.mesh.sum_loss(trainer.executor.step(prepared)).item()
     gradients = {name: whole(p.grad) for name, p in trainer.parameters.items()}
     norm = clip_norm(trainer.parameters.values(), 0).item()
+    if config.parallel.pp > 1:
+        assert_same_in_the_other_runtime(trainer, prepared, loss, gradients)
     return loss, gradients, norm, prediction
+
+
+def assert_same_in_the_other_runtime(trainer, prepared, loss, gradients):
+    """torch's runtime and the own loop give the same bits."""
+    for parameter in trainer.parameters.values():
+        parameter.grad = None
+    other = beside(trainer, "own" if trainer.plan.runtime.torch else "torch")
+    assert trainer.mesh.sum_loss(other.step(prepared)).item() == loss
+    for name, parameter in trainer.parameters.items():
+        assert torch.equal(whole(parameter.grad), gradients[name]), name
+
+
+def beside(trainer, runtime):
+    """Another executor of a trainer's stages."""
+    plan = replace(trainer.plan, pipeline=replace(trainer.plan.pipeline, runtime=runtime))
+    assert (plan.runtime.torch is None) == (runtime == "own")
+    stages = getattr(trainer.executor, "inner", trainer.executor).stages
+    parts = {index: stage.part for index, stage in stages.items()}
+    return executor_of(plan, trainer.objective, trainer.mesh, parts, trainer.world.device)
 
 
 def compare(found, expected):

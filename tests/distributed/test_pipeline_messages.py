@@ -1,4 +1,4 @@
-"""The loop of a pipeline: torch's bits, its messages, and how long it keeps tensors."""
+"""A pipeline's two runtimes: the same bits, their messages, and how long they keep tensors."""
 
 from unittest import mock
 
@@ -8,10 +8,13 @@ import torch.distributed as dist
 from harness import on_ranks
 from tiny import gradients, randomize, tiny_config
 from torch.distributed.device_mesh import DeviceMesh
-from torch_runtime import gradients_in_torch
 
 from titan_dit.parallel.p2p_groups import P2PGroups
+from titan_dit.pipeline.nccl_queues import most_posted
 from titan_dit.pipeline.pipelined import RECEIVES_AHEAD, Loop, Planned
+from titan_dit.pipeline.schedules import torch_classes
+from titan_dit.pipeline.schedules.schedule import schedule_of
+from titan_dit.pipeline.torch_runtime import TorchExecutor
 from titan_dit.trainer import Trainer
 
 MICROBATCHES = 8
@@ -19,34 +22,36 @@ SCHEDULES = {
     "gpipe": 1,
     "1f1b": 1,
     "interleaved_1f1b": 2,
+    "looped_bfs": 2,
     "interleaved_zero_bubble": 2,
     "zbv_zero_bubble": 1,
     "dualpipev": 1,
 }
-# torch 2.11 opens V pipelines by messages from a rank to itself, which gloo refuses. Its split
-# backward loses nodes that are written in Python, such as that of oneDNN's product.
-WITHOUT_TORCH = (
-    ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
-    if torch.__version__ < "2.12"
-    else ()
-)
+USERS = {"users_schedules:AllForward": 1, "users_schedules:Placed": 2, "users_schedules:Folded": 1}
 
 
-def trainer_of(world, schedule, virtual_stages, **parallel):
+def trainer_of(
+    world, schedule, virtual_stages, runtime="own", dtype="fp32", order=None, **parallel
+):
+    pipeline = {"schedule": schedule, "virtual_stages": virtual_stages, "runtime": runtime}
     config = tiny_config(
         model={"num_layers": 4},
         parallel={"pp": 2, **parallel},
-        pipeline={"schedule": schedule, "virtual_stages": virtual_stages},
+        pipeline=pipeline | ({"order": str(order)} if order else {}),
+        precision={"dtype": dtype},
         training={"global_batch_size": MICROBATCHES, "microbatch_size": 1},
     )
     trainer = Trainer(config, world)
+    assert isinstance(trainer.executor, TorchExecutor) == (runtime == "torch")
     randomize(trainer.parameters)
     return trainer
 
 
-def on_two_ranks(world):
+def on_two_ranks(world, files):
     return {
-        "bits": {name: both_gradients(world, name, v) for name, v in SCHEDULES.items()},
+        "bits": {name: both_gradients(world, name, v) for name, v in (SCHEDULES | USERS).items()},
+        "bits of files": [both_gradients(world, *file) for file in files],
+        "posted": {name: most_in_torchs_runtime(world, name, v) for name, v in SCHEDULES.items()},
         "buffers": {name: most_buffers(world, name, v) for name, v in SCHEDULES.items()},
         "messages": {name: messages(world, name, v) for name, v in SCHEDULES.items()},
         "groups": groups(world),
@@ -54,48 +59,98 @@ def on_two_ranks(world):
 
 
 @pytest.fixture(scope="module")
-def two_ranks():
-    return on_ranks(2, on_two_ranks)
+def two_ranks(tmp_path_factory):
+    return on_ranks(2, on_two_ranks, list(written(tmp_path_factory.mktemp("orders"))))
 
 
-def both_gradients(world, schedule, virtual_stages, **parallel):
-    """Ours, torch's with our order, torch's with its own, where torch has them."""
-    trainer = trainer_of(world, schedule, virtual_stages, **parallel)
-    found = {"ours": gradients(trainer)}
-    if schedule not in WITHOUT_TORCH:
-        found["torch"] = gradients_in_torch(trainer)
-    if schedule == "interleaved_1f1b":
-        found["torch's order"] = gradients_in_torch(trainer, own_order=True)
+def written(folder):
+    """Order files as torch writes them: (schedule, stages of a rank, runtimes, path)."""
+    for schedule, v, kind in (
+        ("interleaved_1f1b", 2, "pipeline_order"),
+        ("zbv_zero_bubble", 1, "pipeline_order_with_comms"),
+    ):
+        places = (0, 1, 0, 1) if v == 2 else (0, 1, 1, 0)
+        held = [index for index, place in enumerate(places) if place == 0]
+        stages = [torch_classes.DrivenStage(index, 4, 0, 2) for index in held]
+        made = torch_classes.torch_class(schedule_of(schedule))
+        rows = getattr(torch_classes.make(made, stages, MICROBATCHES), kind)
+        text = "".join(",".join(map(str, rows[rank])) + "\n" for rank in range(2))
+        path = folder / f"{schedule}.csv"
+        path.write_text("# as torch writes it\n" + text.replace("None", ""))
+        yield schedule, v, path
+
+
+def both_gradients(world, schedule, virtual_stages, order=None, **parallel):
+    """Loss and gradients by format, of our loop in the schedule's order and of torch's runtime."""
+    found = {}
+    for dtype in ("fp32", "bf16"):
+        own = trainer_of(world, schedule, virtual_stages, "own", dtype, **parallel)
+        torchs = trainer_of(world, schedule, virtual_stages, "torch", dtype, order, **parallel)
+        found[dtype] = gradients(own), gradients(torchs)
     return found
 
 
 def assert_equal_bits(found):
-    ours, expected = found.pop("ours"), found
-    for who, (loss, theirs) in expected.items():
-        assert ours[0] == loss, who
-        assert ours[1].keys() == theirs.keys()
-        assert all(torch.equal(ours[1][name], theirs[name]) for name in theirs), who
+    assert found.keys() == {"fp32", "bf16"}
+    for dtype, (ours, theirs) in found.items():
+        assert ours[0] == theirs[0], dtype
+        assert ours[1].keys() == theirs[1].keys()
+        assert all(torch.equal(ours[1][name], theirs[1][name]) for name in ours[1]), dtype
+        assert any(gradient.abs().sum() > 0 for gradient in ours[1].values())
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_loop_gives_the_bits_of_torchs_runtime(schedule, two_ranks):
+@pytest.mark.parametrize("schedule", SCHEDULES | USERS)
+def test_torchs_runtime_gives_the_bits_of_our_loop(schedule, two_ranks):
     for found in two_ranks:
-        case = found["bits"][schedule]
-        assert len(case) == 1 + (schedule not in WITHOUT_TORCH) + (schedule == "interleaved_1f1b")
-        assert_equal_bits(dict(case))
+        assert_equal_bits(found["bits"][schedule])
+
+
+def test_order_files_of_torchs_give_the_bits_of_the_schedule(two_ranks):
+    for found in two_ranks:
+        assert len(found["bits of files"]) == 2
+        for case in found["bits of files"]:
+            assert_equal_bits(case)
 
 
 def sharded_gradients(world):
-    cases = [("interleaved_1f1b", 2), ("interleaved_zero_bubble", 2)]
-    cases = [case for case in cases if case[0] not in WITHOUT_TORCH]
+    """With four stages on a rank torch would free and gather them in turn, if it knew of FSDP."""
+    cases = ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 2)
     return [both_gradients(world, *case, dp_shard=2) for case in cases]
 
 
-def test_the_loop_gives_the_bits_of_torchs_runtime_with_fsdp():
+def test_torchs_runtime_gives_the_bits_of_our_loop_with_fsdp():
     for cases in on_ranks(4, sharded_gradients):
-        assert cases
         for found in cases:
             assert_equal_bits(found)
+
+
+def most_in_torchs_runtime(world, schedule, virtual_stages):
+    """The most receives that were posted and not used in a step, and what the record says."""
+    most, post = [0], Planned.post
+
+    def counted(self, message):
+        post(self, message)
+        most[0] = max(most[0], len(self.arriving))
+
+    trainer = trainer_of(world, schedule, virtual_stages, "torch")
+    with mock.patch.object(Planned, "post", counted):
+        gradients(trainer)
+    plan = trainer.plan
+    calls = torch_classes.record(plan.runtime.torch, plan.stage_ranks, MICROBATCHES)
+    executor = trainer.executor
+    kept = [len(s.kept) + len(s.halves) + len(s.postponed) for s in executor.stages.values()]
+    idle = all(isinstance(stage.driver, torch_classes.Idle) for stage in executor.driven)
+    return most[0], most_posted(calls)[world.rank], sum(kept), idle
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_torchs_runtime_posts_what_its_record_says_and_keeps_nothing(schedule, two_ranks):
+    for found in two_ranks:
+        posted, recorded, kept, idle = found["posted"][schedule]
+        # A message counts in the record until its action has ended.
+        assert recorded - 1 <= posted <= recorded
+        assert kept == 0
+        assert idle
 
 
 def most_buffers(world, schedule, virtual_stages):

@@ -17,20 +17,19 @@ def test_an_order_comes_back_from_its_file(schedule, tmp_path):
     assert path.read_text() == to_csv(order)
     files.write_order(path, order, [f"schedule {schedule}", "for 6 microbatches"])
     assert path.read_text().startswith(f"# schedule {schedule}\n# for 6 microbatches\n0F0,")
-    assert files.read_order(path) == order
+    assert files.read_order(path) == (order, False)
 
 
-def test_spaces_empty_lines_and_a_spreadsheet_s_marks_do_no_harm(tmp_path):
+def test_spaces_bubbles_empty_lines_and_a_spreadsheet_s_marks_do_no_harm(tmp_path):
     path = tmp_path / "order.csv"
-    path.write_bytes(b"\xef\xbb\xbf# by hand\r\n\r\n0F0, 0B0,\r\n 1F0,1B0\r\n")
-    assert to_csv(files.read_order(path)) == "0F0,0B0\n1F0,1B0\n"
+    path.write_bytes(b"\xef\xbb\xbf# by hand\r\n\r\n0F0, ,, 0B0,\r\n 1F0,1B0\r\n")
+    assert to_csv(files.read_order(path).order) == "0F0,0B0\n1F0,1B0\n"
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         (b"0F0,0B0\n1F0,1X0\n", 'line 2: "1X0" is not an action: stage, F, B, I or W'),
-        (b"0F0,,0B0\n", 'line 1: "" is not an action'),
         (b"# a comment\nrank,actions\n", 'line 2: "rank" is not an action'),
         ("\u0661F0\n".encode(), "is not an action"),
         (b"0F" + b"1" * 5000, r'line 1: "0F111111111111111111\.\.\." is not an action'),

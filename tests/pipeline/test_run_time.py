@@ -8,7 +8,7 @@ import torch
 
 from titan_dit.pipeline import pipelined, run_time
 from titan_dit.pipeline.events import PipelineEvent, unmarked
-from titan_dit.pipeline.pipelined import Loop
+from titan_dit.pipeline.pipelined import Loop, Microbatches
 from titan_dit.pipeline.run_time import Deciding, DecidingExecutor, DeviceQueue
 from titan_dit.pipeline.schedules.decider import Decider
 from titan_dit.pipeline.schedules.placement import pipeline_order
@@ -160,7 +160,8 @@ def test_nothing_is_posted_beyond_what_the_window_and_one_message_per_stage_take
 def test_a_pass_ends_when_everything_has_left():
     transport = AtOnce()
     stages = {0: SimpleNamespace(stream=())}
-    Loop(stages, 4, source(transport, Alone())).run([], [], [], lambda *_: None)
+    nothing = Microbatches([], [], lambda *_: None)
+    Loop(stages, 4, source(transport, Alone()), nothing).run([])
     assert transport.said == [("flush", None)]
 
 
@@ -196,7 +197,7 @@ def test_replicas_reduce_their_stages_in_one_sequence_when_all_is_done(late, mon
     executor.stages = {2: Idle(2), 0: Idle(0)}
     executor.transport, executor.decisions = AtOnce(late), Alone()
     executor.mark = lambda moment, what: moment is PipelineEvent.ENDS and said.append(str(what))
-    executor.learn([{}] * 4, [{}] * 4, lambda *_: None)
+    executor.learn(Microbatches([{}] * 4, [{}] * 4, lambda *_: None))
     assert len(said) == len(ORDER[0]) + 2
     assert said[-2:] == [0, 2]
     assert executor.transport.said[-1] == ("flush", None)

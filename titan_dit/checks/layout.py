@@ -13,6 +13,7 @@ from titan_dit.parallel.mesh import axes
 from titan_dit.parallel.tensor import TensorPlan, shard_dim
 from titan_dit.pipeline.schedules.placement import check_schedule, check_split
 from titan_dit.pipeline.schedules.proof import check
+from titan_dit.pipeline.schedules.schedule import schedule_of
 from titan_dit.plan import RunPlan
 
 
@@ -237,7 +238,13 @@ def check_pipeline(plan: RunPlan) -> None:
     if ":" in pipeline.schedule:
         try:
             order = plan.order(plan.num_microbatches)
-            check(order, num_stages=stages, num_microbatches=plan.num_microbatches)
+            check(
+                order,
+                num_stages=stages,
+                num_microbatches=plan.num_microbatches,
+                # torch's breadth-first class and others run backwards from the last microbatch on.
+                in_sequence=schedule_of(pipeline.schedule).actions is None,
+            )
         except ValueError as error:
             raise UserError(f"[pipeline] schedule={show(pipeline.schedule)}: {error}") from None
     if plan.parallel.reshard_after_forward == "always":

@@ -72,6 +72,8 @@ def choose(
         )
     if pipeline.runtime == "own":
         return Runtime('own loop (runtime="own")')
+    if file and pipeline.runtime == "auto" and not must:
+        return Runtime(f"own loop: order={show(pipeline.order)} is a plan for it")
     try:
         schedule, calls = fitting(pipeline, order, stage_ranks, file)
     except Unfit as error:
