@@ -1,6 +1,6 @@
 """Measured pipeline bubbles against the simulator: `python benchmarks/bubble.py`.
 
-Four gloo ranks run every schedule through the trainer's executor. Stages only sleep for known
+Four gloo ranks run every schedule through both of the trainer's runtimes in turn. Stages only sleep for known
 times: in forward, for the input gradient and for the weight gradient. Any other time is bubble,
 communication and the loop.
 """
@@ -16,22 +16,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from remat import Storages
 from report import finish
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_dit.execution import Output
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel.p2p_groups import P2PGroups
-from titan_dit.pipeline.pipelined import PipelinedExecutor
+from titan_dit.pipeline.events import PipelineEvent, unmarked
+from titan_dit.pipeline.pipelined import PipelinedExecutor, Planned
 from titan_dit.pipeline.schedules.placement import pipeline_order, rank_of_stage, stages_of_rank
 from titan_dit.pipeline.schedules.schedule import Kind, neighbours, schedule_of
 from titan_dit.pipeline.schedules.simulator import Costs, simulate
+from titan_dit.pipeline.schedules.torch_classes import torch_class
 from titan_dit.pipeline.stage import Shapes
+from titan_dit.pipeline.torch_runtime import TorchExecutor
 
 TOKENS, WIDTH = 2, 4
 FORWARD, INPUT, WEIGHT = 1.0, 1.0, 1.0
@@ -160,44 +166,75 @@ def run_case(case: Case, rank: int, repeats: int) -> Ran:
         [rank_of_stage(case.schedule, stage, case.num_ranks) for stage in range(last + 1)],
     )
     links.open(neighbours(stage_ranks))
-    executor = PipelinedExecutor(
-        parts,  # type: ignore[arg-type]
+    given = (
+        parts,
         links,
         case.order,
         stage_ranks,
-        Shapes(
-            stream=stream,
-            predictions=stream,
-            losses=torch.empty(shape[:2], device="meta"),
-        ),
+        Shapes(stream=stream, predictions=stream, losses=torch.empty(shape[:2], device="meta")),
         mean,
         1,
         torch.device("cpu"),
         torch.float32,
     )
+    schedule = torch_class(schedule_of(case.schedule))
+    executors: dict[str, PipelinedExecutor] = {
+        "own": PipelinedExecutor(*given),  # type: ignore[arg-type]
+        "torch": TorchExecutor(*given, schedule=schedule),
+    }
     tokens = torch.randn(rows, TOKENS, WIDTH)
     prepared = Prepared({"tokens": tokens}, {"x": tokens}, torch.ones(rows), float(rows))
-    timed = [watch(stage) for stage in executor.stages.values()]
-    spans = []
-    for _ in range(repeats + 1):
-        for log in timed:
-            log.clear()  # The first step also opens connections.
-        dist.barrier()
-        start = time.monotonic()
+    held = {name: most_held(executor, prepared) for name, executor in executors.items()}
+    timed = [watch(stage) for stage in executors["own"].stages.values()]
+    spans: dict[str, list[tuple[float, float]]] = {name: [] for name in executors}
+    took: list[dict[tuple[Kind, int, int], float]] = []
+    for _ in range(repeats):
+        for name, executor in executors.items():
+            for log in timed:
+                log.clear()
+            dist.barrier()
+            start = time.monotonic()
+            executor.step(prepared)
+            spans[name].append((start, time.monotonic()))
+            took = [dict(log) for log in timed] if name == "own" else took
+    return Ran(spans, {key: value for log in took for key, value in log.items()}, held)
+
+
+def most_held(executor: PipelinedExecutor, prepared: Prepared) -> float:
+    """Peak of the live tensors of a step, in streams; the step also opens connections.
+
+    Without sent outputs: gloo never reports that one has left.
+    """
+    live, most = Storages(), 0
+
+    def mark(event: PipelineEvent, what: object) -> None:
+        nonlocal most
+        most = max(most, live.live_bytes(()))
+
+    executor.mark = mark
+    with live, mock.patch.object(Planned, "send", send_a_copy):
         executor.step(prepared)
-        spans.append((start, time.monotonic()))
-        took = [dict(log) for log in timed]
-    return Ran(spans[1:], {key: value for log in took for key, value in log.items()})
+    executor.mark = unmarked
+    return most / (TOKENS * WIDTH * torch.float32.itemsize)
+
+
+def send_a_copy(source: Any, message: Any, tensors: Any, send: Any = Planned.send) -> None:
+    """Send what no tracked storage holds."""
+    with _disable_current_modes():  # type: ignore[no-untyped-call]
+        copies = tuple(tensor.clone() for tensor in tensors)
+    send(source, message, copies)
 
 
 @dataclass(frozen=True)
 class Ran:
     """Measurements of one rank, in seconds of the machine's monotonic clock."""
 
-    spans: list[tuple[float, float]]
-    """Start and end of the step of each repeat."""
+    spans: dict[str, list[tuple[float, float]]]
+    """Start and end of the step of each repeat, by runtime."""
     took: dict[tuple[Kind, int, int], float]
-    """Seconds of each action of the last repeat, by kind, stage and microbatch."""
+    """Seconds of each action of the own loop's last repeat, by kind, stage and microbatch."""
+    held: dict[str, float]
+    """Peak of live tensors, in streams, by runtime."""
 
 
 def watch(stage: Any) -> dict[tuple[Kind, int, int], float]:
@@ -270,7 +307,7 @@ def row_of(case: Case, ran: Sequence[Ran]) -> dict[str, Any]:
         for (kind, stage, _), seconds in rank.took.items():
             took.setdefault((kind, stage), []).append(seconds)
     busy = sum(sum(of_one) for of_one in took.values())
-    start, end = zip(*(rank.spans[-1] for rank in ran), strict=True)
+    start, end = zip(*(rank.spans["own"][-1] for rank in ran), strict=True)
     measured = 1 - busy / (case.num_ranks * (max(end) - min(start)))
     costs = {key: statistics.mean(of_one) for key, of_one in took.items()}
     simulated = simulate(case.order, costs).idle_fraction
@@ -287,7 +324,16 @@ def row_of(case: Case, ran: Sequence[Ran]) -> dict[str, Any]:
         "measured": round(measured, 4),
         "measured / simulated": round(measured / simulated, 3),
         "step, measured / simulated": round((1 - simulated) / (1 - measured), 4),
+        "step, torch / own": round(steps(ran, "torch") / steps(ran, "own"), 4),
+        "peak in streams, own": max(rank.held["own"] for rank in ran),
+        "peak in streams, torch": max(rank.held["torch"] for rank in ran),
     }
+
+
+def steps(ran: Sequence[Ran], runtime: str) -> float:
+    """The median seconds of a step, from its first rank's start to its last rank's end."""
+    repeats = zip(*(rank.spans[runtime] for rank in ran), strict=True)
+    return statistics.median(max(e for _, e in each) - min(s for s, _ in each) for each in repeats)
 
 
 def main() -> None:
@@ -302,6 +348,7 @@ def main() -> None:
         "gpipe": 1,
         "1f1b": 1,
         "interleaved_1f1b": 2,
+        "looped_bfs": 2,
         "interleaved_zero_bubble": 2,
         "zbv_zero_bubble": 1,
         "dualpipev": 1,

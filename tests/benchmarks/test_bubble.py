@@ -17,6 +17,8 @@ def test_ranks_wait_as_long_as_the_simulator_says(tmp_path):
     for row in rows:
         # The overhead of the loop and gloo is about a millisecond per action.
         assert row["step, measured / simulated"] == pytest.approx(1, abs=0.03), row
+        assert row["step, torch / own"] == pytest.approx(1, abs=0.03), row
+        assert row["peak in streams, torch"] <= row["peak in streams, own"] + 1, row
     for row in rows[:2]:
         assert row["measured / simulated"] == pytest.approx(1, abs=0.03), row
         assert row["idle, simulated"] == pytest.approx(row["theory"], abs=1e-4)
