@@ -1,8 +1,8 @@
 """Measured pipeline bubbles against the simulator: `python benchmarks/bubble.py`.
 
-Four gloo ranks run every schedule through both of the trainer's runtimes in turn. Stages only sleep for known
-times: in forward, for the input gradient and for the weight gradient. Any other time is bubble,
-communication and the loop.
+Four gloo ranks run every schedule through the trainer's own loop and through torch's runtime, in
+turn. Stages only sleep for known times: in forward, for the input gradient and for the weight
+gradient. Any other time is bubble, communication and the loop.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from titan_dit.objectives.base import Prepared
 from titan_dit.parallel.p2p_groups import P2PGroups
 from titan_dit.pipeline.events import PipelineEvent, unmarked
 from titan_dit.pipeline.pipelined import PipelinedExecutor, Planned
+from titan_dit.pipeline.runtimes import Runtime
 from titan_dit.pipeline.schedules.placement import pipeline_order, rank_of_stage, stages_of_rank
 from titan_dit.pipeline.schedules.schedule import Kind, neighbours, schedule_of
 from titan_dit.pipeline.schedules.simulator import Costs, simulate
@@ -177,10 +178,10 @@ def run_case(case: Case, rank: int, repeats: int) -> Ran:
         torch.device("cpu"),
         torch.float32,
     )
-    schedule = torch_class(schedule_of(case.schedule))
+    runtime = Runtime("", torch_class(schedule_of(case.schedule)))
     executors: dict[str, PipelinedExecutor] = {
         "own": PipelinedExecutor(*given),  # type: ignore[arg-type]
-        "torch": TorchExecutor(*given, schedule=schedule),
+        "torch": TorchExecutor(*given, runtime=runtime),
     }
     tokens = torch.randn(rows, TOKENS, WIDTH)
     prepared = Prepared({"tokens": tokens}, {"x": tokens}, torch.ones(rows), float(rows))

@@ -24,6 +24,7 @@ class AllForward(PipelineScheduleSingle):
     """One stage of a rank: forwards, then backwards from the last microbatch on."""
 
     numbers = staticmethod(range)
+    sends_gradients = True
 
     def _step_microbatches(
         self, arg_mbs=None, kwarg_mbs=None, target_mbs=None, losses=None, *_, **__
@@ -37,7 +38,8 @@ class AllForward(PipelineScheduleSingle):
         for number in reversed(self.numbers(count)):
             self.wait(stage.get_bwd_recv_ops(number))
             stage.backward_one_chunk(number, loss=self._maybe_get_loss(stage, number))
-            self.wait(stage.get_bwd_send_ops(number))
+            if self.sends_gradients:
+                self.wait(stage.get_bwd_send_ops(number))
         stage.perform_reduce_grad(1)
 
     @staticmethod
@@ -52,12 +54,10 @@ class Forgetful(AllForward):
     numbers = staticmethod(lambda count: range(count - 1))
 
 
-class Deadlocked(AllForward):
-    """Each rank first waits for its neighbour's gradient."""
+class Silent(AllForward):
+    """Sends no gradients."""
 
-    def _step_microbatches(self, *args, **kwargs):
-        self.wait(self._stage.get_bwd_recv_ops(0))
-        super()._step_microbatches(*args, **kwargs)
+    sends_gradients = False
 
 
 class Placed(PipelineScheduleMulti):

@@ -264,7 +264,7 @@ def whole_token_executor(
             return PipelinedExecutor(*given, notes=notes)
         from titan_dit.pipeline.torch_runtime import TorchExecutor
 
-        return TorchExecutor(*given, schedule=plan.runtime.torch, notes=notes)
+        return TorchExecutor(*given, runtime=plan.runtime, notes=notes)
     from titan_dit.pipeline.run_time import DecidingExecutor, Decisions
     from titan_dit.pipeline.transports.choice import open_transport
 

@@ -46,9 +46,6 @@ from titan_dit.pipeline.schedules.schedule import Kind, Order, num_microbatches_
 if TYPE_CHECKING:
     from titan_dit.pipeline.runtimes import Runtime
 
-SAVED_OF_LAYER = {"none": 17, "attention": 16, "selective": 11, "full": 1}
-"""Activations that a compiled layer saves, in units of its input (docs/remat.md)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
@@ -196,7 +193,6 @@ class RunPlan:
             self.order(self.num_microbatches),
             tuple(self.stage_ranks),
             self.order_file,
-            SAVED_OF_LAYER[self.activation_checkpoint.mode] * min(map(len, self.stage_layers)),
         )
 
     @property

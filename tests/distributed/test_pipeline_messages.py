@@ -10,7 +10,6 @@ from tiny import gradients, randomize, tiny_config
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_dit.parallel.p2p_groups import P2PGroups
-from titan_dit.pipeline.nccl_queues import most_posted
 from titan_dit.pipeline.pipelined import RECEIVES_AHEAD, Loop, Planned
 from titan_dit.pipeline.schedules import torch_classes
 from titan_dit.pipeline.schedules.schedule import schedule_of
@@ -51,8 +50,10 @@ def on_two_ranks(world, files):
     return {
         "bits": {name: both_gradients(world, name, v) for name, v in (SCHEDULES | USERS).items()},
         "bits of files": [both_gradients(world, *file) for file in files],
-        "posted": {name: most_in_torchs_runtime(world, name, v) for name, v in SCHEDULES.items()},
-        "buffers": {name: most_buffers(world, name, v) for name, v in SCHEDULES.items()},
+        "buffers": {
+            runtime: {name: most_buffers(world, name, v, runtime) for name, v in SCHEDULES.items()}
+            for runtime in ("own", "torch")
+        },
         "messages": {name: messages(world, name, v) for name, v in SCHEDULES.items()},
         "groups": groups(world),
     }
@@ -124,36 +125,7 @@ def test_torchs_runtime_gives_the_bits_of_our_loop_with_fsdp():
             assert_equal_bits(found)
 
 
-def most_in_torchs_runtime(world, schedule, virtual_stages):
-    """The most receives that were posted and not used in a step, and what the record says."""
-    most, post = [0], Planned.post
-
-    def counted(self, message):
-        post(self, message)
-        most[0] = max(most[0], len(self.arriving))
-
-    trainer = trainer_of(world, schedule, virtual_stages, "torch")
-    with mock.patch.object(Planned, "post", counted):
-        gradients(trainer)
-    plan = trainer.plan
-    calls = torch_classes.record(plan.runtime.torch, plan.stage_ranks, MICROBATCHES)
-    executor = trainer.executor
-    kept = [len(s.kept) + len(s.halves) + len(s.postponed) for s in executor.stages.values()]
-    idle = all(isinstance(stage.driver, torch_classes.Idle) for stage in executor.driven)
-    return most[0], most_posted(calls)[world.rank], sum(kept), idle
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_torchs_runtime_posts_what_its_record_says_and_keeps_nothing(schedule, two_ranks):
-    for found in two_ranks:
-        posted, recorded, kept, idle = found["posted"][schedule]
-        # A message counts in the record until its action has ended.
-        assert recorded - 1 <= posted <= recorded
-        assert kept == 0
-        assert idle
-
-
-def most_buffers(world, schedule, virtual_stages):
+def most_buffers(world, schedule, virtual_stages, runtime):
     """The most messages that had been posted and not used during a step, and after it."""
     most, loops, post, create = [0], [], Planned.post, Loop.__init__
 
@@ -165,7 +137,7 @@ def most_buffers(world, schedule, virtual_stages):
         create(self, *args)
         loops.append(self)
 
-    trainer = trainer_of(world, schedule, virtual_stages)
+    trainer = trainer_of(world, schedule, virtual_stages, runtime)
     with mock.patch.object(Planned, "post", counted), mock.patch.object(Loop, "__init__", noted):
         gradients(trainer)
     (loop,) = loops
@@ -175,10 +147,11 @@ def most_buffers(world, schedule, virtual_stages):
     return most[0], kept, len(loop.source.arriving) + len(loop.made)
 
 
+@pytest.mark.parametrize("runtime", ["own", "torch"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_rank_holds_few_messages_and_nothing_after_a_step(schedule, two_ranks):
+def test_a_rank_holds_few_messages_and_nothing_after_a_step(schedule, runtime, two_ranks):
     for found in two_ranks:
-        most, kept, left = found["buffers"][schedule]
+        most, kept, left = found["buffers"][runtime][schedule]
         # One in use, and the inputs of the next actions, whatever the number of microbatches.
         assert 1 <= most <= 1 + RECEIVES_AHEAD
         assert not any(kept)

@@ -136,9 +136,10 @@ def test_activations_held_are_those_of_the_papers(p, m):
         assert peaks("dualpipev") == (2 * p + 1,) * p
 
 
-def test_schedules_load_no_torch():
+def test_schedules_but_for_torchs_classes_load_no_torch():
     folder = ROOT / "titan_dit/pipeline/schedules"
-    modules = [f"titan_dit.pipeline.schedules.{p.stem}" for p in folder.glob("*.py")]
+    names = {path.stem for path in folder.glob("*.py")} - {"torch_classes"}
+    modules = [f"titan_dit.pipeline.schedules.{name}" for name in sorted(names)]
     assert len(modules) > 5
     program = f"import sys, {', '.join(modules)}; print('torch' in sys.modules)"
     done = subprocess.run(

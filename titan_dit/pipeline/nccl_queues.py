@@ -8,7 +8,7 @@ waits: computations wait for the messages that they use.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -54,8 +54,15 @@ class _Noted:
         return []
 
 
-def planned_calls(order: Order, stage_ranks: Sequence[int]) -> Calls:
-    """The calls of every rank in titan_dit's own loop, from `Planned` itself."""
+Sends: TypeAlias = Sequence[Mapping[Action, Sequence[Action]]]
+"""By rank: action -> the messages that are sent after it, before the next action."""
+
+
+def planned_calls(order: Order, stage_ranks: Sequence[int], sends: Sends | None = None) -> Calls:
+    """The calls of every rank if receives are posted as by `Planned`, from `Planned` itself.
+
+    `stage_ranks`: the rank of each stage. `sends`: None sends each output at once.
+    """
     sequences = channels(order, stage_ranks)
     found = []
     for rank, actions in enumerate(order):
@@ -63,13 +70,29 @@ def planned_calls(order: Order, stage_ranks: Sequence[int]) -> Calls:
         groups: Any = _Noted(rank, calls)
         source: Any = Planned(stage_ranks, sequences, groups, (), torch.device("cpu"))
         source.empty = lambda message: message
-        sent = {m for (sender, _), out in sequences.items() if sender == rank for m in out}
+        own = {m for (sender, _), out in sequences.items() if sender == rank for m in out}
         for action in source.actions(actions):
             calls.append(Call("run", action))
-            if output_of(action) in sent:
-                calls.append(Call("send", output_of(action)))
+            output = output_of(action)
+            at_once = [output] if output in own else []
+            sent = at_once if sends is None else sends[rank].get(action, ())
+            calls += [Call("send", message) for message in sent]
         found.append(tuple(calls))
     return tuple(found)
+
+
+def sends_of(calls: Calls) -> Sends:
+    """The sends of recorded calls."""
+    found: list[dict[Action, list[Action]]] = []
+    for line in calls:
+        sent: dict[Action, list[Action]] = {}
+        for what, action in line:
+            if what == "run":
+                latest = sent.setdefault(action, [])
+            elif what == "send":
+                latest.append(action)
+        found.append(sent)
+    return found
 
 
 def makespan(
@@ -80,23 +103,6 @@ def makespan(
 ) -> float | None:
     """The time of the last action; None for a deadlock. `stage_ranks`: the rank of each stage."""
     return _Ranks(calls, stage_ranks, costs, queue_of).run()
-
-
-def most_posted(calls: Calls) -> tuple[int, ...]:
-    """By rank: the most messages whose receive is posted and whose action has not ended."""
-    found = []
-    for line in calls:
-        num_stages = 1 + max(call.action.stage for each in calls for call in each)
-        posted: set[Action] = set()
-        most = 0
-        for what, action in line:
-            if what == "receive":
-                posted.add(action)
-                most = max(most, len(posted))
-            elif what == "run":
-                posted.difference_update(inputs_of(action, num_stages))
-        found.append(most)
-    return tuple(found)
 
 
 class _Ranks:

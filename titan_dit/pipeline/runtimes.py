@@ -1,33 +1,32 @@
 """Which runtime performs a planned order: a schedule class of torch's, or titan_dit's own loop.
 
-Both compute the same bits. "auto" takes torch's if its class runs the same actions, if a step lasts
-as long in NCCL's queues, and if it holds no more memory: all read from a record of what the class
-asks of its stages (schedules/torch_classes.py).
+Both compute the same bits and hold the same tensors. "auto" takes torch's if its class runs the
+planned actions and a step lasts as long in NCCL's queues. Both are read from a record of what the
+class asks of its stages (schedules/torch_classes.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from titan_dit.config.layout import PipelineConfig
 from titan_dit.config.section import UserError, show
-from titan_dit.pipeline.nccl_queues import makespan, most_posted, planned_calls
+from titan_dit.pipeline.nccl_queues import makespan, planned_calls, sends_of
 from titan_dit.pipeline.schedules import torch_classes
 from titan_dit.pipeline.schedules.files import ORDER_REMEDY, OrderFile
 from titan_dit.pipeline.schedules.schedule import (
     Calls,
     Order,
     num_microbatches_of,
-    peak_activations,
     schedule_of,
 )
 from titan_dit.pipeline.schedules.simulator import stage_costs
 
 TOLERANCE = 0.02
-"""The share of a step, and of the activations of a rank, that torch's runtime may need more."""
+"""The share of a step that torch's runtime may take longer."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,9 @@ class Runtime:
     """Console text: what runs, and why."""
     torch: Callable[..., Any] | None = None
     """torch's schedule class, or what makes its schedule; None for the own loop."""
+    posts: bool = False
+    """torch's schedule says when receives are posted, too. Otherwise they are posted as in the own
+    loop: torch's classes post most of them when their action is next, and then wait for them."""
 
 
 class Unfit(ValueError):
@@ -54,12 +56,10 @@ def choose(
     order: Order,
     stage_ranks: Sequence[int],
     file: OrderFile | None,
-    saved: float,
 ) -> Runtime:
     """The runtime that [pipeline] `runtime` asks for.
 
     `order`: the planned actions, of `file` if there is one. `stage_ranks`: the rank of each stage.
-    `saved`: activations that a stage saves of a microbatch, in units of its input.
 
     Raises:
         UserError: torch's runtime cannot run this pipeline, but must.
@@ -81,20 +81,24 @@ def choose(
             raise UserError(f"[pipeline] runtime={show(pipeline.runtime)}: {error}") from None
         return Runtime(f"own loop: {error.reason}")
     name = f"torch's {getattr(schedule, '__name__', 'runtime, by an order file')}"
+    if file and file.has_messages:
+        return Runtime(f"{name}, whose messages it sends", schedule, posts=True)
     if pipeline.runtime == "torch":
         return Runtime(f'{name} (runtime="torch")', schedule)
-    if must:
-        return Runtime(f"{name}, whose messages it sends", schedule)
-    own = planned_calls(order, stage_ranks)
-    for loss in losses(own, calls, order, stage_ranks, saved):
-        return Runtime(f"own loop: {name} {loss}")
+    own, torchs = (
+        simulated(each, stage_ranks) for each in (planned_calls(order, stage_ranks), calls)
+    )
+    assert own
+    assert torchs
+    if torchs > (1 + TOLERANCE) * own:
+        return Runtime(f"own loop: {name} would take {torchs / own:.2f} of its time (simulated)")
     return Runtime(f"{name}: as fast as the own loop (simulated)", schedule)
 
 
 def fitting(
     pipeline: PipelineConfig, order: Order, stage_ranks: Sequence[int], file: OrderFile | None
 ) -> tuple[torch_classes.ScheduleClass, Calls]:
-    """The schedule of torch's for a pipeline, and what it asks of the stages; raises Unfit."""
+    """The schedule of torch's for a pipeline, and the calls of a step; raises Unfit."""
     if pipeline.order == "run_time":
         raise Unfit(
             'order="run_time" decides within a step', 'Set order = "planned", or runtime = "auto"'
@@ -122,22 +126,13 @@ def fitting(
         raise Unfit(f"{where}: {torch_classes.one_line(error).rstrip('.')}", fix) from error
     if torch_classes.order_of(calls) != order:
         raise Unfit(f"{where}: torch's class runs another order of actions", fix)
-    if makespan(calls, stage_ranks, stage_costs([1.0] * len(stage_ranks))) is None:
-        raise Unfit(f"{where}: its messages deadlock", fix)
+    if not (file and file.has_messages):
+        calls = planned_calls(order, stage_ranks, sends_of(calls))
+    if simulated(calls, stage_ranks) is None:
+        raise Unfit(f"{where}: a rank waits for a message that is never sent", fix)
     return schedule, calls
 
 
-def losses(
-    own: Calls, torchs: Calls, order: Order, stage_ranks: Sequence[int], saved: float
-) -> Iterator[str]:
-    """Yield what torch's runtime costs beyond TOLERANCE, in time and in memory."""
-    costs = stage_costs([1.0] * len(stage_ranks))
-    ours, theirs = (makespan(calls, stage_ranks, costs) for calls in (own, torchs))
-    assert ours
-    assert theirs
-    if theirs > (1 + TOLERANCE) * ours:
-        yield f"would take {theirs / ours:.2f} of its time (simulated)"
-    held = zip(most_posted(torchs), most_posted(own), peak_activations(order), strict=True)
-    share = max((many - few) / (peak * saved) for many, few, peak in held)
-    if share > TOLERANCE:
-        yield f"would hold {share:.0%} more memory in receive buffers"
+def simulated(calls: Calls, stage_ranks: Sequence[int]) -> float | None:
+    """The time of a step with equal stages; None for a deadlock."""
+    return makespan(calls, stage_ranks, stage_costs([1.0] * len(stage_ranks)))

@@ -1,8 +1,8 @@
 """Runs a pipeline by a schedule class of torch.distributed.pipelining.
 
-torch's `step()` says which stage runs which microbatch next, and when its messages are posted and
-sent. The stages compute and communicate as in titan_dit's own loop: losses and gradients have the
-same bits. Passes without a backward keep the own loop: they have other numbers of microbatches.
+torch's `step()` says which stage runs which microbatch next, and when its output is sent. The
+stages compute and communicate as in titan_dit's own loop: losses and gradients have the same bits.
+Passes without a backward keep the own loop: they have other numbers of microbatches.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from titan_dit.config.section import UserError
 from titan_dit.models.base import Stream
 from titan_dit.pipeline.pipelined import Loop, Microbatches, PipelinedExecutor, Planned
+from titan_dit.pipeline.runtimes import Runtime
 from titan_dit.pipeline.schedules.schedule import Action, num_microbatches_of
 from titan_dit.pipeline.schedules.torch_classes import (
     DrivenStage,
-    ScheduleClass,
     driven,
     make,
     step,
@@ -25,28 +26,31 @@ from titan_dit.pipeline.schedules.torch_classes import (
 class TorchExecutor(PipelinedExecutor):
     """Runs training passes by a schedule of torch's."""
 
-    def __init__(self, *planned: Any, schedule: ScheduleClass, notes: Sequence[str] = ()) -> None:
-        """`planned`: the arguments of `PipelinedExecutor`, with the order of `schedule`."""
+    def __init__(self, *planned: Any, runtime: Runtime, notes: Sequence[str] = ()) -> None:
+        """`planned`: the arguments of `PipelinedExecutor`, with the order of the runtime."""
         super().__init__(*planned, notes=notes)
-        self.num_microbatches = num_microbatches_of(self.order)
+        assert runtime.torch
+        self.num_microbatches, self.posts = num_microbatches_of(self.order), runtime.posts
         self.driven = [
             DrivenStage(
                 index, len(self.stage_ranks), self.p2p.rank, len(self.order), part=stage.part
             )
             for index, stage in self.stages.items()
         ]
-        self.schedule = make(schedule, self.driven, self.num_microbatches)
+        self.schedule = make(runtime.torch, self.driven, self.num_microbatches)
 
     def learn(self, work: Microbatches) -> None:
         """See `PipelinedExecutor.learn`."""
         source = self.source(Asked, self.channels)
-        with driven(self.driven, LoopDriver(self.loop(source, work), source)):
+        order = self.order[self.p2p.rank]
+        driver = LoopDriver(self.loop(source, work), source, order, self.posts)
+        with driven(self.driven, driver):
             step(self.schedule, self.num_microbatches)
         source.flush()
 
 
 class Asked(Planned):
-    """The messages of a pass, each posted or sent when it is asked for."""
+    """The messages of a pass, sent when a schedule asks for it."""
 
     def __init__(self, *planned: Any) -> None:
         """`planned`: the arguments of `Planned`."""
@@ -66,5 +70,29 @@ class Asked(Planned):
 class LoopDriver:
     """Performs what a schedule asks for by a loop and its messages; see `torch_classes.Driver`."""
 
-    def __init__(self, loop: Loop, messages: Asked) -> None:
-        self.run, self.receive, self.send = loop.perform, messages.post, messages.release
+    def __init__(
+        self, loop: Loop, messages: Asked, order: Sequence[Action], posts: bool = False
+    ) -> None:
+        """`order`: this rank's actions. `posts`: see `Runtime`."""
+        self.loop, self.messages, self.posts = loop, messages, posts
+        # Receives are posted as actions are taken from `messages.actions`.
+        self.actions = iter(order) if posts else messages.actions(order)
+
+    def receive(self, message: Action) -> None:
+        """See `Driver.receive`."""
+        if self.posts:
+            self.messages.post(message)
+
+    def send(self, message: Action) -> None:
+        """See `Driver.send`."""
+        self.messages.release(message)
+
+    def run(self, action: Action) -> None:
+        """See `Driver.run`. Raises UserError if the schedule differs from its record."""
+        planned = next(self.actions, None)
+        if action != planned:
+            raise UserError(
+                f"[pipeline] schedule: its class runs {action} where it ran {planned} before. Make "
+                "its order depend on the ranks, stages and microbatches alone."
+            )
+        self.loop.perform(action)

@@ -22,7 +22,8 @@ def check(
 
     - Each stage is on one rank.
     - Each stage runs every microbatch forward once and backward once (in full, or as I and W).
-    - Each stage runs F, B and I in microbatch order; not checked without `in_sequence`.
+    - Each stage runs F in microbatch order, and B and I in this order or the reverse one; not
+      checked without `in_sequence`.
     - All ranks finish, although each waits for its next input before it does anything else.
     - A rank uses messages in the order sent: one channel per (sender, receiver, kind) is enough.
     """
@@ -95,13 +96,17 @@ def _check_counts(order: Order, num_stages: int, num_microbatches: int) -> None:
 
 def _check_sequence(order: Order) -> None:
     latest: dict[tuple[bool, int], Action] = {}
+    falls: dict[tuple[bool, int], bool] = {}
     for actions in order:
         for action in actions:
             if action.kind is Kind.BACKWARD_WEIGHT:
                 continue
-            key = (action.kind is Kind.FORWARD, action.stage)
-            if key in latest and latest[key].microbatch > action.microbatch:
-                raise ValueError(f"{action} comes after {latest[key]}.")
+            is_forward = action.kind is Kind.FORWARD
+            key = is_forward, action.stage
+            if before := latest.get(key):
+                fell = action.microbatch < before.microbatch
+                if falls.setdefault(key, fell and not is_forward) != fell:
+                    raise ValueError(f"{action} comes after {before}.")
             latest[key] = action
 
 
