@@ -28,6 +28,12 @@ def test_gpipe_and_1f1b_are_idle_as_the_papers_say(schedule, backward):
         assert share == pytest.approx((p - 1) / (m + p - 1)), (p, m)
 
 
+def test_breadth_first_is_idle_as_its_docstring_says():
+    for (p, m), v in itertools.product(GRID, (1, 2, 3)):
+        if m >= p:
+            assert idle("looped_bfs", p, m, v) == pytest.approx((p - 1) / (v * m + p - 1)), (p, m)
+
+
 @pytest.mark.parametrize("backward", [0.5, 1.0, 2.3])
 def test_interleaving_divides_the_idle_time_by_the_virtual_stages(backward):
     for (p, m), v in itertools.product(GRID, (1, 2, 3)):

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from titan_dit.config.section import UserError, conform, hints_of
 from titan_dit.pipeline import runtimes
 from titan_dit.pipeline.schedules import files, placement, torch_classes
 from titan_dit.pipeline.schedules.schedule import Action, Call, Kind, schedule_of
+from titan_dit.pipeline.torch_runtime import LoopDriver
 
 SIZES = (2, 3, 4), (1, 2, 3, 4, 6, 8, 12), (1, 2, 4)
 USERS = "users_schedules"
@@ -299,3 +301,16 @@ def test_a_plan_s_file_goes_to_torch_with_its_comments(tmp_path):
     calls = torch_classes.record(made, (0, 1, 0, 1), 4)
     assert torch_classes.order_of(calls) == order
     assert issubclass(torch_schedules.ScheduleInterleaved1F1B, _PipelineScheduleRuntime)
+
+
+def test_a_class_that_differs_from_its_record_is_refused():
+    messages = SimpleNamespace(actions=iter)
+    loop = SimpleNamespace(perform=lambda action: None)
+    first, second = (Action(Kind.FORWARD, 0, number) for number in range(2))
+    driver = LoopDriver(loop, messages, [first])
+    with pytest.raises(UserError, match="its class runs 0F1 where it ran 0F0 before"):
+        driver.run(second)
+    driver = LoopDriver(loop, messages, [first])
+    driver.run(first)
+    with pytest.raises(UserError, match="its class runs 0F1 where it ran nothing before"):
+        driver.run(second)

@@ -22,7 +22,7 @@ NAMES = ("planned", "run_time")
 
 
 def check_order(plan: RunPlan) -> None:
-    """Refuse an unknown order, one with pp=1, `memory` without run_time, and a bad order file."""
+    """Refuse an unknown order, one with pp=1, `memory` without run_time, a bad file or runtime."""
     pipeline, pp = plan.pipeline, plan.sizes.pp
     order, memory = show(pipeline.order), show(pipeline.memory)
     if pipeline.order not in NAMES:
@@ -39,8 +39,9 @@ def check_order(plan: RunPlan) -> None:
         )
     if found := plan.order_of_file:
         check_file(plan, found)
-    if pp > 1 and pipeline.runtime != "auto":
-        _ = plan.runtime
+    has_messages = plan.order_file is not None and plan.order_file.has_messages
+    if pp > 1 and (pipeline.runtime != "auto" or has_messages):
+        _ = plan.runtime  # Raises UserError if it cannot run.
 
 
 def check_path(name: str) -> None:

@@ -13,8 +13,7 @@ import tyro
 
 from titan_dit.commands.flag_advice import Aliases
 from titan_dit.config import config_file
-from titan_dit.config.catalog import SCHEDULES
-from titan_dit.config.layout import PrecisionConfig
+from titan_dit.config.layout import PrecisionConfig, ScheduleName
 from titan_dit.config.section import (
     BatchSize,
     Bound,
@@ -28,7 +27,6 @@ from titan_dit.config.section import (
     GuidanceScale,
     NonNegativeFloat,
     NonNegativeInt,
-    OneOf,
     OutputPath,
     PositiveFloat,
     PositiveInt,
@@ -435,7 +433,7 @@ class PipelineDrawFlags(Section):
 
     out: OutputPath
     """FILE.png to write."""
-    schedule: Annotated[str, OneOf(tuple(SCHEDULES))] = "interleaved_zero_bubble"
+    schedule: ScheduleName = "interleaved_zero_bubble"
     """The schedule, see [pipeline] schedule."""
     virtual_stages: Annotated[int, Bound(least=1, most=64)] | None = None
     """Stages per rank of an interleaved schedule. Default: 2."""

@@ -58,13 +58,17 @@ class ParallelConfig(Section):
     """FSDP units to all-gather ahead. Unset: FSDP2's implicit prefetch of the next one."""
 
 
+ScheduleName = Annotated[str, OneOf(tuple(SCHEDULES), class_prefix="schedule")]
+"""A pipeline schedule, also in torch's spelling: "Interleaved1F1B"."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig(Section):
     """Pipeline schedule and stages. No effect if pp is 1."""
 
     section = "pipeline"
 
-    schedule: Annotated[str, OneOf(tuple(SCHEDULES), class_prefix="schedule")] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     """The pipeline schedule, also in torch's spelling ("Interleaved1F1B"). One of your own is
     "package.module:NAME": a Schedule, or a class derived from one of torch's."""
     runtime: Literal["auto", "torch", "own"] = "auto"

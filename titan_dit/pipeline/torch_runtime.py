@@ -92,7 +92,7 @@ class LoopDriver:
         planned = next(self.actions, None)
         if action != planned:
             raise UserError(
-                f"[pipeline] schedule: its class runs {action} where it ran {planned} before. Make "
-                "its order depend on the ranks, stages and microbatches alone."
+                f"[pipeline] schedule: its class runs {action} where it ran {planned or 'nothing'} "
+                "before. Make its order depend on the ranks, stages and microbatches alone."
             )
         self.loop.perform(action)

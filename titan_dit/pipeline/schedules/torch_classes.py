@@ -38,9 +38,6 @@ TorchSchedule: TypeAlias = PipelineScheduleSingle | PipelineScheduleMulti
 ScheduleClass: TypeAlias = Callable[..., TorchSchedule]
 """A class of torch's or of a user's; or what makes its schedule, with the same arguments."""
 
-# An exception in a step would print the actions of all ranks before it is raised.
-logging.getLogger(torch_schedules.__name__).setLevel(logging.CRITICAL)
-
 
 class Driver(Protocol):
     """Performs what a schedule asks of the stages of a rank."""
@@ -212,13 +209,16 @@ def make(
     schedule: ScheduleClass, stages: Sequence[DrivenStage], num_microbatches: int
 ) -> TorchSchedule:
     """The schedule of a rank with these stages."""
+    # An exception in a step would print the actions of all ranks before it is raised.
+    logging.getLogger(torch_schedules.__name__).setLevel(logging.CRITICAL)
     held = stages[0] if has_single_stage(schedule) else list(stages)
     made = schedule(held, num_microbatches, loss_fn=lambda output, target: output)
-    # torch would infer shapes and connect the ranks: the driver's side does both.
-    for name in ("_stage", "_stages"):
-        for way in ("forward", "backward"):
-            if hasattr(made, f"{name}_{way}_initialized"):
-                setattr(made, f"{name}_{way}_initialized", True)
+    # torch would infer shapes and connect the ranks in the first step: the driver does both.
+    ready: Any = made
+    if isinstance(made, PipelineScheduleSingle):
+        ready._stage_forward_initialized = ready._stage_backward_initialized = True
+    else:
+        ready._stages_forward_initialized = ready._stages_backward_initialized = True
     return made
 
 
