@@ -43,7 +43,8 @@ class DecidingExecutor(PipelinedExecutor):
         notes: Sequence[str] = (),
     ) -> None:
         """`planned`: the arguments of `PipelinedExecutor`; `memory`: see `Decider`."""
-        super().__init__(*planned, notes=notes)
+        super().__init__(*planned)
+        self.notes = notes
         self.memory, self.transport, self.decisions = memory, transport, decisions
         transport.watched += decisions.peers
         # Executors have no close(): sockets are freed at garbage collection or process exit.

@@ -28,7 +28,8 @@ class TorchExecutor(PipelinedExecutor):
 
     def __init__(self, *planned: Any, runtime: Runtime, notes: Sequence[str] = ()) -> None:
         """`planned`: the arguments of `PipelinedExecutor`, with the order of the runtime."""
-        super().__init__(*planned, notes=notes)
+        super().__init__(*planned)
+        self.notes = notes
         assert runtime.torch
         self.num_microbatches, self.posts = num_microbatches_of(self.order), runtime.posts
         self.driven = [

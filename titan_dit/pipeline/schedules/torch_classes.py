@@ -289,7 +289,8 @@ def schedule_from(name: str, schedule: ScheduleClass) -> Schedule:
         placed = looped
         if not has_single_stage(schedule):
             stages = [DrivenStage(index, 4, 0, 2) for index in (0, 2)]
-            assigned = make(schedule, stages, num_microbatches).stage_index_to_group_rank
+            made: Any = make(schedule, stages, num_microbatches)
+            assigned = made.stage_index_to_group_rank
             placed = [assigned[stage] for stage in range(len(looped))]
         order = order_of(record(schedule, placed, num_microbatches))
     except Exception as error:
@@ -345,7 +346,8 @@ def from_file(path: Path, has_messages: bool) -> ScheduleClass:
     def made(
         stages: list[DrivenStage], num_microbatches: int, loss_fn: Callable[..., Any]
     ) -> PipelineScheduleMulti:
-        runtime = _PipelineScheduleRuntime(stages, num_microbatches, loss_fn=loss_fn)
+        make_runtime: Any = _PipelineScheduleRuntime
+        runtime: PipelineScheduleMulti = make_runtime(stages, num_microbatches, loss_fn=loss_fn)
         lines = [line for line in path.read_text().splitlines() if line.strip()]
         # torch's reader knows no comments.
         text = "\n".join(line.rstrip(", ") for line in lines if not line.lstrip().startswith("#"))
