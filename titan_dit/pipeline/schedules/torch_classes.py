@@ -225,7 +225,7 @@ def make(
 def step(schedule: TorchSchedule, num_microbatches: int) -> None:
     """One training step of a schedule, which the drivers of its stages perform."""
     # Without targets a schedule would fail; nothing reads them.
-    schedule.step(target=torch.zeros(num_microbatches), return_outputs=False)
+    schedule.step(target=torch.zeros(num_microbatches, device="meta"), return_outputs=False)
 
 
 def record(schedule: ScheduleClass, stage_ranks: Sequence[int], num_microbatches: int) -> Calls:
