@@ -6,6 +6,7 @@ reading, JSON, arrays and writing; theirs has the decoded texts in memory.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import tempfile
@@ -27,6 +28,7 @@ ROUNDS, DOCUMENT, COPIES = 7, 3000, 3
 
 def main() -> None:
     """Print both speeds and their ratio, round by round: the first has empty caches."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     pool.one_thread()
     json_text = (PLAYS / "tokenizer.json").read_text()
     library, ours = (

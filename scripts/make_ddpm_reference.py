@@ -6,6 +6,7 @@ Run once, in a checkout of facebookresearch/DiT (commit ed81ce2):
 
 from __future__ import annotations
 
+import argparse
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def draw(
 
 def main() -> None:
     """Write samples and losses of every variant that the tests compare."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     torch.manual_seed(0)
     z, fresh = torch.randn(SHAPE), torch.randn(25, *SHAPE)
     out = {"z": z, "fresh": fresh}

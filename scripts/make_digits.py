@@ -3,6 +3,7 @@
 Needs scikit-learn, which titan_dit itself does not.
 """
 
+import argparse
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ TARGET = Path(__file__).resolve().parent.parent / "titan_dit" / "data" / "digits
 
 def main() -> None:
     """Write the shards: pixels 0..16 as pixel / 8 - 1, exact in float16."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     pixels, labels = load_digits(return_X_y=True)
     (TARGET / "manifest.json").unlink(missing_ok=True)  # write_shards never overwrites.
     write_shards(

@@ -6,6 +6,7 @@ tests/fixtures/README.md.
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ def bert(folder: str, kind: str, configs: str) -> None:
 
 def main() -> None:
     """Write one folder per architecture."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     torch.manual_seed(0)
     gpt2()
     bert("bert_masked", "BertForMaskedLM", "BertConfig")

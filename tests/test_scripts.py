@@ -101,6 +101,17 @@ def test_an_active_environment_that_has_everything_is_used(tmp_path):
     assert "using the active environment" in said
 
 
+def test_every_script_reads_its_command_line_before_it_works():
+    """Otherwise --help would start a benchmark, or write the fixtures anew."""
+    ignores_it = {
+        file.name
+        for folder in ("benchmarks", "scripts")
+        for file in (ROOT / folder).glob("*.py")
+        if "__main__" in (text := file.read_text()) and "ArgumentParser(" not in text
+    }
+    assert ignores_it == {"plant_runner.py"}  # A server of plant.py, which nobody calls.
+
+
 def test_an_empty_environment_is_not_enough(tmp_path):
     venv.create(tmp_path / "empty", with_pip=False)
     python = tmp_path / "empty" / "bin" / "python"

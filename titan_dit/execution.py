@@ -157,7 +157,7 @@ def check_names(prepared: Prepared, model_spec: ModelSpec) -> None:
 
 
 def first_of(output: Output) -> Tensor:
-    """The first prediction."""
+    """The first prediction of a head, which may return several."""
     return output if isinstance(output, Tensor) else output[0]
 
 

@@ -8,9 +8,8 @@ import time
 
 import pytest
 from accounts import COUNTED, PACE, assert_each_sample_once, same_bits
-from commands import run
 from hosts import Network, needs_hosts
-from running import launcher
+from running import undisturbed_run
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")
@@ -151,11 +150,7 @@ def wait_until(done, seconds=120):
 @pytest.fixture
 def undisturbed(tmp_path):
     """The run directory of the same run on two ranks of one host, into a folder."""
-    folder = tmp_path / "undisturbed"
-    folder.mkdir()
-    done = run(launcher("-m", "titan_dit.train", *FLAGS), folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "outputs" / "digits"
+    return undisturbed_run(tmp_path / "undisturbed", *FLAGS)
 
 
 def test_a_run_of_two_hosts_goes_on_when_its_store_fails_in_a_save(undisturbed, tmp_path):

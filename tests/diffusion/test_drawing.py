@@ -215,7 +215,8 @@ def test_a_sampler_is_given_eta_and_other_noise_for_every_step():
         (
             DDPMConfig(prediction="v"),
             {"sampler": "diffusers:IPNDMScheduler"},
-            '[sampling] sampler="diffusers:IPNDMScheduler" predicts the noise only.',
+            '[sampling] sampler="diffusers:IPNDMScheduler" predicts the noise only, but '
+            '[objective] prediction="v".',
         ),
     ],
 )

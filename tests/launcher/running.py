@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import forked
-from commands import environment, train_command
+from commands import environment, run, train_command
 
 QUICK = ("--metrics.every", 1, "--metrics.tensorboard", "false", "--sampling.every", 0)
 QUICK += ("--model.hidden_size", 16, "--model.num_layers", 1, "--training.global_batch_size", 8)
@@ -102,8 +102,16 @@ def launcher(*words, ranks=2, restarts=0):
 
 def trainer(*flags, ranks=2, restarts=0, start=("-m", "titan_dit.train")):
     """The trainer as run_train.sh starts it; `start` may be a script that patches it."""
-    run = [*start, "--config", "digits", *QUICK, *flags]
-    return launcher(*run, ranks=ranks, restarts=restarts)
+    words = [*start, "--config", "digits", *QUICK, *flags]
+    return launcher(*words, ranks=ranks, restarts=restarts)
+
+
+def undisturbed_run(folder, *flags):
+    """Train on two ranks of this host, without faults; returns the run directory."""
+    folder.mkdir(exist_ok=True)
+    done = run(launcher("-m", "titan_dit.train", *flags), folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "outputs" / "digits"
 
 
 def alone(*flags):

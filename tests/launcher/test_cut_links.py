@@ -1,13 +1,12 @@
 """Two hosts whose link is cut: the run goes on within seconds, and no sample is lost."""
 
 import random
-import sys
 import time
 
 import pytest
-from commands import run
 from hosts import Network, needs_hosts
 from pair import FLAGS, Pair, chaos_account, nothing_lost
+from running import undisturbed_run
 
 pytestmark = [needs_hosts, pytest.mark.alone]
 
@@ -25,10 +24,7 @@ def undisturbed(tmp_path_factory):
     def of(*flags):
         if flags not in runs:
             folder = tmp_path_factory.mktemp("undisturbed")
-            command = [sys.executable, "-m", "titan_dit", "train", "--config", "digits"]
-            done = run([*command, *FLAGS, *flags], folder, NGPU=2)
-            assert done.returncode == 0, done.stderr
-            runs[flags] = folder / "outputs" / "digits"
+            runs[flags] = undisturbed_run(folder, "--config", "digits", *FLAGS, *flags)
         return runs[flags]
 
     return of

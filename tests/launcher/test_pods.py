@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from accounts import COUNTED, assert_each_sample_once, fresh_clone, same_bits
-from commands import ROOT, run
+from commands import ROOT
 from hosts import Network, needs_hosts
-from running import launcher
+from running import undisturbed_run
 
 yaml = pytest.importorskip("yaml")
 pytestmark = [
@@ -59,11 +59,7 @@ class Pods:
 @pytest.fixture
 def undisturbed(tmp_path):
     """The run directory of the same run on two ranks of one host."""
-    folder = tmp_path / "undisturbed"
-    folder.mkdir()
-    done = run(launcher("-m", "titan_dit.train", *FLAGS), folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "outputs" / "digits"
+    return undisturbed_run(tmp_path / "undisturbed", *FLAGS)
 
 
 def test_pods_save_when_one_is_evicted_and_go_on_when_one_is_lost(undisturbed, tmp_path):

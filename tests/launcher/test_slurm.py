@@ -5,8 +5,7 @@ import time
 
 import pytest
 from accounts import COUNTED, assert_each_sample_once, fresh_clone, losses, same_bits, same_curve
-from commands import run
-from running import launcher
+from running import undisturbed_run
 from slurm import cluster, needs_slurm, wait_until
 
 pytestmark = [needs_slurm, pytest.mark.long, pytest.mark.alone]
@@ -18,11 +17,8 @@ NODE = ("--cpus-per-task=1", "--gpus-per-node=1")
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The run directory of the same run on two ranks of one host, without Slurm."""
-    folder = tmp_path_factory.mktemp("undisturbed")
     flags = (*COUNTED, "--training.steps", STEPS, "--checkpoint.every", STEPS)
-    done = run(launcher("-m", "titan_dit.train", *flags), folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "outputs" / "digits"
+    return undisturbed_run(tmp_path_factory.mktemp("undisturbed"), *flags)
 
 
 class Job:

@@ -127,7 +127,7 @@ def check_shared(store: Store, folder: Location, written: Mapping[str, Any]) -> 
 
 
 def ignore(_: int) -> None:
-    """Default of `read`."""
+    """Do nothing: the default of `read`, which gets the bytes of each file."""
 
 
 def load(

@@ -259,7 +259,7 @@ class Plans:
         return mine[0], mine[0].chosen(self.choice)
 
     def make(self, local: LocalPlan, ranks: Ranks) -> None:
-        """Plan anew. Collective."""
+        """Have rank 0 plan anew, and receive this rank's choice. Collective."""
         self.planned_for = self.described_for = None
         self.is_planning = False
         plans = ranks.gather_bytes(pickle.dumps(local.plan))

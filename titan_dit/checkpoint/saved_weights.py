@@ -35,9 +35,15 @@ class Weights:
         self.path, self.record = path, record
         names = averages_in(record)
         if decay is not None and wanted != "ema":
-            raise UserError(f"--decay {decay} names an average, but --weights is {wanted}.")
+            raise UserError(
+                f"--decay {decay} names an average, but --weights is {wanted}. Leave one of them "
+                "out."
+            )
         if decay is not None and str(decay) not in names:
-            raise UserError(f"--decay {decay}: {path} has {', '.join(names) or 'no EMA'}.")
+            raise UserError(
+                f"--decay {decay}: {path} has {', '.join(names) or 'no EMA'}. Give one that it "
+                "has, or leave it out."
+            )
         self.contents = checkpoint.contents(path)
         kept = [n for n in names if any(k.startswith(f"ema.{n}.") for k in self.contents)]
         chosen = str(decay) if decay is not None else next(iter(kept), "")

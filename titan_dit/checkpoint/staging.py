@@ -76,7 +76,7 @@ def placed(memory: torch.UntypedStorage, offset: int, shard: Tensor) -> Tensor:
 
 
 def allocate(num_bytes: int, *, pinned: bool) -> Tensor:
-    """Host memory."""
+    """Allocate host memory, page-locked if `pinned`."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
 
 

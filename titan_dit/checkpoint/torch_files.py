@@ -561,11 +561,11 @@ class Slice(io.RawIOBase):
         return self.place
 
     def readable(self) -> bool:
-        """True."""
+        """True: the part can be read."""
         return True
 
     def seekable(self) -> bool:
-        """True."""
+        """True: `seek` works."""
         return True
 
 

@@ -49,7 +49,10 @@ def has(store: Store, file: Location, expected: dict[str, Any]) -> bool:
 
 
 def epoch(record: dict[str, Any]) -> str:
-    """Format the epochs trained."""
+    """Samples drawn, in passes over all rows of the dataset; "-" if their number is unknown.
+
+    Rows that are held out count: with many of them an epoch of the training is shorter.
+    """
     count = record.get("data", {}).get("count")
     return f"{record['cursor'] / count:.2f}" if count else "-"
 

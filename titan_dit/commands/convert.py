@@ -278,7 +278,9 @@ def write_diffusers(
     else:
         place_of_vae = Path(vae).expanduser()
         if not place_of_vae.is_dir():
-            raise UserError(f"--vae {vae}: no such folder. Its files are copied.")
+            raise UserError(
+                f"--vae {vae}: no such folder. Give one, whose files are copied, or --vae {NO_VAE}."
+            )
         check_autoencoder(place_of_vae, diffusion.data)
         scheduler = diffusers_dit.scheduler_json(diffusion.config)
         inside = (place_of_vae / autoencoder.CONFIG).is_file()

@@ -107,11 +107,15 @@ def main(options: DataShowFlags) -> None:
     path = Path(options.path)
     if prefix := prefix_of(path):
         if options.out:
-            raise UserError(f"[data show] out={options.out}: tokens are printed, not drawn.")
+            raise UserError(
+                f"[data show] out={options.out}: tokens are printed, not drawn. Leave it out."
+            )
         show_tokens(prefix, options.num, options.tokenizer)
         return
     if options.tokenizer:
-        raise UserError(f"[data show] tokenizer={options.tokenizer}: {path} holds no tokens.")
+        raise UserError(
+            f"[data show] tokenizer={options.tokenizer}: {path} holds no tokens. Leave it out."
+        )
     if not path.exists():
         raise UserError(
             f"[data show] path={path}: there is no such folder, and no .bin or .idx of tokens."

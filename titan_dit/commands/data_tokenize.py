@@ -65,11 +65,15 @@ def tokenizer_of(options: DataTokenizeFlags) -> Any:
         )
     if options.tokenizer:
         if options.merge_file or options.lower:
-            raise UserError(f"[{TOKENIZE}] --merge-file and --lower belong to --vocab-file.")
+            raise UserError(
+                f"[{TOKENIZE}] --merge-file and --lower belong to --vocab-file. Leave them out."
+            )
         return tokenizers.read(Path(options.tokenizer), TOKENIZE)
     assert options.vocab_file
     if options.merge_file and options.lower:
-        raise UserError(f"[{TOKENIZE}] --lower is of BERT's vocab.txt: GPT-2 keeps every letter.")
+        raise UserError(
+            f"[{TOKENIZE}] --lower is of BERT's vocab.txt: GPT-2 keeps every letter. Leave it out."
+        )
     merges = Path(options.merge_file) if options.merge_file else None
     return tokenizers.from_vocabulary(Path(options.vocab_file), merges, options.lower, TOKENIZE)
 

@@ -37,7 +37,8 @@ def main(options: DataTrainTokenizerFlags) -> None:
         try_to_replace(Path(options.out))
     if options.lower and options.kind == "bpe":
         raise UserError(
-            f"[{TRAIN_TOKENIZER}] --lower is of --kind wordpiece: bpe keeps every byte."
+            f"[{TRAIN_TOKENIZER}] --lower is of --kind wordpiece: bpe keeps every byte. Leave "
+            "it out."
         )
     if options.kind == "bpe":
         check_size(options.vocabulary, BYTES)

@@ -72,7 +72,7 @@ def check_pictures(options: EvaluateFlags, keys: Sequence[str]) -> bool:
     if keys:
         raise UserError(
             f"{keys[0]} is a key of the config, which --reference does not take: each rank draws "
-            "with the whole network."
+            "with the whole network. Leave it out."
         )
     check_outputs(options)
     if options.samples and options.save_samples:
@@ -118,7 +118,9 @@ class Scoring:
         score.check_network(self.network, self.names, size, f"--metrics {self.options.metrics}")
         found = reference.open_reference(path, size, self.network, self.names, "--reference")
         if keeps and (not isinstance(found, Pictures) or found.moments is not None):
-            raise UserError(f"--save-reference: --reference {path} holds moments already.")
+            raise UserError(
+                f"--save-reference: --reference {path} holds moments already. Leave it out."
+            )
         return found
 
     def scores(self, drawn: Pictures, real: Reference) -> dict[str, Any] | None:

@@ -92,7 +92,10 @@ class BenchAttentionFlags(Section):
         chunks = 2 * self.ring if self.causal and self.ring > 1 else self.ring
         if uneven := [n for n in self.tokens if n % chunks]:
             causal = f" --causal makes {chunks} chunks, which do" if chunks > self.ring else " does"
-            raise UserError(f"--ring {self.ring}{causal} not divide {uneven[0]} tokens.")
+            raise UserError(
+                f"--ring {self.ring}{causal} not divide {uneven[0]} tokens. Give --tokens that "
+                f"are multiples of {chunks}."
+            )
         if self.size is not None and self.size.partition("/")[0] not in SIZES:
             raise UserError(f"--size {self.size}: unknown. Valid: {', '.join(SIZES)}.")
 
@@ -299,7 +302,7 @@ class DataShowFlags(Section):
 
     @property
     def drawn(self) -> Path:
-        """The PNG file."""
+        """The PNG file to write."""
         return Path(self.out or f"{Path(os.path.realpath(self.path)).name}.png")
 
     def derived(self) -> Iterator[tuple[str, str, FromHome]]:

@@ -155,7 +155,7 @@ def config_alone(config: JobConfig) -> JobConfig:
 
 
 def measured(options: PlanFlags) -> None:
-    """`--run RUN` and `--calibrate gpu.json RUN ...`."""
+    """Print a run beside its plan (--run), or fit a device's rates to runs (--calibrate)."""
     device = hardware.device_of(options.device) if options.device else None
     if options.calibrate:
         from titan_dit.planner.calibrate import calibrate

@@ -84,7 +84,8 @@ def check_flags(options: SampleFlags, name: str) -> None:
     for f in given(options):
         if f not in known:
             raise UserError(
-                f"--{f.replace('_', '-')} is not a flag for {name}, which {options.run} draws."
+                f"--{f.replace('_', '-')} is not a flag for {name}, which {options.run} draws. "
+                "Leave it out."
             )
 
 

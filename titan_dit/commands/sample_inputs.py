@@ -108,7 +108,9 @@ def vae_of(diffusion: Diffusion, flags: PictureFlags, device: torch.device) -> A
     data, suffix = diffusion.data, Path(flags.out).suffix
     if flags.vae == NO_VAE or data.value_range is not None:
         if flags.vae not in ("", NO_VAE):
-            raise UserError(f"--vae {flags.vae}: the run was trained on pixels, not on latents.")
+            raise UserError(
+                f"--vae {flags.vae}: the run was trained on pixels, not on latents. Leave it out."
+            )
         needs = suffix in ("", ".npz") and data.value_range is None
     elif flags.vae or (data.vae is not None and suffix != ".safetensors"):
         try:

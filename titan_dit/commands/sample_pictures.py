@@ -114,7 +114,7 @@ class Job:
         }
 
     def parts(self) -> FinishedParts:
-        """The batches."""
+        """The files of the finished batches, beside the output."""
         count = -(-len(self.labels) // self.flags.batch_size)
         return FinishedParts(
             self.out.with_name(self.out.name + PARTS), self.plan(), count, self.flag

@@ -178,7 +178,7 @@ class EMAConfig(Section):
         for key in ("decays", "power"):
             values = getattr(self, key)
             if len(set(values)) != len(values):
-                raise UserError(f"[ema] {key}={show(values)} has duplicates.")
+                raise UserError(f"[ema] {key}={show(values)} has duplicates. Name each once.")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -306,7 +306,7 @@ class FIDConfig(Section):
     """Metrics to compute: fid, kid, is, prdc."""
 
     def check(self) -> None:
-        """Require a reference."""
+        """Raise UserError if scores are due, but there is no reference."""
         if self.every and not self.reference:
             raise UserError(
                 f"[fid] every={self.every} has nothing to compare with. Set reference: a "

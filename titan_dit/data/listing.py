@@ -324,7 +324,7 @@ def list_folder(
     """
     layout = layout_of(root)
     if layout == "shards":
-        raise UserError(f"[data] path={root}: already packed into shards.")
+        raise UserError(f"[data] path={root}: already packed into shards. Train on it as it is.")
     manifest = read_folder_manifest(root)
     for key, wanted in (
         ("num_classes", num_classes),

@@ -149,7 +149,9 @@ def conform_units(value: Any, key: str, file: Path) -> Units:
     hint = tuple[Finite, ...] if isinstance(value, list | tuple) else Finite
     units: Units = conform(value, hint, f"[data] {file}: {key}")
     if key == "scale" and not all(units if isinstance(units, tuple) else (units,)):
-        raise UserError(f"[data] {file}: scale={show(units)} makes all latents equal.")
+        raise UserError(
+            f"[data] {file}: scale={show(units)} makes all latents equal. It must not be 0."
+        )
     return units
 
 
@@ -186,7 +188,7 @@ def agreed(
             "key from [data], or correct the manifest."
         )
     if key == "scale" and wanted == 0:
-        raise UserError("[data] scale=0 makes all latents equal.")
+        raise UserError("[data] scale=0 makes all latents equal. Set another one, or none.")
     return next(value for value in (wanted, stated, default) if value is not None)
 
 

@@ -259,12 +259,12 @@ class Plays(DataConfig):
 
     @property
     def has_validation_part(self) -> bool:
-        """The end of every play."""
+        """True: the end of every play is for validation."""
         return True
 
     @property
     def tokens(self) -> Tokens:
-        """The files."""
+        """The section of the same files as [data] name = "tokens"."""
         return Tokens(
             paths=(str(PLAYS / "plays_text_document"),),
             split=(8, 8),
@@ -274,11 +274,11 @@ class Plays(DataConfig):
         )
 
     def open(self) -> Source:
-        """Open the beginnings."""
+        """Open the beginnings of the plays, for training."""
         return self.tokens.open()
 
     def validation_part(self) -> DataConfig:
-        """The ends."""
+        """The section of the ends of the plays."""
         return self.tokens.validation_part()
 
 

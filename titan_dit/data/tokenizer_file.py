@@ -53,7 +53,7 @@ class TokenizerFile:
 def read_tokenizer(path: Path) -> TokenizerFile:
     """Read a tokenizer.json. Raises UserError if it is not one."""
     if not path.is_file():
-        raise UserError(f"[data] tokenizer={path}: there is no such file.")
+        raise UserError(f"[data] tokenizer={path}: there is no such file. Give its path.")
     text = user_text.read(path, f"[data] tokenizer={path}")
     try:
         whole = user_text.parse_json(text)

@@ -7,6 +7,7 @@ caches freed blocks.
 from __future__ import annotations
 
 import weakref
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -69,7 +70,31 @@ class Peak:
         return sum(self.bytes.values())
 
 
-class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within the context, calls `ran` after every operator on plain tensors."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator, then `ran`."""
+        if is_wrapper(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.ran(func, args, kwargs, result)
+        return result
+
+    @abstractmethod
+    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Look at an operator, its arguments and its result."""
+        raise NotImplementedError
+
+
+class MemoryLog(OperatorMode):  # type: ignore[no-untyped-call]
     """Logs every allocation, resize and free of a storage within the context.
 
     The kind of a storage may be set later than its events; `peak` reads the final kinds.
@@ -155,24 +180,14 @@ class MemoryLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names = [name for start, name in self.phases if start < moment]
         return Peak(held, names[-1] if names else "")
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run an operator and log its allocations."""
-        if is_wrapper(types):
-            return NotImplemented
-        result = func(*args, **kwargs or {})
+    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Log the allocations of an operator."""
         if self.is_inferring:
-            return result
+            return
         for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._record(tensor)
         self._infer_kinds(func, args, result)
-        return result
 
     def _infer_kinds(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Set the kinds that a collective or cast implies for its storages."""

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan_dit.dry_run.memory import is_wrapper
+from titan_dit.dry_run.memory import OperatorMode
 from titan_dit.kernels.attention_kernels import accumulator
 from titan_dit.parallel.mesh import FILL, Mesh, axes
 
@@ -130,11 +129,13 @@ READERS: Mapping[str, Reader] = {
     "titan_dit::ring_forward": ring_forward,
     "titan_dit::ring_backward": ring_backward,
 }
+SENDING = ("c10d::", "_c10d_functional::", "titan_dit::ring_")
+"""Prefixes of operators that may send."""
 SILENT = ("c10d::recv_", "c10d::barrier", "_c10d_functional::wait_tensor")
 """Operators that send nothing, or no payload."""
 
 
-class TrafficLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TrafficLog(OperatorMode):  # type: ignore[no-untyped-call]
     """Within the context, counts collectives and sends; the result is `traffic`."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -147,23 +148,10 @@ class TrafficLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counted, self.traffic = self.traffic, Traffic()
         return counted
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run an operator; count it if it sends."""
-        if is_wrapper(types):
-            return NotImplemented
+    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Count an operator if it sends."""
         name = func._schema.name
-        if name.startswith(("c10d::", "_c10d_functional::", "titan_dit::ring_")):
-            self._count(name, args)
-        return func(*args, **kwargs or {})
-
-    def _count(self, name: str, args: Sequence[Any]) -> None:
-        if name in SILENT:
+        if name in SILENT or not name.startswith(SENDING):
             return
         assert name in READERS, f"{name} is not counted: add it to READERS"
         axis, size = self.axes[group_name(args)]

@@ -220,7 +220,7 @@ OURS_ALONE = {
 
 
 class GPT2Family(ModelFamily):
-    """GPT2LMHeadModel."""
+    """The family of GPT-2: transformers' GPT2LMHeadModel."""
 
     architectures = ("GPT2LMHeadModel",)
     model = "gpt"

@@ -86,7 +86,7 @@ class ForkedRank:
         return self.server.code_of(self.pid)
 
     def poll(self) -> int | None:
-        """`returncode`."""
+        """The exit code so far, see `returncode`."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:

@@ -90,7 +90,7 @@ class Block(nn.Module):
         self.mlp_norm = norm_of(config)
 
     def forward(self, stream: Stream, side: SideInputs) -> Stream:
-        """Update the tokens."""
+        """The stream after attention and MLP."""
         (x,), lengths = stream, side.get("lengths")
         attended = self.attn(x if self.is_post else self.attn_norm(x), lengths=lengths)
         x = x + dropped(self.attn_dropout, attended, side)
@@ -116,10 +116,11 @@ class Head(nn.Module):
         self.order = nn.Linear(hidden, 2) if task.sentence_order else nn.Identity()
 
     def forward(self, stream: Stream, side: SideInputs) -> Float[Tensor, "b n *size"]:
-        """The loss needs `labels` [b, n] in `side`: the id of a masked token, else -1.
+        """The loss per token [b, n] if `side` has `labels`, else the logits [b, n, size].
 
-        For the second task also `order` [b, n]: at token 0 whether the spans are swapped, 0 or 1,
-        else -1. Its loss is that of token 0. Other tokens have the loss 0.
+        `labels` [b, n]: the id of a masked token, else -1; tokens that are not masked have loss 0.
+        `order` [b, n], of the second task: at token 0 whether the spans are swapped, 0 or 1; else
+        -1. Its loss is added at token 0.
         """
         x = self.norm(stream[0])
         if "labels" not in side:
@@ -142,7 +143,7 @@ class Head(nn.Module):
         return losses.new_zeros(labels.shape).scatter(1, places, losses)
 
     def scored(self, x: Float[Tensor, "b m d"], targets: Tensor | None) -> Tensor:
-        """The loss per token, or the logits."""
+        """The loss per token; without `targets` the logits."""
         logits = self.out(self.dense_norm(F.gelu(self.dense(x))))
         result: Tensor = self.vocabulary(logits, targets)
         return result

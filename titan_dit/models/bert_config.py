@@ -72,7 +72,7 @@ class BERTConfig(Section):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """hidden_size, num_layers, num_heads."""
+        """(hidden_size, num_layers, num_heads)."""
         return self.hidden_size or 0, self.num_layers or 0, self.num_heads or 0
 
     @property

@@ -69,7 +69,7 @@ class Block(nn.Module):
         self.mlp_dropout = dropout_of(config, layer, 1)
 
     def forward(self, stream: Stream, side: SideInputs) -> Stream:
-        """Update the tokens."""
+        """The stream after attention and MLP."""
         (x,) = stream
         rotary = (side["cos"], side["sin"]) if "cos" in side else None
         attended = self.attn(self.attn_norm(x), rotary=rotary)

@@ -54,7 +54,7 @@ def check(config: LRSchedulerConfig, steps: int) -> None:
 
 
 def constant(step: float, warmup: float, end: float, config: LRSchedulerConfig) -> float:
-    """The peak."""
+    """The peak rate at every step: a factor of 1."""
     return 1.0
 
 

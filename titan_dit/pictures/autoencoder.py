@@ -104,7 +104,9 @@ class Autoencoder:
         """
         made_by = data.vae
         if data.value_range is not None:
-            raise UserError(f"{where} {self.source}: the run was trained on pixels, not latents.")
+            raise UserError(
+                f"{where} {self.source}: the run was trained on pixels, not latents. Leave it out."
+            )
         if made_by is not None and made_by.digest != self.facts.digest:
             raise UserError(
                 f"{where} {self.source} is {self.facts}, but the latents were made by {made_by} "

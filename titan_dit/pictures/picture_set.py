@@ -118,7 +118,7 @@ def make_set(
     """
     where, classes, num_classes = f"{asked.where}{root}", asked.classes, asked.num_classes
     if not names:
-        raise UserError(f"{where}: {kind} lists no pictures.")
+        raise UserError(f"{where}: {kind} lists no pictures. Add some.")
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise UserError(f"{where}: {few(twice)} is listed twice. Keep one line of each.")
     given = {label for label in labels if label is not None}

@@ -179,7 +179,10 @@ class ParquetTable:
         if of.is_binary(kind) or of.is_large_binary(kind):
             return True
         if not (of.is_integer(kind) or of.is_floating(kind) or of.is_null(kind)):
-            raise UserError(f"{self.where}: column {name} is {kind}, not text or numbers.")
+            raise UserError(
+                f"{self.where}: column {name} is {kind}, not text or numbers. Cast it to one of "
+                "them."
+            )
         return False
 
     def values(self, column: Any, name: str, texts: Sequence[str]) -> list[Any]:
@@ -545,7 +548,7 @@ class TarSamples:
             refuse_sparse(member, at)
             sample = self.found.setdefault(key, {})
             if "picture" in sample:
-                raise UserError(f"{at} is the second picture of {stem}.")
+                raise UserError(f"{at} is the second picture of {stem}. Keep one.")
             if not member.isfile():
                 raise UserError(
                     f"{at} is a link. Make the tar file with --dereference --hard-dereference."

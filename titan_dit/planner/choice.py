@@ -368,7 +368,7 @@ def preferred(rows: Sequence[PredictedLayout], error: float) -> list[PredictedLa
 
 
 def by_time(rows: Sequence[PredictedLayout]) -> list[PredictedLayout]:
-    """The fastest first."""
+    """The rows by estimated step time, the fastest first."""
     return sorted(rows, key=lambda row: row.estimate.seconds)
 
 

@@ -23,7 +23,7 @@ from titan_dit.config.training import EMAConfig, TrainingConfig
 from titan_dit.data.base import Batch, Field
 from titan_dit.dry_run import fake_step
 from titan_dit.dry_run.fake_step import CPU, HostReads, chunks_of_a_device, fake_world
-from titan_dit.dry_run.memory import MemoryLog, StorageKind, is_wrapper, local
+from titan_dit.dry_run.memory import MemoryLog, StorageKind, local
 from titan_dit.dry_run.traffic import READERS, SILENT, TrafficLog, group_name
 from titan_dit.execution import SlicedExecutor, scaled
 from titan_dit.models.base import Model
@@ -106,23 +106,12 @@ class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
         self.key = part, which
         self.found.setdefault(self.key, [])
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run an operator and record it."""
-        if is_wrapper(types):
-            return NotImplemented
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Record an operator."""
         if self.key is not None and not self.memory.is_inferring:
             operator = self.read(func.name().partition(".")[0], args, kwargs, result)
             if operator is not None:
                 self.found[self.key].append(operator)
-        return result
 
     def number(self, tensor: Tensor) -> int:
         """The number of a tensor's storage."""

@@ -48,7 +48,7 @@ class Busy(NamedTuple):
     """Forward and backward of embed and head."""
 
     def plus(self, other: Busy, times: float = 1.0) -> Busy:
-        """The sum."""
+        """The sum with `times` times the other."""
         return Busy(*(a + times * b for a, b in zip(self, other, strict=True)))
 
     def above(self, other: Busy) -> Busy:

@@ -80,7 +80,10 @@ def lock(output: Path, command: str = "data pack") -> int:
     try:
         return open_locked(output / CLAIM)
     except BlockingIOError:
-        raise UserError(f"[{command}] another process is packing into {output}.") from None
+        raise UserError(
+            f"[{command}] another process is packing into {output}. Wait for its end, or give "
+            "another folder: --out."
+        ) from None
 
 
 MAX_PIXELS_FLAG = "--max-pixels"

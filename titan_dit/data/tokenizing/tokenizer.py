@@ -30,7 +30,10 @@ def needed(package: str, where: str) -> Any:
 
 
 def read(path: Path, where: str) -> Any:
-    """Read a tokenizer.json."""
+    """The tokenizer of a tokenizer.json. Raises UserError if there is none.
+
+    `where` is the command or section that errors name.
+    """
     library = needed("tokenizers", where)
     if not path.is_file():
         raise UserError(f"[{where}] tokenizer={path}: there is no such file. Give its path.")
@@ -60,7 +63,9 @@ def from_vocabulary(vocab: Path, merges: Path | None, lower: bool, where: str) -
     models = library.models
     for file in filter(None, (vocab, merges)):
         if not file.is_file():
-            raise UserError(f"[{where}] vocab-file or merge-file {file}: there is no such file.")
+            raise UserError(
+                f"[{where}] vocab-file or merge-file {file}: there is no such file. Give its path."
+            )
         user_text.check_size(file, f"[{where}] vocab-file or merge-file {file}")
     form = "With --merge-file it is GPT-2's vocab.json, without it BERT's vocab.txt."
     try:
@@ -159,7 +164,7 @@ class NumberCodec:
     """A codec of ids written as numbers, such as "17 4 4", for data without a tokenizer."""
 
     def encode(self, text: str) -> list[int]:
-        """Read the ids; UserError for other words."""
+        """The ids of a text; raises UserError for a word that is no number."""
         words = text.split()
         if wrong := [word for word in words if not word.isdecimal()]:
             raise UserError(
@@ -169,7 +174,7 @@ class NumberCodec:
         return [int(word) for word in words]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Write the ids."""
+        """The ids as numbers with spaces between them."""
         return " ".join(map(str, ids))
 
 

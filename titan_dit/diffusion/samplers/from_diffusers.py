@@ -20,6 +20,8 @@ from titan_dit.pictures.library import diffusers
 PREFIX = "diffusers:"
 PREDICTIONS = {"eps": "epsilon", "v": "v_prediction", "x": "sample"}
 """[objective] prediction -> diffusers' prediction_type."""
+NAMED = 'Name another class, such as "diffusers:DPMSolverMultistepScheduler".'
+OTHER = "Choose another scheduler, or more or fewer steps."
 POINT = 0.5
 """Value of every element of the data in `check`."""
 LARGEST_MISS, LEFT = 0.035, 3.5
@@ -49,14 +51,15 @@ def sampler(name: str, path: str, where: str) -> Sampler:
     kind = getattr(library, name.removeprefix(PREFIX), None)
     if not inspect.isclass(kind) or not issubclass(kind, library.SchedulerMixin):
         raise UserError(
-            f"{where}={show(name)}: diffusers has no scheduler {name.removeprefix(PREFIX)}. "
-            'Name one of its classes, such as "diffusers:DPMSolverMultistepScheduler".'
+            f"{where}={show(name)}: diffusers has no scheduler {name.removeprefix(PREFIX)}. {NAMED}"
         )
     accepted = inspect.signature(kind).parameters
     if path == "rectified_flow":
         config = config_of_flow(kind.__name__, accepted)
         if config is None:
-            raise UserError(f"{where}={show(name)} does not solve flows: it has no flow sigmas.")
+            raise UserError(
+                f"{where}={show(name)} does not solve flows: it has no flow sigmas. {NAMED}"
+            )
 
         def of_flow(velocity: Any, noise: Tensor, settings: Settings) -> Tensor:
             def raw(x: Tensor, timestep: Tensor) -> Tensor:
@@ -67,7 +70,9 @@ def sampler(name: str, path: str, where: str) -> Sampler:
         of_flow.__name__ = kind.__name__
         return of_flow
     if "trained_betas" not in accepted:
-        raise UserError(f"{where}={show(name)} is not for discrete diffusion: it takes no betas.")
+        raise UserError(
+            f"{where}={show(name)} is not for discrete diffusion: it takes no betas. {NAMED}"
+        )
 
     def of_ddpm(network: RawDenoiser, noise: Tensor, settings: Settings) -> Tensor:
         config = {"trained_betas": betas(network.schedule), "clip_sample": False}
@@ -75,7 +80,10 @@ def sampler(name: str, path: str, where: str) -> Sampler:
         config |= {"prediction_type": PREDICTIONS[network.prediction]}
         config |= {"snr_shift_scale": 1.0}  # CogVideoX's would change the noise levels.
         if "prediction_type" not in accepted and network.prediction != "eps":
-            raise UserError(f"{where}={show(name)} predicts the noise only.")
+            raise UserError(
+                f"{where}={show(name)} predicts the noise only, but [objective] "
+                f"prediction={show(network.prediction)}. {NAMED}"
+            )
         return run(
             kind(**{k: v for k, v in config.items() if k in accepted}),
             network.values,
@@ -106,11 +114,11 @@ def check(draw: Sampler, process: Any, steps: int, what: str) -> None:
         raise
     except Exception as error:  # Of any kind: diffusers does not check its arguments.
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"{what} cannot draw in {steps} steps ({reason}).") from None
+        raise UserError(f"{what} cannot draw in {steps} steps ({reason}). {OTHER}") from None
     if not missed <= max(LARGEST_MISS, LEFT * first):
         raise UserError(
             f"{what} does not end at the data in {steps} steps: it misses them by {missed:.2g}. "
-            "Choose another scheduler, or more or fewer steps."
+            f"{OTHER}"
         )
 
 
