@@ -308,8 +308,9 @@ class Space:
             yield own.schedule, own.virtual_stages
             return
         # These take as long as 1f1b and interleaved_1f1b, with the activations of all microbatches.
-        names = dict.fromkeys(name for name in SCHEDULES if name not in ("gpipe", "looped_bfs"))
-        names |= {own.schedule: None} if own.schedule != "gpipe" else {}
+        names = dict.fromkeys((*SCHEDULES, own.schedule))
+        for name in ("gpipe", "looped_bfs"):
+            names.pop(name)
         for name in self._options("pipeline.schedule", names):
             several = schedule_of(name).interleaved
             free = sorted({*VIRTUAL_STAGES, max(2, own.virtual_stages)}) if several else (1,)
