@@ -22,7 +22,7 @@ def undisturbed(tmp_path_factory):
 
 
 class Job:
-    """A job of launch/slurm.sbatch, submitted in a fresh clone. Its steps take 0.1 s."""
+    """A job of launch/slurm.sbatch, submitted in a fresh clone. Its steps take STEP_S, 0.1 s."""
 
     def __init__(self, slurm, folder, *options, every=20, steps=STEPS, **variables):
         self.slurm, self.clone = slurm, fresh_clone(folder)
@@ -41,11 +41,10 @@ class Job:
         """Wait until all attempts together have printed so many steps."""
         wait_until(lambda: len(re.findall(r"^step ", self.said, re.MULTILINE)) >= number, 200)
 
-    def finish(self):
+    def finish(self, seconds=200):
         """Wait for its end; return the times that it was requeued."""
-        ended = self.slurm.wait_for_job(
-            self.number, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"
-        )
+        ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        ended = self.slurm.wait_for_job(self.number, *ends, seconds=seconds)
         assert ended["JobState"] == "COMPLETED", self.said
         return int(ended["Restarts"])
 
@@ -55,10 +54,14 @@ class Job:
 
 
 def test_a_job_saves_before_its_time_limit_and_goes_on_when_requeued(undisturbed, tmp_path):
-    """The shortest limit of Slurm is a minute; it warns up to half a minute too early."""
+    """The shortest limit of Slurm is a minute; it warns up to half a minute too early.
+
+    All steps together take longer than a minute on any machine.
+    """
     with cluster(tmp_path, 2) as slurm:
-        job = Job(slurm, tmp_path, "--time=1", "--signal=B:USR1@10", every=1000)
-        assert job.finish() >= 1
+        limit = ("--time=1", "--signal=B:USR1@10")
+        job = Job(slurm, tmp_path, *limit, every=1000, STEP_S=0.4)
+        assert job.finish(500) >= 1
     stopped = [int(step) for step in re.findall(r"stopped after step (\d+)", job.said)]
     assert stopped
     assert job.resumed_steps() == stopped
