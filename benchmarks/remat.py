@@ -39,7 +39,7 @@ class Storages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if type(tensor) is Tensor:
+            if type(tensor) is Tensor and not tensor.is_meta:
                 self.add(tensor)
         return out
 
