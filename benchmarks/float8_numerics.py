@@ -154,7 +154,7 @@ def losses(
     """Losses by step of a run; recipe "bf16" disables float8."""
     tables = {
         "job": {"dir": tempfile.mkdtemp()},
-        "objective": {"name": "rectified_flow", "label_dropout": 0.1},
+        "objective": {"name": "rectified_flow", "condition_dropout": 0.1},
         "optimizer": {"lr": 2e-3},
         "lr_scheduler": {"warmup_steps": steps // 10, "decay": "cosine"},
         "ema": {"decays": []},

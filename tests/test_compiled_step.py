@@ -11,7 +11,7 @@ import torch
 from harness import on_ranks
 from tiny import distance, graphs_alone, randomize, tiny_config, torch_rng, whole
 
-from titan_dit.diffusion.base import NO_LABEL
+from titan_dit.diffusion.conditions import NO_LABEL
 from titan_dit.parallel.compile import num_graphs
 from titan_dit.parallel.init import put
 from titan_dit.trainer import Trainer

@@ -188,7 +188,7 @@ def test_diffusion_draws_the_samples_of_the_cpu(name):
         sampler = sampler_of(config.objective, name)
         with torch.no_grad():
             tokens = generate(
-                model.to(device), objective, numbers, numbers, sampler=sampler,
+                model.to(device), objective, {"labels": numbers}, numbers, sampler=sampler,
                 **settings,
             )  # fmt: skip
         drawn.append(tokens.cpu())

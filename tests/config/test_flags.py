@@ -110,7 +110,7 @@ def test_flags_can_choose_another_dataset(load):
 def test_a_flag_that_chooses_another_objective_drops_what_the_file_says_of_the_old_one(load):
     assert load().objective.timesteps == "logit_normal"
     other = load("--objective.name", "ddpm", "--objective.prediction", "v").objective
-    assert (other.name, other.prediction, other.label_dropout) == ("ddpm", "v", 0.1)
+    assert (other.name, other.prediction, other.condition_dropout) == ("ddpm", "v", 0.1)
     assert load("--objective.name", "rectified_flow") == load()
 
 

@@ -39,7 +39,7 @@ MAY_NOT_CHANGE = [
     "model.num_classes",
     "objective.name",
     "objective.timesteps",
-    "objective.label_dropout",
+    "objective.condition_dropout",
     "training.global_batch_size",
     "training.max_grad_norm",
     "precision.dtype",

@@ -3,7 +3,8 @@ import torch
 from points import batch_of, built, tokens_of
 
 from titan_dit.config.section import UserError
-from titan_dit.diffusion.base import NO_LABEL, by_channel
+from titan_dit.diffusion.base import by_channel
+from titan_dit.diffusion.conditions import NO_LABEL
 from titan_dit.diffusion.ddpm import bits_per_value
 from titan_dit.diffusion.noise_schedule import named
 from titan_dit.diffusion.samplers.base import Settings
@@ -46,7 +47,7 @@ def with_variance(values, spread):
 
 def test_inputs_are_the_sample_and_its_noise_at_the_level_of_the_step():
     numbers = torch.arange(40, 72)
-    objective, alpha_bars = of(label_dropout=0.0), named("linear", 1000).alpha_bar
+    objective, alpha_bars = of(condition_dropout=0.0), named("linear", 1000).alpha_bar
     prepared = prepare(objective, numbers)
     clean, noise, step = (prepared.targets[name] for name in ("clean", "noise", "step"))
     assert torch.equal(clean.flatten(2), tokens_of(numbers, **SHAPE))
@@ -70,13 +71,13 @@ def test_every_step_is_drawn_equally_often(steps):
 
 
 def test_labels_are_dropped_in_their_share():
-    labels = prepare(of(label_dropout=0.25), torch.arange(20_000)).inputs["labels"]
+    labels = prepare(of(condition_dropout=0.25), torch.arange(20_000)).inputs["labels"]
     assert (labels == NO_LABEL).double().mean().item() == pytest.approx(0.25, abs=0.012)
 
 
 def test_dropping_labels_does_not_depend_on_the_step():
     """With one stream for both, labels would be dropped at some steps only."""
-    prepared = prepare(of(label_dropout=0.5), torch.arange(20_000))
+    prepared = prepare(of(condition_dropout=0.5), torch.arange(20_000))
     dropped = prepared.inputs["labels"] == NO_LABEL
     low = prepared.targets["step"] < 500
     assert dropped[low].double().mean().item() == pytest.approx(0.5, abs=0.02)
@@ -249,7 +250,7 @@ def test_losses_are_taken_in_fp32():
     [
         ("steps", 10, "at least 25"),
         ("min_snr_gamma", 0.0, "above 0"),
-        ("label_dropout", 1.5, "at most 1"),
+        ("condition_dropout", 1.5, "at most 1"),
     ],
 )
 def test_impossible_values_are_refused(key, value, words):

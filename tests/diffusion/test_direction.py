@@ -119,12 +119,12 @@ def drawn(path, sampler, guidance, steps=5):
         if guidance.weak:
             guidance = Guidance(
                 guidance.scale,
-                weak=lambda x, t, y: weak({"tokens": x, "timestep": t, "labels": y}),
+                weak=lambda x, t, given: weak({"tokens": x, "timestep": t, **given}),
             )
         return generate(
             Network().written(path),
             built(path),
-            torch.tensor([1, 5, 2]),
+            {"labels": torch.tensor([1, 5, 2])},
             torch.arange(3),
             seed=0,
             sampler=sampler_of(path, sampler),

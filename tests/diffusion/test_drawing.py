@@ -49,7 +49,7 @@ def draw(forward, labels, numbers, seed=0, sampler=heun, steps=4, cfg_scale=2.0)
         return generate(
             forward,
             built(RectifiedFlowConfig()),
-            torch.tensor(labels),
+            {"labels": torch.tensor(labels)},
             torch.tensor(numbers),
             seed=seed,
             sampler=sampler,
@@ -130,8 +130,8 @@ def guided_parts(cfg_channels):
         return noise
 
     generate(
-        forward, built(DDPMConfig()), torch.tensor([1]), torch.tensor([0]), seed=0, sampler=sampler,
-        steps=1, guidance=Guidance(3.0, cfg_channels),
+        forward, built(DDPMConfig()), {"labels": torch.tensor([1])}, torch.tensor([0]), seed=0,
+        sampler=sampler, steps=1, guidance=Guidance(3.0, cfg_channels),
     )  # fmt: skip
     return parts[0], parts[1], seen[0].unflatten(-1, (4, 4))
 
@@ -161,8 +161,8 @@ def test_a_sampler_is_given_eta_and_other_noise_for_every_step():
         return noise
 
     generate(
-        network(), built(RectifiedFlowConfig()), torch.tensor([1]), torch.tensor([0]), seed=0,
-        sampler=sampler, steps=7, eta=0.25,
+        network(), built(RectifiedFlowConfig()), {"labels": torch.tensor([1])}, torch.tensor([0]),
+        seed=0, sampler=sampler, steps=7, eta=0.25,
     )  # fmt: skip
 
 

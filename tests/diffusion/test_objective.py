@@ -55,7 +55,7 @@ def test_a_batch_is_tokens_in_fp32_whatever_is_stored(tmp_path):
         scale=0.5,
     )  # fmt: skip
     source = LatentShards(tmp_path / "a")
-    objective = RectifiedFlowConfig(label_dropout=0.0).build(MODEL, source.facts)
+    objective = RectifiedFlowConfig(condition_dropout=0.0).build(MODEL, source.facts)
     (batch,) = batches(source, 1)
     prepared = objective.prepare(batch, SampleRNG(5, batch.sample_numbers))
     t = prepared.inputs["timestep"][:, None, None] / 1000

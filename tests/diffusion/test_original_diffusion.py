@@ -138,7 +138,7 @@ def test_ddim_through_the_imported_network_ends_where_the_original_ends(imported
         found = generate(
             model,
             section.build(config, section.example(config)[0]),
-            NETWORK["io.y"],
+            {"labels": NETWORK["io.y"]},
             torch.arange(5),
             seed=0,
             sampler=ddim,

@@ -34,8 +34,9 @@ def test_the_example_of_the_docs_draws_the_data_with_a_perfect_network():
     prepared = objective.prepare(batch_of(numbers), SampleRNG(0, numbers))
     data = tokens_of(numbers)
     assert objective.loss({"prediction": data}, prepared.targets).abs().max() == 0
+    given = {"labels": numbers}
     drawn = generate(
-        lambda inputs, static: data, objective, numbers, numbers, seed=0, sampler=euler, steps=4
+        lambda inputs, static: data, objective, given, numbers, seed=0, sampler=euler, steps=4
     )
     torch.testing.assert_close(drawn, data, rtol=0, atol=1e-5)
 

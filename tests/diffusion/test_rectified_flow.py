@@ -85,7 +85,9 @@ def test_the_network_is_told_the_time_in_steps_of_the_original():
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_labels_are_dropped_at_the_given_rate_whatever_the_label(share):
     numbers = torch.arange(21_000)
-    labels = prepare(RectifiedFlowConfig(label_dropout=share), numbers, tokens=1).inputs["labels"]
+    labels = prepare(RectifiedFlowConfig(condition_dropout=share), numbers, tokens=1).inputs[
+        "labels"
+    ]
     dropped = labels == -1
     assert torch.equal(labels[~dropped], (numbers % 7)[~dropped])
     for label in range(7):
@@ -94,15 +96,17 @@ def test_labels_are_dropped_at_the_given_rate_whatever_the_label(share):
 
 
 @pytest.mark.parametrize("share", [0, 1])
-def test_label_dropout_of_zero_and_one_is_none_and_all(share):
-    labels = prepare(RectifiedFlowConfig(label_dropout=share), torch.arange(5000)).inputs["labels"]
+def test_condition_dropout_of_zero_and_one_is_none_and_all(share):
+    labels = prepare(RectifiedFlowConfig(condition_dropout=share), torch.arange(5000)).inputs[
+        "labels"
+    ]
     assert (labels == -1).float().mean() == share
 
 
 @pytest.mark.parametrize("timesteps", ["uniform", "logit_normal"])
-def test_time_noise_and_label_dropout_are_independent(timesteps):
+def test_time_noise_and_condition_dropout_are_independent(timesteps):
     numbers = torch.arange(20_000)
-    objective = RectifiedFlowConfig(timesteps=timesteps, label_dropout=0.5)
+    objective = RectifiedFlowConfig(timesteps=timesteps, condition_dropout=0.5)
     prepared = prepare(objective, numbers, tokens=1, channels=1)
     noise = prepared.targets["velocity"] + tokens_of(numbers, tokens=1, channels=1)
     dropped = (prepared.inputs["labels"] == -1).float()
@@ -116,10 +120,10 @@ def test_time_noise_and_label_dropout_are_independent(timesteps):
 
 def test_a_sample_is_prepared_the_same_in_any_batch():
     numbers = torch.arange(100, 124)
-    whole = prepare(RectifiedFlowConfig(label_dropout=0.5), numbers)
+    whole = prepare(RectifiedFlowConfig(condition_dropout=0.5), numbers)
     order = torch.arange(24).flip(0)
     for part in (order, order[:5], order[7:8], order[::3]):
-        again = prepare(RectifiedFlowConfig(label_dropout=0.5), numbers[part])
+        again = prepare(RectifiedFlowConfig(condition_dropout=0.5), numbers[part])
         for name, values in again.inputs.items():
             assert torch.equal(values, whole.inputs[name][part])
         assert torch.equal(again.targets["velocity"], whole.targets["velocity"][part])
@@ -135,7 +139,7 @@ def test_another_seed_draws_another_time_and_noise():
 def test_preparing_leaves_the_batch_alone():
     numbers = torch.arange(64)
     batch = batch_of(numbers)
-    built(RectifiedFlowConfig(label_dropout=1)).prepare(batch, SampleRNG(0, numbers))
+    built(RectifiedFlowConfig(condition_dropout=1)).prepare(batch, SampleRNG(0, numbers))
     assert torch.equal(batch.fields["latent"], batch_of(numbers).fields["latent"])
     assert torch.equal(batch.fields["label"], numbers % 7)
 
@@ -194,7 +198,7 @@ def test_microbatches_cover_every_row_once_and_in_order(size):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"label_dropout": 1.5}, "label_dropout=1.5 must be at most 1"),
+        ({"condition_dropout": 1.5}, "condition_dropout=1.5 must be at most 1"),
         ({"shift": 0}, "shift=0.0 must be above 0"),
         ({"logit_std": -1.0}, "logit_std=-1.0 must be above 0"),
         ({"logit_mean": math.nan}, "logit_mean=nan must be"),

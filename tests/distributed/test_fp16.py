@@ -131,7 +131,7 @@ def small_gradients(world):
     found = []
     for dtype, scale in (("fp32", 1.0), ("fp16", 2.0**26), ("fp16", 1.0)):
         precision = {"dtype": dtype, "loss_scale": scale}
-        trainer = trainer_in(world, precision=precision, objective={"label_dropout": 0.0})
+        trainer = trainer_in(world, precision=precision, objective={"condition_dropout": 0.0})
         original = trainer.executor.loss
         trainer.executor.loss = lambda *given, loss=original: 1e-7 * loss(*given)
         batch = next(trainer.batches())

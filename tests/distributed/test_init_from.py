@@ -282,7 +282,7 @@ def test_other_units_networks_or_predictions_are_named():
         "[model] num_heads: 4 -> 2",
         '[model] timestep_frequencies: "dit" -> "diffusers"',
     ]
-    assert differences(objective={"learn_sigma": False, "label_dropout": 0.5}) == [
+    assert differences(objective={"learn_sigma": False, "condition_dropout": 0.5}) == [
         "[objective] learn_sigma: true -> false"
     ]
     other = config_file.to_tables(tiny_config())["objective"]

@@ -98,7 +98,7 @@ def bf16_run(world, folder):
         job={"dir": str(folder)},
         precision={"dtype": "bf16"},
         training={"steps": 30, "max_grad_norm": 0.0},
-        objective={"label_dropout": 0.0},
+        objective={"condition_dropout": 0.0},
     )
     trainer = Trainer(config, world)
     dtypes = set()

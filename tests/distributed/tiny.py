@@ -20,7 +20,7 @@ TABLES = {
         "in_channels": 1,
         "num_classes": 10,
     },
-    "objective": {"name": "rectified_flow", "label_dropout": 0.25},
+    "objective": {"name": "rectified_flow", "condition_dropout": 0.25},
     "data": {"name": "digits"},
     "training": {"steps": 4, "global_batch_size": 16},
     "precision": {"dtype": "fp32"},

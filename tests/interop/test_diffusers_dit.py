@@ -67,7 +67,7 @@ def test_the_exported_pipeline_draws_what_sample_draws(library, vae, tmp_path, o
         tokens = drawing.generate(
             forward_of(run),
             diffusion,
-            torch.tensor(classes),
+            {"labels": torch.tensor(classes)},
             torch.arange(2),
             seed=0,
             sampler=drawing.sampler_of(diffusion.config, name),

@@ -129,7 +129,7 @@ def test_samples_are_those_of_sits_own_way_from_noise_to_data(files):
         tokens = drawing.generate(
             lambda inputs, static: first_of(run.network(inputs, static)),
             diffusion,
-            labels,
+            {"labels": labels},
             torch.arange(2),
             seed=0,
             sampler=drawing.sampler_of(diffusion.config, "euler"),

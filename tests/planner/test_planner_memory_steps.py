@@ -14,7 +14,7 @@ DIT = {
         "in_channels": 1,
         "num_classes": 10,
     },
-    "objective": {"name": "rectified_flow", "label_dropout": 0.25},
+    "objective": {"name": "rectified_flow", "condition_dropout": 0.25},
     "data": {"name": "digits"},
     "training": {"steps": 4, "global_batch_size": 16, "microbatch_size": 4},
     "ema": {"decays": [0.9, 0.99]},

@@ -23,10 +23,10 @@ class Drawing(Objective):
     def knows_classes(self, like):
         return False
 
-    def picture_labels(self, num, like):
-        return torch.zeros(num, dtype=torch.int64)
+    def picture_conditions(self, num, like):
+        return {"labels": torch.zeros(num, dtype=torch.int64)}
 
-    def pictures(self, forward, sampling, seed, labels, batches):
+    def pictures(self, forward, sampling, seed, given, batches):
         for numbers in batches:
             pixels = torch.randint(0, 256, (len(numbers), 2, 2, 3), dtype=torch.uint8)
             yield pixels, numbers != (-1 if self.lost is None else self.lost)

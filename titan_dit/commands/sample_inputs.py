@@ -19,6 +19,7 @@ from titan_dit.config.did_you_mean import nearest
 from titan_dit.config.section import Named, UserError, show
 from titan_dit.data.latent_facts import shown
 from titan_dit.diffusion.base import LatentModel
+from titan_dit.diffusion.conditions import Given
 from titan_dit.diffusion.drawing import spread_labels
 from titan_dit.diffusion.guidance import Conditional
 from titan_dit.diffusion.objective import Diffusion
@@ -155,10 +156,10 @@ def weak_network(weak: TrainedModel, diffusion: Diffusion) -> Conditional:
     channels, static = diffusion.model.sample_shape[0], theirs.model.static(weak.device)
     outputs = diffusion.config.output_channels(channels)
 
-    def predict(x: Tensor, timestep: Tensor, labels: Tensor) -> Tensor:
+    def predict(x: Tensor, timestep: Tensor, given: Given) -> Tensor:
         latents = diffusion.model.detokenize(x)
-        given = {"tokens": theirs.model.tokenize(latents), "timestep": timestep, "labels": labels}
-        found = theirs.model.detokenize(first_of(weak.network(given, static)).float())
+        inputs = {"tokens": theirs.model.tokenize(latents), "timestep": timestep, **given}
+        found = theirs.model.detokenize(first_of(weak.network(inputs, static)).float())
         found = found[:, :channels]
         if outputs > channels:  # Scale 1 there: the other network's values count.
             found = torch.cat(

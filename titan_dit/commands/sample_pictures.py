@@ -236,7 +236,7 @@ def drawn(job: Job, rows: range, report: Callable[[int], None]) -> dict[str, Ten
     tokens = drawing.generate(
         Counted(job.run.network, report),
         job.diffusion,
-        job.labels[at].to(device),
+        {"labels": job.labels[at].to(device)},
         torch.arange(rows.start, rows.stop, device=device),
         seed=job.flags.seed,
         sampler=job.sampler,

@@ -54,6 +54,7 @@ RENAMED = {
     "model.rotary_base": "model.rope_theta",
     "model.tied": "model.tie_word_embeddings",
     "model.vocabulary": "model.vocab_size",
+    "objective.label_dropout": "objective.condition_dropout",
     "objective.schedule": "objective.noise_schedule",
     "sampling.length": "generation.max_new_tokens",
     "sampling.prompt": "generation.prompt",

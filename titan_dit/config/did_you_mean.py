@@ -61,7 +61,7 @@ MEANT = {
     "model.size": "flavor model_size variant",
     "model.tie_word_embeddings": "untie_embeddings_and_output_weights",
     "model.vocab_size": "padded_vocab_size",
-    "objective.label_dropout": "class_dropout_prob cfg_dropout classifier_free_guidance_prob",
+    "objective.condition_dropout": "class_dropout_prob cfg_dropout classifier_free_guidance_prob",
     "objective.mask_end_of_document": "eod_mask_loss",
     "objective.mask_share": "mask_prob mlm_probability",
     "objective.min_snr_gamma": "snr_gamma",

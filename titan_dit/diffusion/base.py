@@ -1,7 +1,7 @@
 """Conventions and interfaces of diffusion.
 
 Time: t = 0 is data, t = 1 is noise. The timestep that a network takes has a unit of its own, and
-may run the other way. Labels: negative means "no label".
+may run the other way.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from titan_dit.models.base import ModelSpec
-
-NO_LABEL = -1
 
 Predict: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(noisy tokens [b, n, d], timestep [b] in the network's unit) -> prediction [b, n, d_out]."""

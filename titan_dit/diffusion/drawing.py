@@ -15,6 +15,7 @@ from titan_dit.config.dotted_names import look_up
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import SamplingConfig
 from titan_dit.data.listing import few
+from titan_dit.diffusion.conditions import Given
 from titan_dit.diffusion.guidance import Conditional, Guidance, guided, scales
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.diffusion.samplers import from_diffusers
@@ -154,7 +155,7 @@ def guidance_of(drawing: Drawing, weak: Conditional | None = None) -> Guidance:
 def generate(
     forward: Forward,
     objective: Diffusion,
-    labels: Int64[Tensor, " b"],
+    given: Given,
     numbers: Int64[Tensor, " b"],
     *,
     seed: int,
@@ -164,26 +165,28 @@ def generate(
     guidance: Guidance = Guidance(),  # noqa: B008 - frozen.
     noise: Float[Tensor, "b n d"] | None = None,
 ) -> Float[Tensor, "b n d"]:
-    """Draw one sample per label, as tokens.
+    """Draw one sample per row of a condition, as tokens.
 
     The noise of a sample depends only on `seed` and on its entry in `numbers`, not on the batch or
     the number of ranks. `noise`: initial noise instead of the seed's.
     """
-    rng, static = SampleRNG(seed, numbers), objective.static(labels.device)
+    rng, device = SampleRNG(seed, numbers), numbers.device
+    static, null = objective.static(device), objective.condition.null(len(numbers), device)
     channels, shape = objective.channels, objective.model.token_shape
 
-    def predict(x: Tensor, timestep: Tensor, of: Tensor) -> Tensor:
-        return forward({"tokens": x, "timestep": timestep, "labels": of}, static).float()
+    def predict(x: Tensor, timestep: Tensor, of: Given) -> Tensor:
+        return forward({"tokens": x, "timestep": timestep, **of}, static).float()
 
     scale = scales(
         guidance.scale,
         guided=channels if guidance.channels is None else guidance.channels,
         outputs=objective.config.output_channels(channels),
         pixels=shape[1] // channels,
-        device=labels.device,
+        device=device,
     )
+    guide = guided(predict, given, null, scale, guidance, objective.noise_level)
     return sampler(
-        objective.process(guided(predict, labels, scale, guidance, objective.noise_level)),
+        objective.process(guide),
         rng.normal("sample", shape) if noise is None else noise,
         Settings(
             steps,
@@ -199,14 +202,14 @@ def samples(
     objective: Diffusion,
     sampling: SamplingConfig,
     seed: int,
-    labels: Int64[Tensor, " b"],
+    given: Given,
     numbers: Int64[Tensor, " b"],
 ) -> Float[Tensor, "b c h w"]:
     """Draw samples in stored units, as [sampling] says."""
     tokens = generate(
         forward,
         objective,
-        labels,
+        given,
         numbers,
         seed=seed,
         sampler=sampler_of(objective.config, sampling.sampler),
@@ -232,8 +235,8 @@ def preview(
     labels = preview_labels(num, objective.model.num_classes).to(device)
     mine = numbers[share.rank * rows :][:rows]
     # Numbers from `num` on are padding, cut off below.
-    own_labels = labels[mine.clamp(max=num - 1)]
-    drawn = samples(forward, objective, sampling, seed, own_labels, mine)
+    given = {"labels": labels[mine.clamp(max=num - 1)]}
+    drawn = samples(forward, objective, sampling, seed, given, mine)
     finite = share.gather(drawn.isfinite().flatten(1).all(1).float())[:num]
     value_range = objective.data.value_range
     if vae is not None:

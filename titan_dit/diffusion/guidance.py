@@ -1,4 +1,4 @@
-"""Guidance: by the prediction without the label (arXiv:2207.12598), or by a weaker network."""
+"""Guidance: by the prediction without the condition (arXiv:2207.12598), or by a weaker network."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
-Conditional = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(x [b, n, d], timestep [b], labels [b]) -> prediction [b, n, d_out]."""
+from titan_dit.diffusion.conditions import Given, joined
+
+Conditional = Callable[[Tensor, Tensor, Given], Tensor]
+"""(x [b, n, d], timestep [b], condition of b samples) -> prediction [b, n, d_out]."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,10 @@ class Guidance:
     """Guide at noise levels from the first to the second only (arXiv:2404.07724): t of a flow, the
     step over the last step of a discrete diffusion."""
     rescale: float = 0.0
-    """Rescale the guided prediction to the std of the prediction with the label: 0 is off, 1 is
+    """Rescale the guided prediction to the std of the conditional prediction: 0 is off, 1 is
     all the way (phi of arXiv:2305.08891 sec. 3.4)."""
     weak: Conditional | None = None
-    """A worse network, which guides in place of the prediction without the label
+    """A worse network, which guides in place of the prediction without the condition
     (arXiv:2406.02507)."""
 
 
@@ -38,7 +40,7 @@ def scales(
     """Guidance scale of every element of a token, (pixels, outputs) with the output fastest.
 
     Only the first `guided` outputs of a pixel are guided. The others, such as a learned variance,
-    have scale 1: the prediction with the label.
+    have scale 1: the conditional prediction.
     """
     per_pixel = torch.ones(outputs, device=device)
     per_pixel[:guided] = scale
@@ -47,34 +49,35 @@ def scales(
 
 def guided(
     predict: Conditional,
-    labels: Int64[Tensor, " b"],
+    given: Given,
+    null: Given,
     scale: Float[Tensor, " d_out"],
     guidance: Guidance = Guidance(),
     noise_level: Callable[[float], float] = float,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Guidance u + scale * (c - u): c with the label, u without it or of the weaker network.
+    """Guidance u + scale * (c - u): c with the condition, u with `null` or of the weaker network.
 
-    c and u without the label are one forward pass. With scale 1, and outside the interval, only c
-    is computed, at half the cost. Label -1 means no label. All samples have the same timestep;
-    `noise_level`: timestep -> 0 (data) to 1 (noise).
+    c and u with `null` are one forward pass. With scale 1, and outside the interval, only c is
+    computed, at half the cost. All samples have the same timestep; `noise_level`: timestep -> 0
+    (data) to 1 (noise).
     """
     if bool((scale == 1).all()):
-        return lambda x, timestep: predict(x, timestep, labels)
-    both_labels = torch.cat((labels, torch.full_like(labels, -1)))
+        return lambda x, timestep: predict(x, timestep, given)
+    both_given = joined(given, null)
     first, last = guidance.interval
     everywhere = first <= 0 and last >= 1
 
     def pair(x: Tensor, timestep: Tensor) -> tuple[Tensor, Tensor]:
         if guidance.weak is not None:
-            return predict(x, timestep, labels), guidance.weak(x, timestep, labels)
-        both = predict(torch.cat((x, x)), torch.cat((timestep, timestep)), both_labels)
+            return predict(x, timestep, given), guidance.weak(x, timestep, given)
+        both = predict(torch.cat((x, x)), torch.cat((timestep, timestep)), both_given)
         conditional, unconditional = both.chunk(2)
         return conditional, unconditional
 
     def prediction(x: Float[Tensor, "b n d"], timestep: Float[Tensor, " b"]) -> Tensor:
         # Rounded: 1 - 0.7 is not 0.3 in fp32.
         if not (everywhere or first <= round(noise_level(timestep[0].item()), 6) <= last):
-            return predict(x, timestep, labels)
+            return predict(x, timestep, given)
         conditional, worse = pair(x, timestep)
         found = torch.lerp(worse, conditional, scale)
         return rescaled(found, conditional, scale != 1, guidance.rescale)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped, UInt8
@@ -17,7 +17,8 @@ from titan_dit.config.section import UserError, show
 from titan_dit.config.training import GenerationConfig, SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.data.latent_facts import LatentFacts, shown
-from titan_dit.diffusion.base import NO_LABEL, Corrupted, LatentModel, Predict
+from titan_dit.diffusion.base import Corrupted, LatentModel, Predict
+from titan_dit.diffusion.conditions import ClassLabels, Condition, Given, rows_of, without
 from titan_dit.diffusion.sections import DiffusionConfig
 from titan_dit.models.base import ModelConfig
 from titan_dit.objectives.base import (
@@ -111,7 +112,8 @@ class Diffusion(Objective, ABC):
     `process`.
     """
 
-    takes = ("latent", "label")
+    condition: ClassVar[Condition] = ClassLabels()
+    takes = ("latent", *condition.takes)
 
     config: DiffusionConfig
     model: LatentModel
@@ -187,12 +189,14 @@ class Diffusion(Objective, ABC):
         return self.model.tokenize(to_model_units(fields["latent"], self.data, self.channels, rng))
 
     def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:
-        """Draw timestep, noise and label dropout by sample number."""
+        """Draw timestep, noise and condition dropout by sample number."""
         clean = self.clean_tokens(batch.fields, rng)
-        dropped = rng.uniform("label_dropout") < self.config.label_dropout
-        labels = batch.fields["label"].masked_fill(dropped, NO_LABEL)
+        # The name of the draws as it always was: runs go on with the same ones.
+        dropped = rng.uniform("label_dropout") < self.config.condition_dropout
+        null = self.condition.null(len(clean), clean.device)
+        given = without(self.condition.given(batch.fields), null, dropped)
         noise = rng.normal("noise", tuple(clean.shape[1:]))
-        return self.corrupted(batch, clean, self.timesteps_of(rng), noise, labels)
+        return self.corrupted(batch, clean, self.timesteps_of(rng), noise, given)
 
     def corrupted(
         self,
@@ -200,12 +204,12 @@ class Diffusion(Objective, ABC):
         clean: Float[Tensor, "b n d"],
         timestep: Float[Tensor, " b"],
         noise: Float[Tensor, "b n d"],
-        labels: Int64[Tensor, " b"],
+        given: Given,
     ) -> Prepared:
-        """Prepare a batch with given timestep, noise and labels."""
+        """Prepare a batch with this timestep, noise and condition."""
         corrupted = self.corrupt(clean, timestep, noise)
         return Prepared(
-            inputs={**corrupted.inputs, "labels": labels},
+            inputs={**corrupted.inputs, **given},
             targets=corrupted.targets,
             weight=batch.weight,
             total_tokens=batch.total_weight * clean.shape[1],
@@ -228,12 +232,13 @@ class Diffusion(Objective, ABC):
         check_std(fields["latent"], self.data, self.channels)
 
     def evaluations(self, batch: Batch, rng: SampleRNG) -> dict[str, Prepared]:
-        """The batch, without label dropout, at the middle timestep of every bin."""
+        """The batch, without condition dropout, at the middle timestep of every bin."""
         clean, found = self.clean_tokens(batch.fields, rng), {}
-        noise, labels = rng.normal("noise", tuple(clean.shape[1:])), batch.fields["label"]
+        noise = rng.normal("noise", tuple(clean.shape[1:]))
+        given = self.condition.given(batch.fields)
         for name, middle in self.validation_timesteps(VALIDATION_BINS).items():
             timestep = torch.full_like(batch.weight, middle)
-            found[name] = self.corrupted(batch, clean, timestep, noise, labels)
+            found[name] = self.corrupted(batch, clean, timestep, noise, given)
         return found
 
     def hints(self, source: Source) -> Sequence[str]:
@@ -284,20 +289,21 @@ class Diffusion(Objective, ABC):
         names = self.data.class_names
         return drawing.labels_like(like, 1, self.model.num_classes, names) is not None
 
-    def picture_labels(self, num: int, like: Mapping[str, int]) -> Int64[Tensor, " num"]:
+    def picture_conditions(self, num: int, like: Mapping[str, int]) -> Given:
         """Labels in the proportions of `like`; evenly over all classes if one is unknown."""
         from titan_dit.diffusion import drawing
 
         classes = self.model.num_classes
         found = drawing.labels_like(like, num, classes, self.data.class_names)
-        return drawing.spread_labels(num, list(range(classes))) if found is None else found
+        spread = drawing.spread_labels(num, list(range(classes))) if found is None else found
+        return {"labels": spread}
 
     def pictures(
         self,
         forward: Forward,
         sampling: SamplingConfig,
         seed: int,
-        labels: Int64[Tensor, " n"],
+        given: Given,
         batches: Iterable[Int64[Tensor, " b"]],
     ) -> Iterator[tuple[UInt8[Tensor, "b h w 3"], Bool[Tensor, " b"]]]:
         """Draw pictures, decoded if they are latents, and whether each sample is finite."""
@@ -306,12 +312,12 @@ class Diffusion(Objective, ABC):
         from titan_dit.pictures import output
 
         value_range = self.data.value_range
-        decodes = nullcontext() if value_range else self.decoder(sampling, labels.device)
+        device = next(iter(given.values())).device
+        decodes = nullcontext() if value_range else self.decoder(sampling, device)
         with decodes as vae:
             for numbers in batches:
-                samples = drawing.samples(
-                    forward, self, sampling, seed, labels=labels[numbers], numbers=numbers
-                )
+                of_batch = rows_of(given, numbers)
+                samples = drawing.samples(forward, self, sampling, seed, of_batch, numbers)
                 finite = samples.isfinite().flatten(1).all(1)
                 if vae is None:
                     yield output.to_pixels(samples, value_range), finite

@@ -31,8 +31,8 @@ class DiffusionConfig(ObjectiveConfig):
 
     previews = True
 
-    label_dropout: Fraction = 0.1
-    """Fraction of samples trained without their label, for classifier-free guidance."""
+    condition_dropout: Fraction = 0.1
+    """Fraction of samples trained without their condition, for classifier-free guidance."""
 
     def output_channels(self, channels: int) -> int:
         """Number of channels that the network predicts for latents with `channels` channels.

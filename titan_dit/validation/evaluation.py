@@ -35,20 +35,20 @@ class DrawsPictures(Protocol):
         """Width and height in pixels of what `pictures` draws. UserError if it cannot."""
 
     def knows_classes(self, like: Mapping[str, int]) -> bool:
-        """True if `picture_labels` can follow the proportions `like`."""
+        """True if `picture_conditions` can follow the proportions `like`."""
 
-    def picture_labels(self, num: int, like: Mapping[str, int]) -> Int64[Tensor, " num"]:
-        """Classes of `num` pictures, if possible in the proportions `like`: class -> count."""
+    def picture_conditions(self, num: int, like: Mapping[str, int]) -> Mapping[str, Tensor]:
+        """Conditions of `num` pictures, if possible in the proportions `like`: class -> count."""
 
     def pictures(
         self,
         forward: Forward,
         sampling: SamplingConfig,
         seed: int,
-        labels: Int64[Tensor, " n"],
+        given: Mapping[str, Tensor],
         batches: Iterable[Int64[Tensor, " b"]],
     ) -> Iterator[tuple[UInt8[Tensor, "b h w 3"], Bool[Tensor, " b"]]]:
-        """Draw the pictures of each batch of numbers, on its device; number i has `labels[i]`.
+        """Draw the pictures of each batch of numbers, on its device; number i has row i of `given`.
 
         With each batch: which samples are finite, without NaN or infinity.
         """
@@ -79,13 +79,16 @@ class Evaluation:
         Returns no scores, and prints the number, if samples are NaN or infinite.
         """
         num, ranks = self.config.num, Ranks()
-        labels = self.objective.picture_labels(num, self.classes).to(share.device)
+        given = {
+            name: value.to(share.device)
+            for name, value in self.objective.picture_conditions(num, self.classes).items()
+        }
         found: dict[str, list[Tensor]] = {"features": [], "logits": []}
         firsts = range(0, num, BATCH * share.num_ranks)
         rows = BATCH * share.rank + torch.arange(BATCH, device=share.device)
         # Numbers from `num` on are padding, so that all ranks draw as many; it is cut off below.
         batches = [(first + rows).clamp(max=num - 1) for first in firsts]
-        pictures = self.objective.pictures(forward, sampling, seed, labels, batches)
+        pictures = self.objective.pictures(forward, sampling, seed, given, batches)
         lost = 0
         for first, (batch, finite) in zip(firsts, pictures, strict=True):
             lost += int((share.gather(finite.float())[: num - first] == 0).sum())
