@@ -104,7 +104,7 @@ def test_a_section_that_must_be_there_is_asked_for(section):
         (
             "[data]",
             'timesteps = "normal"\n[data]',
-            '[objective] timesteps="normal" is not one of "uniform", "logit_normal". Did you mean '
+            '[objective] timesteps="normal" is not one of "uniform", "logit_normal", "mode". Did you mean '
             "logit_normal?",
         ),
         (

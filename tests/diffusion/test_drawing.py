@@ -323,3 +323,33 @@ def test_a_preview_is_the_same_on_any_number_of_ranks(tmp_path, ranks):
     pictures = [picture(rank, lambda rows: whole) for rank in range(ranks)]
     assert all(data == pictures[0] for data in pictures)
     assert pictures[0][:4] == b"\x89PNG"
+
+
+def times_of(sampling, config):
+    """The times at which the network is asked by a preview."""
+    asked = []
+
+    def forward(inputs, static, context=None):
+        asked.append(inputs["timestep"][0].item() / 1000)
+        return torch.zeros_like(inputs["tokens"])
+
+    sampling = SamplingConfig(every=1, num=1, sampler="euler", steps=2, cfg_scale=1.0, **sampling)
+    preview(forward, built(config), sampling, 0, DataShare(torch.device("cpu")))
+    return asked
+
+
+def test_previews_have_the_shift_of_training_unless_they_have_their_own():
+    shifted = RectifiedFlowConfig(shift=3.0)
+    assert times_of({}, RectifiedFlowConfig()) == pytest.approx([1.0, 0.5])
+    assert times_of({}, shifted) == pytest.approx([1.0, 0.75])
+    assert times_of({"shift": 1.0}, shifted) == pytest.approx([1.0, 0.5])
+    # Four tokens: sqrt(4 / 256).
+    by_tokens = RectifiedFlowConfig(shift_by_tokens="sqrt")
+    assert times_of({}, by_tokens) == pytest.approx([1.0, 1 / 9])
+
+
+def test_a_shift_without_a_flow_is_refused():
+    with pytest.raises(
+        UserError, match=r"\[sampling\] shift=2 is for flows, but \[objective\] name"
+    ):
+        check(built(DDPMConfig()), SamplingConfig(shift=2.0), "[sampling] {}")

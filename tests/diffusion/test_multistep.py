@@ -79,6 +79,23 @@ def test_flow_steps_are_those_of_diffusers(steps):
     torch.testing.assert_close(ours, expected, rtol=0, atol=0.01)
 
 
+@pytest.mark.parametrize("name", ["FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"])
+def test_a_shift_is_the_scheduler_s_own_and_not_a_second_one(name):
+    asked = []
+
+    def recorded(x, t):
+        asked.append(t[0].item())
+        return velocity(x, t)
+
+    shift, plain = 3.0, sampler_of(RectifiedFlowConfig(), f"diffusers:{name}")
+    plain(recorded, noise(), Settings(10, keys=seeds))
+    times, asked = asked, []
+    plain(recorded, noise(), Settings(10, keys=seeds, shift=shift))
+    # They differ in how they space the times that they shift: the least one is 1/1000 or so.
+    expected = [shift * t / (1 + (shift - 1) * t) for t in times]
+    assert asked == pytest.approx(expected, abs=0.03)
+
+
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_the_solver_is_exact_on_a_straight_path(steps):
     data, start = torch.randn(2, 3, 5, 4, dtype=torch.float64)

@@ -3,8 +3,9 @@ import itertools
 import pytest
 import torch
 
+from titan_dit.diffusion.samplers import multistep
 from titan_dit.diffusion.samplers.base import Settings
-from titan_dit.diffusion.samplers.ode import euler, heun
+from titan_dit.diffusion.samplers.ode import euler, heun, times
 
 
 class Counted:
@@ -68,3 +69,24 @@ def test_samplers_leave_the_noise_alone(sampler):
     kept = noise.clone()
     assert not torch.equal(sampler(bent, noise, Settings(3)), kept)
     assert torch.equal(noise, kept)
+
+
+@pytest.mark.parametrize("shift", [0.5, 3.0])
+def test_the_times_of_a_step_are_shifted(shift):
+    asked = []
+
+    def velocity(x, t):
+        asked.append(t[0].item())
+        return torch.zeros_like(x)
+
+    euler(velocity, torch.randn(2, 3, 4), Settings(4, shift=shift))
+    plain = [1.0, 0.75, 0.5, 0.25]
+    assert asked == pytest.approx([shift * t / (1 + (shift - 1) * t) for t in plain])
+    assert times(torch.zeros(1, 1, 1), Settings(4, shift=shift))[-1].item() == 0
+
+
+@pytest.mark.parametrize("sampler", [euler, heun, multistep.flow])
+def test_a_shifted_path_ends_at_the_data(sampler):
+    noise, data = torch.randn(2, 2, 3, 4)
+    found = sampler(lambda x, t: noise - data, noise, Settings(5, shift=3.0))
+    torch.testing.assert_close(found, data, rtol=1e-5, atol=1e-5)

@@ -59,6 +59,49 @@ def test_logit_normal_times_have_a_normal_logit(mean, std):
     assert kolmogorov(t, cdf) < 1.95
 
 
+@pytest.mark.parametrize("scale", [-1.0, 0.0, 1.29, 1.75])
+def test_mode_sampling_is_the_formula_of_the_paper_on_the_uniform_draw(scale):
+    u = times(timesteps="uniform")
+    t = times(timesteps="mode", mode_scale=scale)
+    expected = 1 - u - scale * (torch.cos(torch.pi / 2 * u).square() - 1 + u)
+    torch.testing.assert_close(t, expected, rtol=1e-5, atol=1e-6)
+    # A rank-preserving map of (0, 1) onto itself, with its mode in the middle.
+    assert t[u.argsort()].diff().max() <= 1e-6
+    assert (t >= 0).all()
+    assert (t <= 1).all()
+    middle = ((t - 0.5).abs() < 0.1).double().mean().item()
+    assert (middle > 0.22, middle < 0.18) == (scale > 1, scale < 0)
+
+
+@pytest.mark.parametrize(
+    ("how", "tokens", "expected"),
+    [
+        ("off", 4096, 1.0),
+        ("sqrt", 256, 1.0),
+        ("sqrt", 1024, 2.0),
+        ("sqrt", 4096, 4.0),
+        ("exponential", 256, math.exp(0.5)),
+        ("exponential", 4096, math.exp(1.15)),
+        ("exponential", 2176, math.exp(0.825)),
+    ],
+)
+def test_the_shift_grows_with_the_tokens(how, tokens, expected):
+    config = RectifiedFlowConfig(shift_by_tokens=how)
+    assert config.shift_of(tokens) == pytest.approx(expected)
+    assert RectifiedFlowConfig(shift_by_tokens=how, shift=3.0).shift_of(tokens) == pytest.approx(
+        3 * expected
+    )
+
+
+def test_times_are_shifted_by_the_tokens_after_patching():
+    objective = built(RectifiedFlowConfig(timesteps="uniform", shift_by_tokens="sqrt"))
+    tokens = objective.model.token_shape[0]
+    assert objective.shift == pytest.approx(math.sqrt(tokens / 256))
+    u, t = times(timesteps="uniform"), times(timesteps="uniform", shift_by_tokens="sqrt")
+    expected = objective.shift * u / (1 + (objective.shift - 1) * u)
+    torch.testing.assert_close(t, expected, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("timesteps", ["uniform", "logit_normal"])
 @pytest.mark.parametrize("shift", [0.5, 3.0])
 def test_shift_maps_every_time_by_its_formula(timesteps, shift):

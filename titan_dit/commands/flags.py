@@ -621,6 +621,8 @@ class DrawingFlags(Section):
 
     labels: str = "all"
     """Classes: "all", or a list of numbers or names such as 3 or 0,cat; "none" is unconditional."""
+    shift: PositiveFloat | None = None
+    """Shift of a flow's times: above 1, more steps at high noise. Unset: that of the run."""
     cfg_scale: GuidanceScale = 2.0
     """Classifier-free guidance scale; 1 disables it."""
     cfg_channels: PositiveInt | None = None

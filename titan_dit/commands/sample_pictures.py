@@ -107,6 +107,7 @@ class Job:
             **{key: getattr(flags, key) for key in (*keys, "cfg_rescale")},
             "guide": self.guide and identity(self.guide),
             "cfg_interval": list(flags.cfg_interval),
+            "shift": self.diffusion.shift if flags.shift is None else flags.shift,
             "labels": digest(self.labels.numpy().tobytes()),
             "noise": "" if self.noise is None else digest(self.noise.numpy().tobytes()),
             "vae": self.vae and self.vae.facts.digest,
@@ -242,6 +243,7 @@ def drawn(job: Job, rows: range, report: Callable[[int], None]) -> dict[str, Ten
         sampler=job.sampler,
         steps=job.flags.steps,
         eta=job.flags.eta,
+        shift=job.flags.shift,
         guidance=job.guidance,
         noise=None if job.noise is None else model.tokenize(job.noise[at].to(device)),
     )

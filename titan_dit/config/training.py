@@ -252,6 +252,8 @@ class SamplingConfig(Section):
     first. Or "diffusers:CLASS", a scheduler of diffusers."""
     steps: Annotated[int, Bound(least=1, most=10**5)] = 25
     """Sampling steps."""
+    shift: PositiveFloat | None = None
+    """Shift of a flow's times: above 1, more steps at high noise. Unset: that of [objective]."""
     eta: Fraction = 0.0
     """Noise that ddim adds in each step: 0 is none, 1 as much as ddpm."""
     cfg_scale: GuidanceScale = 2.0

@@ -44,6 +44,10 @@ class Drawing(Protocol):
         """Number of sampling steps."""
 
     @property
+    def shift(self) -> float | None:
+        """Shift of a flow's times; None takes that of training."""
+
+    @property
     def cfg_scale(self) -> float:
         """Scale of guidance; 1 is none."""
 
@@ -125,6 +129,11 @@ def check(objective: Diffusion, drawing: Drawing, where: str) -> None:
             f"{where.format('steps')}={drawing.steps}: the network is trained with {most} steps. "
             f"Set at most {most}."
         )
+    if drawing.shift is not None and objective.shift is None:
+        raise UserError(
+            f"{where.format('shift')}={drawing.shift:g} is for flows, but [objective] "
+            f"name={show(objective.config.name)} has no times to shift. Leave it out."
+        )
     if drawing.sampler.startswith(from_diffusers.PREFIX):
         what = f"{where.format('sampler')}={show(drawing.sampler)}"
         process = objective.process(lambda x, timestep: x)
@@ -162,13 +171,15 @@ def generate(
     sampler: Sampler,
     steps: int,
     eta: float = 0.0,
+    shift: float | None = None,
     guidance: Guidance = Guidance(),  # noqa: B008 - frozen.
     noise: Float[Tensor, "b n d"] | None = None,
 ) -> Float[Tensor, "b n d"]:
     """Draw one sample per row of a condition, as tokens.
 
     The noise of a sample depends only on `seed` and on its entry in `numbers`, not on the batch or
-    the number of ranks. `noise`: initial noise instead of the seed's.
+    the number of ranks. `noise`: initial noise instead of the seed's. `shift`: of a flow's times;
+    None takes that of training.
     """
     rng, device = SampleRNG(seed, numbers), numbers.device
     static, null = objective.static(device), objective.condition.null(len(numbers), device)
@@ -192,7 +203,8 @@ def generate(
             steps,
             eta,
             lambda step: rng.normal(f"sample/{step}", shape),
-            lambda: rng.keys("sample/keys"),
+            shift=(objective.shift or 1.0) if shift is None else shift,
+            keys=lambda: rng.keys("sample/keys"),
         ),
     )
 
@@ -215,6 +227,7 @@ def samples(
         sampler=sampler_of(objective.config, sampling.sampler),
         steps=sampling.steps,
         eta=sampling.eta,
+        shift=sampling.shift,
         guidance=guidance_of(sampling),
     )
     return objective.data.to_stored_units(objective.model.detokenize(tokens))

@@ -170,6 +170,11 @@ class Diffusion(Objective, ABC):
         return None
 
     @property
+    def shift(self) -> float | None:
+        """The shift of a flow's times (arXiv:2403.03206 eq. 23); None without a flow."""
+        return None
+
+    @property
     def channels(self) -> int:
         """Channels of a latent: a token holds its patch as (p, p, channels)."""
         return self.model.sample_shape[0]

@@ -6,6 +6,7 @@ x_t = (1 - t) x + t noise, and the network predicts the velocity dx_t/dt = noise
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from titan_dit.diffusion.base import Corrupted, Predict, by_channel
 from titan_dit.diffusion.objective import Diffusion
+from titan_dit.diffusion.samplers.ode import shifted
 from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.objectives.base import at_least_fp32
 from titan_dit.rng import SampleRNG
@@ -62,11 +64,19 @@ class RectifiedFlow(Diffusion):
     def times(self, rng: SampleRNG) -> Float[Tensor, " b"]:
         """Draw t in (0, 1)."""
         config = self.config
-        if config.timesteps == "uniform":
-            t = rng.uniform("t")
-        else:
+        if config.timesteps == "logit_normal":
             t = torch.sigmoid(config.logit_mean + config.logit_std * rng.normal("t"))
-        return config.shift * t / (1 + (config.shift - 1) * t)
+        else:
+            t = rng.uniform("t")
+        if config.timesteps == "mode":
+            # Falls with the draw: 1 - u - s (cos(pi u / 2)^2 - 1 + u).
+            t = 1 - t - config.mode_scale * (torch.cos(math.pi / 2 * t).square() - 1 + t)
+        return shifted(t, self.shift)
+
+    @property
+    def shift(self) -> float:
+        """The shift of the times, in training and unless set otherwise in sampling."""
+        return self.config.shift_of(self.model.token_shape[0])
 
     def timesteps_of(self, rng: SampleRNG) -> Float[Tensor, " b"]:
         """`times` in the network's unit."""

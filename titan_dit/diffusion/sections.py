@@ -5,6 +5,7 @@ Nothing here imports torch when it is imported, so that `--help` is quick.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from titan_dit.models.base import ModelConfig, ModelSpec
 
 ScheduleName = Literal["linear", "cosine"]
+FEW_TOKENS, MANY_TOKENS = 256, 4096
+"""Tokens at which the shift of [objective] shift_by_tokens is fixed: pictures of 256 and of 1,024
+pixels, with an autoencoder of factor 8 and patches of 2."""
+FEW_MU, MANY_MU = 0.5, 1.15
+"""Logarithms of FLUX's shift at FEW_TOKENS and MANY_TOKENS."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +122,20 @@ class RectifiedFlowConfig(DiffusionConfig):
 
     name = "rectified_flow"
 
-    timesteps: Literal["uniform", "logit_normal"] = "logit_normal"
+    timesteps: Literal["uniform", "logit_normal", "mode"] = "logit_normal"
     """Distribution of t before the shift (arXiv:2403.03206 sec. 3.1)."""
     logit_mean: Finite = 0.0
     """Mean of logit(t); only for logit_normal."""
     logit_std: PositiveFloat = 1.0
     """Standard deviation of logit(t); only for logit_normal."""
+    mode_scale: Annotated[float, Bound(least=-1, most=2 / (math.pi - 2))] = 1.29
+    """Only for mode: above 0, more times around 1/2; 0 is uniform (arXiv:2403.03206 sec. 3.1)."""
     shift: PositiveFloat = 1.0
-    """t -> shift t / (1 + (shift - 1) t): above 1, more noise (arXiv:2403.03206 eq. 23)."""
+    """t -> s t / (1 + (s - 1) t): above 1, more noise (arXiv:2403.03206 eq. 23). s: `shift`, times
+    what `shift_by_tokens` gives."""
+    shift_by_tokens: Literal["off", "sqrt", "exponential"] = "off"
+    """More noise for samples of more tokens n. sqrt: sqrt(n / 256) (arXiv:2403.03206 sec. 5.3.2).
+    exponential: exp(mu), mu linear in n, 0.5 at 256 and 1.15 at 4096 tokens, as FLUX."""
     direction: Literal["to_noise", "to_data"] = "to_noise"
     """Time and velocity of the network. to_noise: t, 0 at the data, and noise - data. to_data:
     1 - t and data - noise, as SiT. In all other keys t is the share of noise."""
@@ -136,6 +148,15 @@ class RectifiedFlowConfig(DiffusionConfig):
     def output_channels(self, channels: int) -> int:
         """A velocity for every channel, and as many ignored values with `learn_sigma`."""
         return 2 * channels if self.learn_sigma else channels
+
+    def shift_of(self, tokens: int) -> float:
+        """The shift of the times of a sample with so many tokens, after patching."""
+        if self.shift_by_tokens == "sqrt":
+            return self.shift * math.sqrt(tokens / FEW_TOKENS)
+        if self.shift_by_tokens == "exponential":
+            along = (tokens - FEW_TOKENS) / (MANY_TOKENS - FEW_TOKENS)
+            return self.shift * math.exp(FEW_MU + (MANY_MU - FEW_MU) * along)
+        return self.shift
 
     def build(self, model: ModelConfig, facts: DataFacts) -> RectifiedFlow:
         """Build the objective; UserError if the data do not fit the model."""

@@ -22,6 +22,9 @@ class Settings:
     fresh: Callable[[int], Tensor] | None = None
     """(step index) -> standard normal noise like x, for stochastic samplers."""
 
+    shift: float = 1.0
+    """Flows only: times t -> shift t / (1 + (shift - 1) t) of equally spaced ones."""
+
     keys: Callable[[], Int64[Tensor, " b"]] | None = None
     """A random seed for every sample, for samplers of other libraries that draw noise."""
 

@@ -65,7 +65,9 @@ def sampler(name: str, path: str, where: str) -> Sampler:
             def raw(x: Tensor, timestep: Tensor) -> Tensor:
                 return velocity(x, timestep / 1000)  # type: ignore[no-any-return]
 
-            return run(kind(**config), raw, noise, settings)
+            # The scheduler's own shift, and not one of the times that it then shifts again.
+            own = {key: settings.shift for key in ("shift", "flow_shift") if key in accepted}
+            return run(kind(**config, **own), raw, noise, settings)
 
         of_flow.__name__ = kind.__name__
         return of_flow

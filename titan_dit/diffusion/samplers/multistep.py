@@ -22,7 +22,7 @@ from torch import Tensor
 from titan_dit.diffusion.noise_schedule import Denoiser
 from titan_dit.diffusion.samplers.base import Settings
 from titan_dit.diffusion.samplers.discrete import check_count
-from titan_dit.diffusion.samplers.ode import Velocity
+from titan_dit.diffusion.samplers.ode import Velocity, shifted
 
 Level: TypeAlias = tuple[float, float]
 """(signal, sigma): x = signal x_0 + sigma noise."""
@@ -43,8 +43,11 @@ def discrete(network: Denoiser, noise: Float[Tensor, "b n d"], settings: Setting
 
 
 def flow(velocity: Velocity, noise: Float[Tensor, "b n d"], settings: Settings) -> Tensor:
-    """The solver for rectified flow, on evenly spaced times from 1 to 0."""
-    levels = [(k / settings.steps, 1 - k / settings.steps) for k in range(settings.steps + 1)]
+    """The solver for rectified flow, on times from 1 to 0, evenly spaced but for the shift."""
+    steps, shift = settings.steps, settings.shift
+    levels = [(k / steps, 1 - k / steps) for k in range(steps + 1)]
+    if shift != 1:
+        levels = [(1 - shifted(t, shift), shifted(t, shift)) for _, t in levels]
 
     def clean_at(number: int, x: Tensor) -> Tensor:
         t = levels[number][1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -16,15 +16,23 @@ Velocity: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(x [b, n, d], t [b]) -> dx/dt [b, n, d]."""
 
 
-def times(noise: Float[Tensor, "b n d"], steps: int) -> list[Float[Tensor, " b"]]:
-    """The `steps + 1` equally spaced times from 1 to 0, each repeated for the batch."""
-    line = torch.linspace(1, 0, steps + 1, device=noise.device, dtype=noise.dtype)
-    return list(line[:, None].expand(-1, noise.shape[0]))
+Time = TypeVar("Time", float, Tensor)
+
+
+def shifted(t: Time, shift: float) -> Time:
+    """Times with a shift: above 1 they are closer to the noise (arXiv:2403.03206 eq. 23)."""
+    return shift * t / (1 + (shift - 1) * t)
+
+
+def times(noise: Float[Tensor, "b n d"], settings: Settings) -> list[Float[Tensor, " b"]]:
+    """The `steps + 1` times from 1 to 0, equally spaced but for the shift, for each sample."""
+    line = torch.linspace(1, 0, settings.steps + 1, device=noise.device, dtype=noise.dtype)
+    return list(shifted(line, settings.shift)[:, None].expand(-1, noise.shape[0]))
 
 
 def euler(velocity: Velocity, noise: Float[Tensor, "b n d"], settings: Settings) -> Tensor:
     """First order, one evaluation per step; exact on straight paths."""
-    x, line = noise, times(noise, settings.steps)
+    x, line = noise, times(noise, settings)
     for t, t_next in itertools.pairwise(line):
         x = x + (t_next - t)[:, None, None] * velocity(x, t)
     return x
@@ -32,7 +40,7 @@ def euler(velocity: Velocity, noise: Float[Tensor, "b n d"], settings: Settings)
 
 def heun(velocity: Velocity, noise: Float[Tensor, "b n d"], settings: Settings) -> Tensor:
     """Second order, two evaluations in every step, the last too (cf. arXiv:2206.00364 alg. 1)."""
-    x, line = noise, times(noise, settings.steps)
+    x, line = noise, times(noise, settings)
     for t, t_next in itertools.pairwise(line):
         step = (t_next - t)[:, None, None]
         slope = velocity(x, t)
