@@ -1,4 +1,4 @@
-"""From the command line: torch's own schedule classes run a pipeline, and its runs go on in ours."""
+"""From the command line: torch's schedule classes run a pipeline, and our loop goes on with it."""
 
 import re
 

@@ -190,7 +190,7 @@ def test_a_scheduler_that_draws_noise_draws_it_by_sample():
 
 
 def test_what_cannot_solve_is_refused_by_name():
-    with pytest.raises(UserError, match=r"diffusers has no scheduler Wrong\. Name one of its"):
+    with pytest.raises(UserError, match=r"diffusers has no scheduler Wrong\. Name another class"):
         sampler_of(DDPMConfig(), "diffusers:Wrong")
     with pytest.raises(UserError, match="does not solve flows"):
         sampler_of(RectifiedFlowConfig(), "diffusers:DDIMScheduler")
