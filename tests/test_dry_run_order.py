@@ -80,6 +80,9 @@ def test_a_run_time_order_needs_the_memory_of_its_window():
         assert b.peak.total - a.peak.total == held
         assert (a.traffic, a.idle, a.flops) == (b.traffic, b.idle, b.flops)
     assert own.plan.pipeline.order == "run_time"
+    # The planned one is run by torch's runtime, on fake tensors, too.
+    [line] = [line for line in report.head(planned) if line.startswith("runtime")]
+    assert line == "runtime torch's Schedule1F1B: within 2% of the own loop's step (simulated)"
     [line] = [line for line in report.head(own) if line.startswith("order")]
     assert line.startswith(
         "order   run_time, up to 4/2 activations of a stage on a rank (planned 2/1)"
