@@ -189,8 +189,8 @@ def run_case(case: Case, rank: int, repeats: int) -> Ran:
     timed = [watch(stage) for stage in executors["own"].stages.values()]
     spans: dict[str, list[tuple[float, float]]] = {name: [] for name in executors}
     took: list[dict[tuple[Kind, int, int], float]] = []
-    for _ in range(repeats):
-        for name, executor in executors.items():
+    for repeat in range(repeats):
+        for name, executor in turns(executors, repeat):
             for log in timed:
                 log.clear()
             dist.barrier()
@@ -199,6 +199,11 @@ def run_case(case: Case, rank: int, repeats: int) -> Ran:
             spans[name].append((start, time.monotonic()))
             took = [dict(log) for log in timed] if name == "own" else took
     return Ran(spans, {key: value for log in took for key, value in log.items()}, held)
+
+
+def turns(executors: dict[str, PipelinedExecutor], repeat: int) -> list[Any]:
+    """The runtimes of a repeat; each begins in every second one."""
+    return list(executors.items())[:: -1 if repeat % 2 else 1]
 
 
 def most_held(executor: PipelinedExecutor, prepared: Prepared) -> float:

@@ -73,6 +73,9 @@ def test_a_run_time_order_needs_the_memory_of_its_window():
     given = {}, {"order": "run_time", "memory": 2.0}
     with unchecked():
         planned, own = (fake_report(config_of(**keys)) for keys in given)
+        # It is run with one microbatch, too, which torch's 1F1B refuses for two ranks.
+        insists = fake_report(config_of(runtime="torch"))
+    assert [rank.peak for rank in insists.ranks] == [rank.peak for rank in planned.ranks]
     for a, b in zip(planned.ranks, own.ranks, strict=True):
         held, more = (rank.peak.bytes[StorageKind.ACTIVATIONS] for rank in (a, b))
         assert held > 0
@@ -80,6 +83,9 @@ def test_a_run_time_order_needs_the_memory_of_its_window():
         assert b.peak.total - a.peak.total == held
         assert (a.traffic, a.idle, a.flops) == (b.traffic, b.idle, b.flops)
     assert own.plan.pipeline.order == "run_time"
+    # The planned one is run by torch's runtime, on fake tensors, too.
+    [line] = [line for line in report.head(planned) if line.startswith("runtime")]
+    assert line == "runtime torch's Schedule1F1B: within 2% of the own loop's step (simulated)"
     [line] = [line for line in report.head(own) if line.startswith("order")]
     assert line.startswith(
         "order   run_time, up to 4/2 activations of a stage on a rank (planned 2/1)"

@@ -24,7 +24,7 @@ class AllForward(PipelineScheduleSingle):
     """One stage of a rank: forwards, then backwards from the last microbatch on."""
 
     numbers = staticmethod(range)
-    sends_gradients = True
+    sends = 1
 
     def _step_microbatches(
         self, arg_mbs=None, kwarg_mbs=None, target_mbs=None, losses=None, *_, **__
@@ -38,7 +38,7 @@ class AllForward(PipelineScheduleSingle):
         for number in reversed(self.numbers(count)):
             self.wait(stage.get_bwd_recv_ops(number))
             stage.backward_one_chunk(number, loss=self._maybe_get_loss(stage, number))
-            if self.sends_gradients:
+            for _ in range(self.sends):
                 self.wait(stage.get_bwd_send_ops(number))
         stage.perform_reduce_grad(1)
 
@@ -54,10 +54,33 @@ class Forgetful(AllForward):
     numbers = staticmethod(lambda count: range(count - 1))
 
 
+class Twice(AllForward):
+    """Sends each gradient twice."""
+
+    sends = 2
+
+
+class Early(AllForward):
+    """Sends before it has computed anything."""
+
+    def _step_microbatches(self, *args, **kwargs):
+        self._stage.get_fwd_send_ops(0)
+        super()._step_microbatches(*args, **kwargs)
+
+
+class Three(ScheduleInterleaved1F1B):
+    """For three stages of a rank only."""
+
+    def __init__(self, stages, n_microbatches, loss_fn=None):
+        if len(stages) != 3:
+            raise ValueError("three stages please")
+        super().__init__(stages, n_microbatches, loss_fn=loss_fn)
+
+
 class Silent(AllForward):
     """Sends no gradients."""
 
-    sends_gradients = False
+    sends = 0
 
 
 class Placed(PipelineScheduleMulti):

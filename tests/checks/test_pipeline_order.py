@@ -1,5 +1,8 @@
 """Orders that do not fit the run are refused in one line before any work."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from plans import check, planned
 from tiny import tiny_config
@@ -162,3 +165,29 @@ def test_a_file_must_be_the_same_on_all_hosts(file):
     asked = []
     check_same_file(planned({"pp": 2})[1], asked.append)
     assert not asked
+
+
+def test_hosts_whose_files_differ_in_their_messages_alone_are_told_apart(file):
+    digests = []
+    for first in ("0F0,0SEND_F0,0F1,0SEND_F1", "0F0,0F1,0SEND_F0,0SEND_F1"):
+        rows = f"{first},0RECV_B0,0B0,0RECV_B1,0B1"
+        order = file(f"{rows}\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n")
+        plan = SimpleNamespace(
+            order_file=files.read_order(Path(order)), pipeline=SimpleNamespace(order=order)
+        )
+        check_same_file(plan, lambda digest: digests.append(digest) or [digest])
+    assert len(set(digests)) == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            {"order": "run_time"},
+            'order="run_time" decides within a step. Set order = "planned", or runtime = "auto"',
+        ),
+        ({"transport": "shared_memory"}, "sends by the process group, but transport=.* Leave out"),
+    ],
+)
+def test_what_torchs_runtime_cannot_do_is_refused_before_the_start(keys, words):
+    assert refused(words, runtime="torch", **keys).startswith('[pipeline] runtime="torch"')

@@ -1,6 +1,7 @@
 """Recomputation in one process: equal gradients, less saved."""
 
 import sys
+from functools import partial
 from types import MethodType
 
 import pytest
@@ -8,10 +9,15 @@ import torch
 from commands import ROOT
 from harness import on_ranks
 from tiny import assert_same_gradients, graphs_alone, inputs_of, randomize, tiny_config
+from tiny_bert import bert_config
+from tiny_gpt import gpt_config
+from torch.utils._pytree import tree_leaves
 
 from titan_dit.config.layout import ActivationCheckpointConfig, CompileConfig
+from titan_dit.data.loader import load_samples
 from titan_dit.parallel import remat
 from titan_dit.parallel.compile import compile_blocks
+from titan_dit.rng import SampleRNG
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import remat as benchmark
@@ -41,6 +47,32 @@ def test_gradients_are_the_bits_of_those_without(mode, qk_norm, dtype):
     expected = gradients("none", qk_norm, dtype=dtype)
     for name, found in gradients(mode, qk_norm, dtype=dtype).items():
         assert torch.equal(found, expected[name]), name
+
+
+def first_batch(config):
+    """A model with random weights, and the first samples of its data."""
+    source, section = config.data.open(), config.objective
+    objective = section.build(config.model, source.facts)
+    rows = [(number, number) for number in range(4)]
+    batch = load_samples(source, rows, objective.inspect, torch.device("cpu"), 4.0)
+    prepared = objective.prepare(batch, SampleRNG(0, batch.sample_numbers))
+    model = section.model_spec(config.model).build()
+    randomize(dict(model.named_parameters()))
+    return model, prepared.inputs, prepared.side_inputs
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_outputs_without_gradients_keep_their_mask(family, mode):
+    """Causal, or by lengths: evaluations and samples compute no gradients."""
+    config = {"gpt": gpt_config, "bert": partial(bert_config, sentence_order=True)}[family]()
+    model, *given = first_batch(config)
+    with torch.no_grad():
+        expected = model(*given)
+        remat.apply(model, ActivationCheckpointConfig(mode=mode))
+        found = model(*given)
+    pairs = zip(tree_leaves(found), tree_leaves(expected), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
 def forwards(mode):

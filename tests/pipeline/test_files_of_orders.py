@@ -17,7 +17,9 @@ def test_an_order_comes_back_from_its_file(schedule, tmp_path):
     assert path.read_text() == to_csv(order)
     files.write_order(path, order, [f"schedule {schedule}", "for 6 microbatches"])
     assert path.read_text().startswith(f"# schedule {schedule}\n# for 6 microbatches\n0F0,")
-    assert files.read_order(path) == (order, False)
+    file = files.read_order(path)
+    assert file.order == order
+    assert not file.has_messages
 
 
 def test_spaces_bubbles_empty_lines_and_a_spreadsheet_s_marks_do_no_harm(tmp_path):

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 
 from titan_dit.config.layout import PipelineConfig
 from titan_dit.config.section import UserError, conform, hints_of
-from titan_dit.pipeline import runtimes
+from titan_dit.pipeline import runtimes, schedules
 from titan_dit.pipeline.schedules import files, placement, torch_classes
 from titan_dit.pipeline.schedules.schedule import Action, Call, Kind, schedule_of
 from titan_dit.pipeline.torch_runtime import LoopDriver
@@ -100,11 +101,11 @@ def test_a_driver_is_let_go_after_its_block_and_an_idle_stage_runs_nothing():
         stage.forward_one_chunk(1, ())
 
 
-# By schedule: whether `auto` takes torch's runtime at 2, 4 and 8 ranks, with p, 2p and 8p
-# microbatches. docs/pipelines.md has this table, and the reasons.
+# `auto` takes torch's runtime for these, whatever the ranks and microbatches: docs/pipelines.md.
 FITS = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
 FITS += ("zbv_zero_bubble",)
-LATE = {(2, 4): 1.04, (4, 8): 1.06, (8, 16): 1.07, (4, 16): 1.03, (8, 64): 1.02}
+LATE = {(2, 4): 4, (4, 8): 6, (8, 16): 7, (4, 16): 3, (8, 64): 2}
+"""(ranks, microbatches) -> per cent that dualpipev is slower."""
 
 
 @pytest.mark.parametrize("schedule", FITS)
@@ -114,16 +115,16 @@ def test_auto_takes_torchs_class_where_it_is_as_fast(schedule, p):
         found = chosen(schedule, p, m, 2 if schedule in INTERLEAVED else 1)
         assert found.torch is torch_classes.torch_class(schedule_of(schedule)), (m, found.line)
         name = found.torch.__name__
-        assert found.line == f"torch's {name}: as fast as the own loop (simulated)"
+        assert found.line == f"torch's {name}: within 2% of the own loop's step (simulated)"
 
 
-@pytest.mark.parametrize(("sizes", "times"), LATE.items())
-def test_auto_keeps_its_loop_where_torch_sends_late(sizes, times):
+@pytest.mark.parametrize(("sizes", "slower"), LATE.items())
+def test_auto_keeps_its_loop_where_torch_sends_late(sizes, slower):
     """A forward and a backward that overlap in torch are one action: the forward's output waits."""
     found = chosen("dualpipev", *sizes, 1)
     assert found.torch is None
     assert found.line == (
-        f"own loop: torch's ScheduleDualPipeV would take {times:.2f} of its time (simulated)"
+        f"own loop: torch's ScheduleDualPipeV would be {slower}% slower (simulated)"
     )
     assert chosen("dualpipev", *sizes, 1, runtime="torch").torch.__name__ == "ScheduleDualPipeV"
 
@@ -209,14 +210,39 @@ def test_a_class_that_forgets_microbatches_is_refused():
         placement.check_schedule(f"{USERS}:Forgetful", num_ranks=2, num_microbatches=4)
 
 
-def test_a_class_that_sends_nothing_is_refused_by_torch_and_runs_in_our_loop():
-    name = f"{USERS}:Silent"
-    with pytest.raises(UserError, match="a rank waits for a message that is never sent"):
-        chosen(name, 2, 4, 1, runtime="torch")
-    found = chosen(name, 2, 4, 1)
-    assert found.line == (
-        f'own loop: schedule="{name}": a rank waits for a message that is never sent'
-    )
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Silent", "Rank 1 never sends 1I3"),
+        ("Twice", "Rank 1 sends 1I3 out of sequence"),
+        ("Early", "Rank 0 sends 0F0 before it is computed"),
+    ],
+)
+def test_a_class_with_wrong_messages_is_refused_by_torch_and_runs_in_our_loop(name, reason):
+    full = f"{USERS}:{name}"
+    with pytest.raises(UserError, match=reason):
+        chosen(full, 2, 4, 1, runtime="torch")
+    assert chosen(full, 2, 4, 1).line == f'own loop: schedule="{full}": {reason}'
+
+
+def test_a_class_is_asked_for_its_placement_with_the_sizes_that_it_accepts():
+    name = f"{USERS}:Three"
+    assert order_of(name, 2, 4, 3) == order_of("interleaved_1f1b", 2, 4, 3)
+    with pytest.raises(
+        UserError, match=r"with 4 microbatches: three stages please. Set \[training"
+    ):
+        placement.check_schedule(name, num_ranks=2, num_microbatches=4, virtual_stages=2)
+
+
+def test_our_loop_needs_no_private_part_of_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, torch_classes.__name__, None)
+    monkeypatch.delattr(schedules, "torch_classes")
+    runtimes.choose.cache_clear()
+    assert chosen("1f1b", 2, 4, 1, runtime="own").torch is None
+    assert chosen("1f1b", 2, 4, 1).line.startswith('own loop: schedule="1f1b": ')
+    with pytest.raises(UserError, match=r'runtime="torch": schedule="1f1b": '):
+        chosen("1f1b", 2, 4, 1, runtime="torch")
+    runtimes.choose.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -259,7 +285,8 @@ def dumped(schedule, p, m, v, format):
 def test_a_file_of_torchs_runs_as_it_is(schedule, format, tmp_path):
     v, path = 2 if schedule in INTERLEAVED else 1, tmp_path / "torch.csv"
     file = in_file(path, "# by torch\n" + dumped(schedule, 2, 8, v, format))
-    assert file == (order_of(schedule, 2, 8, v), format == "compute_comms")
+    assert file.order == order_of(schedule, 2, 8, v)
+    assert file.has_messages == (format == "compute_comms")
 
     def taken(runtime):
         config = PipelineConfig(
@@ -272,18 +299,66 @@ def test_a_file_of_torchs_runs_as_it_is(schedule, format, tmp_path):
         assert "is a plan for it" in taken("auto").line
         assert taken("own").torch is None
         return
-    assert taken("auto").line.endswith("whose messages it sends")
+    assert taken("auto").line.endswith("with its messages")
     with pytest.raises(UserError, match=r'says when messages are sent.* Set runtime = "torch"'):
         taken("own")
 
 
-def test_a_file_whose_messages_are_missing_is_refused(tmp_path):
+FIRST = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1"
+SECOND = "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        (FIRST.replace("0SEND_F1,", ""), SECOND, "Rank 0 never sends 0F1"),
+        (FIRST.replace("0RECV_B1,", ""), SECOND, "before receiving input"),
+        # Both ends agree, but not with the sequence in which the outputs are made.
+        (
+            "0F0,0F1,0SEND_F1,0SEND_F0,0RECV_B1,0RECV_B0,0B0,0B1",
+            "1RECV_F1,1RECV_F0,1F0,1F1,1B0,1B1,1SEND_B1,1SEND_B0",
+            "Rank 0 sends 0F1 out of sequence",
+        ),
+        (FIRST.replace("0SEND_F1,", "0SEND_F1,0SEND_F1,"), SECOND, "out of sequence|Duplicate"),
+        (
+            "0SEND_F0," + FIRST.replace("0SEND_F0,", ""),
+            SECOND,
+            "Rank 0 sends 0F0 before it is comp",
+        ),
+        (FIRST.replace("0SEND_F1", "0SEND_F99"), SECOND, "Rank 0 sends 0F99 out of sequence"),
+        (FIRST, SECOND.replace("1RECV_F1,", "1RECV_F0,1RECV_F1,"), "1"),
+        (FIRST, SECOND.replace("1RECV_F0,", "9RECV_F0,"), "9"),
+    ],
+)
+def test_a_file_with_wrong_messages_is_refused_in_one_line(first, second, reason, tmp_path):
     path = tmp_path / "torch.csv"
-    text = dumped("interleaved_1f1b", 2, 4, 1, "compute_comms")
-    file = in_file(path, text.replace("0SEND_F2,", ""))
-    config = PipelineConfig(schedule="interleaved_1f1b", order=str(path))
-    with pytest.raises(UserError, match=r'^\[pipeline\] runtime="auto": order=".*torch.csv"'):
+    file = in_file(path, f"{first}\n{second}\n")
+    config = PipelineConfig(schedule="gpipe", order=str(path))
+    where = r'^\[pipeline\] runtime="auto": order=".*torch.csv": '
+    with pytest.raises(UserError, match=f"{where}.*({reason})") as found:
         runtimes.choose(config, file.order, (0, 1), file)
+    assert "\n" not in str(found.value)
+    assert len(str(found.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda row: row,
+        lambda row: row.replace("0F1,", "0F1,,,"),
+        lambda row: f"0UNSHARD,{row},0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD",
+        lambda row: row.replace("0SEND_F1,", "0SEND_F1,0WAIT_SEND_F0,0WAIT_SEND_F1,"),
+        lambda row: f"\ufeff{row}",
+    ],
+)
+def test_files_of_any_version_of_torch_run_with_bubbles_and_marks(change, tmp_path):
+    path = tmp_path / "torch.csv"
+    file = in_file(path, f"{change(FIRST)}\n{SECOND}\n")
+    assert file.has_messages
+    config = PipelineConfig(schedule="1f1b", order=str(path), runtime="torch")
+    found = runtimes.choose(config, file.order, (0, 1), file)
+    assert found.posts
+    assert found.line == f'torch\'s runtime, order="{path}", with its messages'
 
 
 def test_torch_reads_every_action():
@@ -297,7 +372,7 @@ def test_a_plan_s_file_goes_to_torch_with_its_comments(tmp_path):
     order = order_of("interleaved_1f1b", 2, 4, 2)
     files.write_order(path, order, ["a plan"])
     assert path.read_text() == "# a plan\n" + to_csv(order)
-    made = torch_classes.from_file(path, has_messages=False)
+    made = torch_classes.from_file(files.read_order(path))
     calls = torch_classes.record(made, (0, 1, 0, 1), 4)
     assert torch_classes.order_of(calls) == order
     assert issubclass(torch_schedules.ScheduleInterleaved1F1B, _PipelineScheduleRuntime)
@@ -314,3 +389,10 @@ def test_a_class_that_differs_from_its_record_is_refused():
     driver.run(first)
     with pytest.raises(UserError, match="its class runs 0F1 where it ran nothing before"):
         driver.run(second)
+    driver = LoopDriver(loop, messages, [first, second])
+    driver.run(first)
+    with pytest.raises(UserError, match="its class ends before 0F1, which it ran before"):
+        driver.end()
+    driver = LoopDriver(loop, messages, [first])
+    driver.run(first)
+    driver.end()

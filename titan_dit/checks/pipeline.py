@@ -75,9 +75,9 @@ def check_same_file(plan: RunPlan, gather: Callable[[str], list[str]]) -> None:
 
     `gather`: all-gather of a value over the ranks. All ranks have the same [pipeline] order.
     """
-    if not plan.order_of_file:
+    if not plan.order_file:
         return
-    text = "\n".join(" ".join(map(str, actions)) for actions in plan.order_of_file)
+    text = "\n".join(" ".join(row) for row in plan.order_file.cells)
     found = gather(hashlib.sha256(text.encode()).hexdigest())
     if others := [rank for rank, digest in enumerate(found) if digest != found[0]]:
         raise UserError(
@@ -131,6 +131,11 @@ def check_transport(pipeline: PipelineConfig) -> None:
     set_keys = {key: value for key, value in keys.items() if value != defaults[key]}
     if set_keys and pipeline.order != "run_time":
         shown = ", ".join(f"{key}={show(value)}" for key, value in set_keys.items())
+        if pipeline.runtime == "torch":
+            raise UserError(
+                f'[pipeline] runtime="torch" sends by the process group, but {shown}. Leave out '
+                f'{" and ".join(set_keys)}, or set runtime = "auto" and order = "run_time".'
+            )
         raise UserError(
             f"[pipeline] {shown}: order={show(pipeline.order)} sends by the process group. Set "
             f'order = "run_time", or leave out {" and ".join(set_keys)}.'

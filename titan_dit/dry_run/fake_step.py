@@ -137,6 +137,10 @@ def take_fake_step(
     # order may hold beyond that.
     if plan.decides_at_run_time:
         plan = replace(plan, pipeline=replace(as_planned(plan.pipeline), runtime="own"))
+    # torch's schedules refuse some numbers of microbatches that are run here. Both runtimes hold
+    # the same tensors.
+    elif sizes.pp > 1 and plan.runtime.torch:
+        plan = replace(plan, pipeline=replace(plan.pipeline, runtime="auto"))
     # The CPU lacks most attention kernels. All fused ones save the same tensors.
     if plan.precision.attention != "math":
         plan = replace(plan, precision=replace(plan.precision, attention="auto"))

@@ -9,16 +9,24 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-def recomputed(function: Callable[..., Any], *given: Any, **options: Any) -> Any:
+def recomputed(
+    function: Callable[..., Any],
+    *given: Any,
+    context_fn: Callable[[], Any] | None = None,
+    **named: Any,
+) -> Any:
     """Call the function; the tensors that it would save are recomputed in backward.
 
-    If no input requires a gradient, as in the first blocks if they are frozen, it is a plain call:
-    torch's compiler cannot recompute what has no backward. `options`: see torch's checkpoint.
+    If no positional input requires a gradient, as in the first blocks if they are frozen, it is a
+    plain call: torch's compiler cannot recompute what has no backward. `context_fn`: see torch's
+    checkpoint. `named`: the function's other arguments, without gradients.
     """
     if not any(learns(value) for value in reversed(given)):
-        return function(*given)
+        return function(*given, **named)
+    options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
     # The models draw no random numbers: there is no RNG state to save.
-    return checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False, **options)
+    options |= {"use_reentrant": False, "preserve_rng_state": False}
+    return checkpoint(function, *given, **options, **named)
 
 
 def learns(given: Any) -> bool:

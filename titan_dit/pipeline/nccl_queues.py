@@ -22,6 +22,7 @@ from titan_dit.pipeline.schedules.schedule import (
     channels,
     inputs_of,
     output_of,
+    reader_of,
 )
 from titan_dit.pipeline.schedules.simulator import Costs
 
@@ -86,6 +87,7 @@ def sends_of(calls: Calls) -> Sends:
     found: list[dict[Action, list[Action]]] = []
     for line in calls:
         sent: dict[Action, list[Action]] = {}
+        latest: list[Action] = []
         for what, action in line:
             if what == "run":
                 latest = sent.setdefault(action, [])
@@ -93,6 +95,35 @@ def sends_of(calls: Calls) -> Sends:
                 latest.append(action)
         found.append(sent)
     return found
+
+
+def check_messages(calls: Calls, stage_ranks: Sequence[int], *, receives: bool) -> None:
+    """Raise ValueError unless each pair of ranks sends its messages in the sequence of its actions.
+
+    Messages carry no names: the receiver takes them in this sequence. A message is sent once, after
+    its computation. `receives`: receives are compared, too.
+    """
+    order = tuple(tuple(call.action for call in line if call.what == "run") for line in calls)
+    for what in ("send", "receive") if receives else ("send",):
+        left = {pair: deque(sent) for pair, sent in channels(order, stage_ranks).items()}
+        for rank, line in enumerate(calls):
+            made: set[Action] = set()
+            for call in line:
+                if call.what == "run":
+                    made.add(output_of(call.action))
+                elif call.what == what:
+                    message, reader = call.action, reader_of(call.action)
+                    in_range = max(message.stage, reader) < len(stage_ranks)
+                    pair = (stage_ranks[message.stage], stage_ranks[reader]) if in_range else None
+                    due = left.get(pair) if pair else None
+                    if not due or due.popleft() != message:
+                        raise ValueError(f"Rank {rank} {what}s {message} out of sequence")
+                    if what == "send" and message not in made:
+                        raise ValueError(f"Rank {rank} sends {message} before it is computed")
+        for (source, target), due in left.items():
+            if due:
+                rank = source if what == "send" else target
+                raise ValueError(f"Rank {rank} never {what}s {due[0]}")
 
 
 def makespan(

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
 from titan_dit.config.layout import PipelineConfig
 from titan_dit.config.section import UserError, show
-from titan_dit.pipeline.nccl_queues import makespan, planned_calls, sends_of
-from titan_dit.pipeline.schedules import torch_classes
+from titan_dit.pipeline.nccl_queues import check_messages, makespan, planned_calls, sends_of
 from titan_dit.pipeline.schedules.files import ORDER_REMEDY, OrderFile
 from titan_dit.pipeline.schedules.schedule import (
     Calls,
@@ -51,10 +50,11 @@ class Unfit(ValueError):
         self.reason = reason
 
 
+@lru_cache(maxsize=16)
 def choose(
     pipeline: PipelineConfig,
     order: Order,
-    stage_ranks: Sequence[int],
+    stage_ranks: tuple[int, ...],
     file: OrderFile | None,
 ) -> Runtime:
     """The runtime that [pipeline] `runtime` asks for.
@@ -64,25 +64,25 @@ def choose(
     Raises:
         UserError: torch's runtime cannot run this pipeline, but must.
     """
-    must = pipeline.runtime == "torch" or (file is not None and file.has_messages)
-    if must and pipeline.runtime == "own":
-        raise UserError(
-            f'[pipeline] runtime="own": order={show(pipeline.order)} says when messages are sent, '
-            'which only torch\'s runtime does. Set runtime = "torch".'
-        )
+    has_messages = file is not None and file.has_messages
     if pipeline.runtime == "own":
+        if has_messages:
+            raise UserError(
+                f'[pipeline] runtime="own": order={show(pipeline.order)} says when messages are '
+                'sent, which only torch\'s runtime does. Set runtime = "torch".'
+            )
         return Runtime('own loop (runtime="own")')
-    if file and pipeline.runtime == "auto" and not must:
+    if file and pipeline.runtime == "auto" and not has_messages:
         return Runtime(f"own loop: order={show(pipeline.order)} is a plan for it")
     try:
         schedule, calls = fitting(pipeline, order, stage_ranks, file)
     except Unfit as error:
-        if must:
+        if pipeline.runtime == "torch" or has_messages:
             raise UserError(f"[pipeline] runtime={show(pipeline.runtime)}: {error}") from None
         return Runtime(f"own loop: {error.reason}")
-    name = f"torch's {getattr(schedule, '__name__', 'runtime, by an order file')}"
-    if file and file.has_messages:
-        return Runtime(f"{name}, whose messages it sends", schedule, posts=True)
+    name = name_of(pipeline, schedule, file)
+    if has_messages:
+        return Runtime(f"{name}, with its messages", schedule, posts=True)
     if pipeline.runtime == "torch":
         return Runtime(f'{name} (runtime="torch")', schedule)
     own, torchs = (
@@ -91,13 +91,22 @@ def choose(
     assert own
     assert torchs
     if torchs > (1 + TOLERANCE) * own:
-        return Runtime(f"own loop: {name} would take {torchs / own:.2f} of its time (simulated)")
-    return Runtime(f"{name}: as fast as the own loop (simulated)", schedule)
+        return Runtime(f"own loop: {name} would be {torchs / own - 1:.0%} slower (simulated)")
+    return Runtime(f"{name}: within {TOLERANCE:.0%} of the own loop's step (simulated)", schedule)
+
+
+def name_of(pipeline: PipelineConfig, schedule: Any, file: OrderFile | None) -> str:
+    """The runtime in a console line."""
+    if file:
+        return f"torch's runtime, order={show(pipeline.order)}"
+    if ":" in pipeline.schedule:
+        return f"schedule={show(pipeline.schedule)}"
+    return f"torch's {schedule.__name__}"
 
 
 def fitting(
     pipeline: PipelineConfig, order: Order, stage_ranks: Sequence[int], file: OrderFile | None
-) -> tuple[torch_classes.ScheduleClass, Calls]:
+) -> tuple[Callable[..., Any], Calls]:
     """The schedule of torch's for a pipeline, and the calls of a step; raises Unfit."""
     if pipeline.order == "run_time":
         raise Unfit(
@@ -106,30 +115,32 @@ def fitting(
     where = f"schedule={show(pipeline.schedule)}"
     fix = 'Set runtime = "auto", or another schedule'
     try:
+        # Lazy import: the own loop works with a torch whose private parts have changed.
+        from titan_dit.pipeline.schedules import torch_classes
+
         schedule = (
-            torch_classes.from_file(Path(pipeline.order), file.has_messages)
+            torch_classes.from_file(file)
             if file
             else torch_classes.torch_class(schedule_of(pipeline.schedule))
         )
-    except ValueError as error:
-        raise Unfit(f"{where}: {error}", fix) from None
-    count = num_microbatches_of(order)
+    except (ValueError, ImportError) as error:
+        raise Unfit(f"{where}: {' '.join(str(error).split())}", fix) from None
     if file:
         where, fix = f"order={show(pipeline.order)}", ORDER_REMEDY.rstrip(".")
-        record = torch_classes.record
     else:
-        record = torch_classes.recorded
         fix += ", or [training] microbatch_size and global_batch_size for other microbatches"
     try:
-        calls = record(schedule, tuple(stage_ranks), count)
+        calls = torch_classes.recorded(schedule, tuple(stage_ranks), num_microbatches_of(order))
+        check_messages(calls, stage_ranks, receives=bool(file and file.has_messages))
     except Exception as error:
-        raise Unfit(f"{where}: {torch_classes.one_line(error).rstrip('.')}", fix) from error
+        reason = torch_classes.one_line(error).rstrip(".")
+        raise Unfit(f"{where}: {reason}", fix) from error
     if torch_classes.order_of(calls) != order:
         raise Unfit(f"{where}: torch's class runs another order of actions", fix)
     if not (file and file.has_messages):
         calls = planned_calls(order, stage_ranks, sends_of(calls))
     if simulated(calls, stage_ranks) is None:
-        raise Unfit(f"{where}: a rank waits for a message that is never sent", fix)
+        raise Unfit(f"{where}: its messages deadlock", fix)
     return schedule, calls
 
 

@@ -42,15 +42,16 @@ class TorchExecutor(PipelinedExecutor):
 
     def learn(self, work: Microbatches) -> None:
         """See `PipelinedExecutor.learn`."""
-        source = self.source(Asked, self.channels)
+        source = self.source(MessagesOnDemand, self.channels)
         order = self.order[self.p2p.rank]
         driver = LoopDriver(self.loop(source, work), source, order, self.posts)
         with driven(self.driven, driver):
             step(self.schedule, self.num_microbatches)
+        driver.end()
         source.flush()
 
 
-class Asked(Planned):
+class MessagesOnDemand(Planned):
     """The messages of a pass, sent when a schedule asks for it."""
 
     def __init__(self, *planned: Any) -> None:
@@ -72,7 +73,7 @@ class LoopDriver:
     """Performs what a schedule asks for by a loop and its messages; see `torch_classes.Driver`."""
 
     def __init__(
-        self, loop: Loop, messages: Asked, order: Sequence[Action], posts: bool = False
+        self, loop: Loop, messages: MessagesOnDemand, order: Sequence[Action], posts: bool = False
     ) -> None:
         """`order`: this rank's actions. `posts`: see `Runtime`."""
         self.loop, self.messages, self.posts = loop, messages, posts
@@ -97,3 +98,11 @@ class LoopDriver:
                 "before. Make its order depend on the ranks, stages and microbatches alone."
             )
         self.loop.perform(action)
+
+    def end(self) -> None:
+        """At the end of a step. Raises UserError if the schedule has left out actions."""
+        if left := next(self.actions, None):
+            raise UserError(
+                f"[pipeline] schedule: its class ends before {left}, which it ran before. Make its "
+                "order depend on the ranks, stages and microbatches alone."
+            )

@@ -28,10 +28,13 @@ MAX_ORDER_BYTES = 16 << 20
 ORDER_REMEDY = 'Write it by `python -m titan_dit pipeline plan`, or set order = "planned".'
 ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 OVERLAPPED = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
-MESSAGE = re.compile(
-    r"\d{1,9}((WAIT_)?(SEND|RECV)_[FB]\d{1,9}|UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)", re.ASCII
+MESSAGE = re.compile(r"\d{1,9}(SEND|RECV)_[FB]\d{1,9}", re.ASCII)
+"""A send or the receive of a message."""
+LEFT_OUT = re.compile(
+    r"\d{1,9}(WAIT_SEND_[FB]\d{1,9}|UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)", re.ASCII
 )
-"""What torch's runtime does between computations."""
+"""What some versions of torch write besides: parameters stay gathered for a pass, and each stage's
+gradients are reduced after its last backward."""
 
 
 def write_order(path: Path, order: Order, comments: Iterable[str] = ()) -> None:
@@ -46,8 +49,13 @@ class OrderFile(NamedTuple):
 
     order: Order
     """The computations."""
-    has_messages: bool
-    """The file says, too, when messages are posted, as torch's "compute_comms" files do."""
+    cells: tuple[tuple[str, ...], ...]
+    """Computations and messages of every rank, as written."""
+
+    @property
+    def has_messages(self) -> bool:
+        """The file says, too, when messages are posted, as torch's "compute_comms" files do."""
+        return any(MESSAGE.fullmatch(cell) for row in self.cells for cell in row)
 
 
 def read_order(path: Path) -> OrderFile:
@@ -57,17 +65,18 @@ def read_order(path: Path) -> OrderFile:
         text = user_text.read(path, where, MAX_ORDER_BYTES)
     except UserError as error:
         raise UserError(f"{error} {ORDER_REMEDY}") from None
-    order, has_messages = [], False
+    order, rows = [], []
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip() and not line.lstrip().startswith("#"):
             cells = [cell for cell in map(str.strip, line.split(",")) if cell]
-            computed = [cell for cell in cells if not MESSAGE.fullmatch(cell)]
-            has_messages |= len(computed) < len(cells)
+            row = tuple(cell for cell in cells if not LEFT_OUT.fullmatch(cell))
             at = f"{where}: line {number}"
+            computed = (cell for cell in row if not MESSAGE.fullmatch(cell))
             order.append(tuple(action for cell in computed for action in _actions(cell, at)))
+            rows.append(row)
     if not any(order):
         raise UserError(f"{where} has no actions. {ORDER_REMEDY}")
-    return OrderFile(tuple(order), has_messages)
+    return OrderFile(tuple(order), tuple(rows))
 
 
 def _actions(cell: str, where: str) -> Iterator[Action]:

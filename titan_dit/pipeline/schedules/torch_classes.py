@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -27,10 +26,10 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
-    _PipelineScheduleRuntime,
 )
 
 from titan_dit.config.section import UserError, show
+from titan_dit.pipeline.schedules.files import OrderFile
 from titan_dit.pipeline.schedules.proof import check
 from titan_dit.pipeline.schedules.schedule import KEY, Action, Call, Calls, Kind, Order, Schedule
 
@@ -79,7 +78,7 @@ class DrivenStage(PipelineStage):
         self.stage_index_to_group_rank: dict[int, int] = {}
         self.has_backward = True
         self.output_chunks: list[Any] = []
-        self.driver: Driver = Idle()
+        self.driver: Driver = NoDriver()
 
     def forward_one_chunk(
         self,
@@ -171,7 +170,7 @@ class Recorder:
         self.calls.append(Call("send", message))
 
 
-class Idle:
+class NoDriver:
     """The driver between steps."""
 
     def run(self, action: Action) -> None:
@@ -190,7 +189,7 @@ def driven(stages: Iterable[DrivenStage], driver: Driver) -> Iterator[None]:
         yield
     finally:  # A driver holds the microbatches of its step.
         for stage in stages:
-            stage.driver = Idle()
+            stage.driver = NoDriver()
 
 
 def is_torch_class(thing: object) -> bool:
@@ -209,8 +208,6 @@ def make(
     schedule: ScheduleClass, stages: Sequence[DrivenStage], num_microbatches: int
 ) -> TorchSchedule:
     """The schedule of a rank with these stages."""
-    # An exception in a step would print the actions of all ranks before it is raised.
-    logging.getLogger(torch_schedules.__name__).setLevel(logging.CRITICAL)
     held = stages[0] if has_single_stage(schedule) else list(stages)
     made = schedule(held, num_microbatches, loss_fn=lambda output, target: output)
     # torch would infer shapes and connect the ranks in the first step: the driver does both.
@@ -224,8 +221,15 @@ def make(
 
 def step(schedule: TorchSchedule, num_microbatches: int) -> None:
     """One training step of a schedule, which the drivers of its stages perform."""
-    # Without targets a schedule would fail; nothing reads them.
-    schedule.step(target=torch.zeros(num_microbatches, device="meta"), return_outputs=False)
+    log = logging.getLogger(torch_schedules.__name__)
+    level = log.level
+    # An exception would print the actions of all ranks before it is raised.
+    log.setLevel(logging.CRITICAL)
+    try:
+        # Without targets a schedule would fail; nothing reads them.
+        schedule.step(target=torch.zeros(num_microbatches, device="meta"), return_outputs=False)
+    finally:
+        log.setLevel(level)
 
 
 def record(schedule: ScheduleClass, stage_ranks: Sequence[int], num_microbatches: int) -> Calls:
@@ -242,7 +246,7 @@ def record(schedule: ScheduleClass, stage_ranks: Sequence[int], num_microbatches
             if place == rank
         ]
         # torch's classes compute the actions of all ranks at once, in seconds for large pipelines.
-        if isinstance(made, PipelineScheduleMulti) and is_of_torch(schedule):
+        if isinstance(made, PipelineScheduleMulti) and is_of_torch(type(made)):
             made._stages, made.rank = list(stages), rank
         else:
             made = make(schedule, stages, num_microbatches)
@@ -276,34 +280,54 @@ def torch_class(schedule: Schedule) -> ScheduleClass:
     return found
 
 
-PROBED = 2, 8
-"""Pipeline ranks and microbatches with which a user's class is asked for its placement."""
+PROBED = (2, 8, 2), (4, 16, 2), (2, 12, 3), (4, 16, 4)
+"""Pipeline ranks, microbatches and stages of a rank with which a user's class is asked for its
+placement: the first ones that it accepts."""
 
 
 @lru_cache
 def schedule_from(name: str, schedule: ScheduleClass) -> Schedule:
     """A user's class as a Schedule; `name`: as in [pipeline] schedule. Raises UserError."""
-    num_ranks, num_microbatches = PROBED
-    looped = [*range(num_ranks)] * (1 if has_single_stage(schedule) else 2)
-    try:
-        placed = looped
-        if not has_single_stage(schedule):
-            stages = [DrivenStage(index, 4, 0, 2) for index in (0, 2)]
-            made: Any = make(schedule, stages, num_microbatches)
-            assigned = made.stage_index_to_group_rank
-            placed = [assigned[stage] for stage in range(len(looped))]
-        order = order_of(record(schedule, placed, num_microbatches))
-    except Exception as error:
-        raise UserError(
-            f"{KEY}={show(name)} cannot be built for pp={num_ranks} and {num_microbatches} "
-            f"microbatches: {one_line(error)}. Derive it from torch's PipelineScheduleSingle or "
-            "PipelineScheduleMulti, whose arguments it takes."
-        ) from error
-    v_shaped = placed == [0, 1, 1, 0]
+    refused = ""
+    for sizes in PROBED:
+        try:
+            placed, order = probed(schedule, *sizes)
+        except Exception as error:
+            p, m, _ = sizes
+            refused = refused or f"pp={p} and {m} microbatches: {one_line(error)}"
+        else:
+            return of_class(name, schedule, placed, order)
+    raise UserError(
+        f"{KEY}={show(name)} cannot be built for {refused}. It must take the arguments of torch's "
+        "PipelineScheduleSingle or PipelineScheduleMulti, and use no outputs, losses or operations "
+        "of its stages."
+    )
+
+
+def probed(
+    schedule: ScheduleClass, num_ranks: int, num_microbatches: int, per_rank: int
+) -> tuple[list[int], Order]:
+    """The rank of each stage, and the order, of a user's class with these sizes."""
+    placed = [*range(num_ranks)] * (1 if has_single_stage(schedule) else per_rank)
+    if not has_single_stage(schedule):
+        own = range(0, len(placed), num_ranks)
+        stages = [DrivenStage(index, len(placed), 0, num_ranks) for index in own]
+        made: Any = make(schedule, stages, num_microbatches)
+        assigned = made.stage_index_to_group_rank
+        placed = [assigned[stage] for stage in range(len(placed))]
+    return placed, order_of(record(schedule, placed, num_microbatches))
+
+
+def of_class(name: str, schedule: ScheduleClass, placed: list[int], order: Order) -> Schedule:
+    """The Schedule of a class with this placement and order. Raises UserError."""
+    ranks = [*range(max(placed) + 1)]
+    looped = ranks * (len(placed) // len(ranks))
+    shaped = [*ranks, *reversed(ranks)]
+    v_shaped = placed == shaped
     if not v_shaped and placed != looped:
         raise UserError(
-            f"{KEY}={show(name)} puts its stages on the ranks {placed}: only loops "
-            f"({looped}) and V shapes ([0, 1, 1, 0]) are known. Place them so."
+            f"{KEY}={show(name)} puts its stages on the ranks {placed}: only loops ({looped}) and "
+            f"V shapes ({shaped}) are known. Place them so."
         )
 
     def actions(p: int, m: int, v: int) -> Order:
@@ -327,7 +351,10 @@ def accepts(actions: Callable[[int, int, int], Order], name: str, p: int, m: int
         order = actions(p, m, v)
         check(order, num_stages=p * v, num_microbatches=m, in_sequence=False)
     except Exception as error:
-        raise UserError(f"{where}: {one_line(error)}") from error
+        raise UserError(
+            f"{where}: {one_line(error).rstrip('.')}. Set [training] microbatch_size or "
+            "global_batch_size for other microbatches, or another schedule."
+        ) from error
 
 
 recorded = lru_cache(maxsize=64)(record)
@@ -335,26 +362,36 @@ recorded = lru_cache(maxsize=64)(record)
 
 
 def one_line(error: BaseException) -> str:
-    """An error's type and message on one line."""
+    """An error's type and message on one line, cut: torch's may hold a whole schedule."""
     text = " ".join(str(error).split())
+    text = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
-def from_file(path: Path, has_messages: bool) -> ScheduleClass:
-    """What makes the schedule that runs the order of a file; `has_messages`: it lists them."""
+LONGEST = 200
+"""Characters of an error of torch's or of a user's class."""
+
+
+@lru_cache(maxsize=8)
+def from_file(file: OrderFile) -> ScheduleClass:
+    """What makes the schedule that runs the order of a file, with its messages if it has them."""
+    rows = file.cells
+    if file.has_messages and hasattr(torch_schedules, "WAIT_SEND_F"):  # New in torch 2.15.
+        sends = ([cell for cell in row if "SEND" in cell] for row in rows)
+        waits = ([cell.replace("SEND", "WAIT_SEND") for cell in row] for row in sends)
+        rows = tuple((*row, *late) for row, late in zip(rows, waits, strict=True))
 
     def made(
         stages: list[DrivenStage], num_microbatches: int, loss_fn: Callable[..., Any]
     ) -> PipelineScheduleMulti:
-        make_runtime: Any = _PipelineScheduleRuntime
+        make_runtime: Any = torch_schedules._PipelineScheduleRuntime
         runtime: PipelineScheduleMulti = make_runtime(stages, num_microbatches, loss_fn=loss_fn)
-        lines = [line for line in path.read_text().splitlines() if line.strip()]
-        # torch's reader knows no comments.
-        text = "\n".join(line.rstrip(", ") for line in lines if not line.lstrip().startswith("#"))
-        with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-            file.write(text + "\n")
-            file.flush()
-            runtime._load_csv(file.name, format="compute_comms" if has_messages else "compute_only")
+        with tempfile.NamedTemporaryFile("w", suffix=".csv", encoding="utf-8") as written:
+            written.write("\n".join(",".join(row) for row in rows) + "\n")
+            written.flush()
+            runtime._load_csv(
+                written.name, format="compute_comms" if file.has_messages else "compute_only"
+            )
         return runtime
 
     return made
