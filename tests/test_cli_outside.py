@@ -213,7 +213,7 @@ REFUSED = [
     (("--model.name", "mine.gtp:GPTConfig"), "there is no module mine.gtp, neither installed nor"),
     (("--model.name", "mine.gpt:Windows"), "Windows in .*gpt.py has no spec \\(the ModelSpec"),
     (("--data.name", "digits"), "has the fields latent, label, but \\[objective\\] takes text"),
-    (("--objective.name", "ddpm"), 'GPTConfig" has no num_classes, sample_shape'),
+    (("--objective.name", "ddpm"), 'GPTConfig" has no sample_shape'),
     (("--sampling.every", "5"), "has no preview. Set every = 0"),
     (("--parallel.tp", "2", "--parallel.tensor_plan", "auto"), "has no tensor plan"),
 ]

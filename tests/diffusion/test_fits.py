@@ -65,7 +65,7 @@ def test_data_that_say_nothing_of_latents_are_refused():
     with pytest.raises(UserError) as caught:
         check_data(DataFacts(count=3), model_of((1, 8, 8), 10), "ddpm")
     message = str(caught.value)
-    assert message.startswith('[objective] name="ddpm" trains on latents with labels')
+    assert message.startswith('[objective] name="ddpm" trains on latents')
     assert "must be LatentFacts" in message
     assert "not DataFacts" in message
 
@@ -84,7 +84,7 @@ def test_a_model_of_something_else_is_told_what_it_lacks():
     with pytest.raises(UserError) as caught:
         as_latent_model(Letters(), "ddpm")
     message = str(caught.value)
-    assert message.startswith('[objective] name="ddpm" trains models of latents with labels, but')
+    assert message.startswith('[objective] name="ddpm" trains models of latents, but')
     assert (
         'name="letters" has no sample_shape, token_shape, tokenize, detokenize, static.' in message
     )

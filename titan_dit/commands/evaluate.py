@@ -271,7 +271,7 @@ def like_reference(job: Job, real: Pictures) -> tuple[Job, str]:
     """
     if job.flags.labels == ALL and real.classes:
         diffusion, num = job.diffusion, len(job.labels)
-        classes, names = diffusion.model.num_classes, diffusion.data.class_names
+        classes, names = diffusion.num_classes, diffusion.data.class_names
         labels = drawing.labels_like(real.classes, num, classes, names)
         if labels is not None:
             return dataclasses.replace(job, labels=labels), "as the reference"

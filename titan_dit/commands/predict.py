@@ -175,7 +175,7 @@ def read_inputs(path: Path, diffusion: Diffusion) -> dict[str, Tensor]:
                 f"--input {path}: {name} is {list(tensors[name].shape)}, but must be "
                 f"{list(shape)} for x {list(x.shape)}."
             )
-    check_labels(path, "--input", y, diffusion.model.num_classes)
+    check_labels(path, "--input", y, diffusion.num_classes)
     last = diffusion.last_timestep
     if not (t.min() >= 0 and t.max() <= last):
         raise UserError(f"--input {path}: t must be between 0 and {last:g}.")

@@ -18,7 +18,6 @@ from titan_dit.commands.flags import PictureFlags
 from titan_dit.config.did_you_mean import nearest
 from titan_dit.config.section import Named, UserError, show
 from titan_dit.data.latent_facts import shown
-from titan_dit.diffusion.base import LatentModel
 from titan_dit.diffusion.conditions import Given
 from titan_dit.diffusion.drawing import spread_labels
 from titan_dit.diffusion.guidance import Conditional
@@ -88,20 +87,20 @@ def labels_of(text: str, num: int, num_classes: int, names: Sequence[str]) -> In
 
 
 def read_noise(
-    path: Path, model: LatentModel
+    path: Path, diffusion: Diffusion
 ) -> tuple[Float[Tensor, "n c h w"], Int64[Tensor, " n"]]:
     """Read the initial noise and the labels (-1: unconditional) from a file."""
     tensors = read_tensors(path, "--noise", ("noise", "labels"))
     noise, labels = tensors["noise"], tensors["labels"]
-    if tuple(noise.shape[1:]) != model.sample_shape or noise.shape[:1] != labels.shape:
+    if tuple(noise.shape[1:]) != diffusion.model.sample_shape or noise.shape[:1] != labels.shape:
         raise UserError(
             f"--noise {path}: noise is {list(noise.shape)} and labels {list(labels.shape)}; the "
-            f"network takes [n, {', '.join(map(str, model.sample_shape))}] and [n]."
+            f"network takes [n, {', '.join(map(str, diffusion.model.sample_shape))}] and [n]."
         )
-    check_labels(path, "--noise", labels, model.num_classes)
+    check_labels(path, "--noise", labels, diffusion.num_classes)
     check_finite(path, "--noise", {"noise": noise})
     labels = labels.long()
-    return noise.float(), labels.where(labels < model.num_classes, -1)
+    return noise.float(), labels.where(labels < diffusion.num_classes, -1)
 
 
 def vae_of(diffusion: Diffusion, flags: PictureFlags, device: torch.device) -> Autoencoder | None:
@@ -173,10 +172,10 @@ def weak_network(weak: TrainedModel, diffusion: Diffusion) -> Conditional:
 def check_guide(guide: str, ours: Diffusion, theirs: Diffusion) -> None:
     """Refuse a network of other samples or of another prediction."""
     shapes = ours.model.sample_shape, theirs.model.sample_shape
-    if shapes[0] != shapes[1] or ours.model.num_classes != theirs.model.num_classes:
+    if shapes[0] != shapes[1] or ours.num_classes != theirs.num_classes:
         raise UserError(
-            f"--guide {guide} draws samples of {list(shapes[1])} with {theirs.model.num_classes} "
-            f"classes, but --run of {list(shapes[0])} with {ours.model.num_classes}."
+            f"--guide {guide} draws samples of {list(shapes[1])} with {theirs.num_classes} "
+            f"classes, but --run of {list(shapes[0])} with {ours.num_classes}."
         )
     # Of other latents what is stored is not known: some are stored scaled.
     if ours.data.vae and theirs.data.vae and latents_of(ours) != latents_of(theirs):

@@ -178,10 +178,10 @@ def job_of(run: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> Job:
     drawing.check(diffusion, flags, "--{}")
     sampler = drawing.sampler_of(diffusion.config, flags.sampler, "--sampler")
     names = diffusion.data.class_names
-    labels = labels_of(flags.labels, flags.num or NUM, diffusion.model.num_classes, names)
+    labels = labels_of(flags.labels, flags.num or NUM, diffusion.num_classes, names)
     noise = None
     if flags.noise is not None:
-        noise, labels = read_noise(Path(flags.noise), diffusion.model)
+        noise, labels = read_noise(Path(flags.noise), diffusion)
     guide = None if flags.guide is None else load_guide(flags.guide, run.device, flags.trust)
     weak = None if guide is None else weak_network(guide, diffusion)
     guidance = drawing.guidance_of(flags, weak)

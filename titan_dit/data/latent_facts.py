@@ -53,6 +53,25 @@ class VAEFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextFacts:
+    """The embeddings of a dataset's captions."""
+
+    width: int
+    tokens: int
+    null: str
+
+    @property
+    def null_embedding(self) -> Tensor:
+        """The embedding of the empty prompt, fp32 [n, width]."""
+        raise NotImplementedError
+
+    @classmethod
+    def example(cls, tokens: int, width: int) -> TextFacts:
+        """Facts of captions for checks without data."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
 class LatentFacts(DataFacts):
     """Shape, units and classes; stored in checkpoints, so sampling does not open the dataset."""
 
@@ -78,6 +97,7 @@ class LatentFacts(DataFacts):
     """Folder or name of the autoencoder when the latents were made."""
     posterior: str = ""
     """Stored part of the posterior: "both" mean and std, "mean", or "" if not known."""
+    text: TextFacts | None = None
 
     @property
     def about(self) -> str:

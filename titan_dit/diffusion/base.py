@@ -36,15 +36,14 @@ def by_channel(tokens: Float[Tensor, "b n d"], channels: int) -> Float[Tensor, "
 
 @runtime_checkable
 class LatentModel(Protocol):
-    """A [model] section that diffusion can train: a model of labelled latents."""
+    """A [model] section that diffusion can train: a model of latents.
+
+    It is also a `LabelledModel` or a `CaptionedModel`.
+    """
 
     @property
     def name(self) -> str:
         """The name in the catalog, or "package.module:Class"."""
-
-    @property
-    def num_classes(self) -> int:
-        """Number of labels; a negative label means none."""
 
     @property
     def sample_shape(self) -> tuple[int, int, int]:
@@ -55,7 +54,7 @@ class LatentModel(Protocol):
         """[n, d] of one tokenized latent."""
 
     def spec(self, output_channels: int | None = None) -> ModelSpec:
-        """Describe the network that predicts `output_channels` from tokens, timestep, labels."""
+        """Describe the network: `output_channels` from tokens, timestep and its condition."""
 
     def tokenize(self, latents: Float[Tensor, "b c h w"]) -> Float[Tensor, "b n d"]:
         """Latents to tokens."""
@@ -65,3 +64,25 @@ class LatentModel(Protocol):
 
     def static(self, device: torch.device) -> dict[str, Tensor]:
         """The model's static inputs for samples of `sample_shape`."""
+
+
+@runtime_checkable
+class LabelledModel(Protocol):
+    """What a model with class labels has besides: its input `labels` is int64 [b]."""
+
+    @property
+    def num_classes(self) -> int:
+        """Number of labels; a negative label means none."""
+
+
+@runtime_checkable
+class CaptionedModel(Protocol):
+    """What a model with captions has besides: its inputs `text` [b, m, d], `text_length` [b]."""
+
+    @property
+    def text_tokens(self) -> int:
+        """Tokens m of every caption, with padding."""
+
+    @property
+    def text_dim(self) -> int:
+        """Width d of the embeddings."""

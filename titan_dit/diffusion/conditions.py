@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn import functional
 
 from titan_dit.data.base import Fields
 
@@ -51,17 +53,41 @@ class ClassLabels(Condition):
         return {"labels": torch.full((num,), NO_LABEL, device=device)}
 
 
+@dataclass(frozen=True)
+class Captions(Condition):
+    """An embedded caption per sample: `text` [b, m, d] with zeros behind its `text_length` [b]."""
+
+    takes = ("text", "text_length")
+
+    tokens: int
+    """Tokens m of the model's input."""
+    empty: Float[Tensor, "k d"]
+    """The embedding of the empty prompt."""
+
+    def given(self, fields: Fields) -> dict[str, Tensor]:
+        """See `Condition.given`; stored captions have at most m tokens."""
+        text = fields["text"]
+        padded = functional.pad(text, (0, 0, 0, self.tokens - text.shape[1]))
+        return {"text": padded, "text_length": fields["text_length"]}
+
+    def null(self, num: int, device: torch.device) -> dict[str, Tensor]:
+        """See `Condition.null`: the empty prompt."""
+        text = functional.pad(self.empty.to(device), (0, 0, 0, self.tokens - len(self.empty)))
+        length = torch.full((num,), len(self.empty), device=device)
+        return {"text": text.expand(num, -1, -1), "text_length": length}
+
+
 def without(given: Given, null: Given, dropped: Bool[Tensor, " b"]) -> dict[str, Tensor]:
     """The condition, with the rows of `null` where it is dropped."""
     return {
-        name: torch.where(dropped.view(-1, *[1] * (value.ndim - 1)), null[name], value)
+        name: torch.where(dropped.view(-1, *[1] * (value.ndim - 1)), null[name].to(value), value)
         for name, value in given.items()
     }
 
 
 def joined(first: Given, second: Given) -> dict[str, Tensor]:
     """The rows of one condition, then those of another."""
-    return {name: torch.cat((value, second[name])) for name, value in first.items()}
+    return {name: torch.cat((value, second[name].to(value))) for name, value in first.items()}
 
 
 def rows_of(given: Given, rows: Tensor | slice) -> dict[str, Tensor]:

@@ -245,7 +245,7 @@ def preview(
     num, device = sampling.num or NUM, share.device
     rows = -(-num // share.num_ranks)
     numbers = torch.arange(rows * share.num_ranks, device=device)
-    labels = preview_labels(num, objective.model.num_classes).to(device)
+    labels = preview_labels(num, objective.num_classes).to(device)
     mine = numbers[share.rank * rows :][:rows]
     # Numbers from `num` on are padding, cut off below.
     given = {"labels": labels[mine.clamp(max=num - 1)]}

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped, UInt8
@@ -16,9 +16,22 @@ from torch import Tensor
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import GenerationConfig, SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
-from titan_dit.data.latent_facts import LatentFacts, shown
-from titan_dit.diffusion.base import Corrupted, LatentModel, Predict
-from titan_dit.diffusion.conditions import ClassLabels, Condition, Given, rows_of, without
+from titan_dit.data.latent_facts import LatentFacts, TextFacts, shown
+from titan_dit.diffusion.base import (
+    CaptionedModel,
+    Corrupted,
+    LabelledModel,
+    LatentModel,
+    Predict,
+)
+from titan_dit.diffusion.conditions import (
+    Captions,
+    ClassLabels,
+    Condition,
+    Given,
+    rows_of,
+    without,
+)
 from titan_dit.diffusion.sections import DiffusionConfig
 from titan_dit.models.base import ModelConfig
 from titan_dit.objectives.base import (
@@ -42,7 +55,7 @@ def as_latent_model(model: ModelConfig, objective: str) -> LatentModel:
     if isinstance(model, LatentModel):
         return model
     raise UserError(
-        f"[objective] name={show(objective)} trains models of latents with labels, but [model] "
+        f"[objective] name={show(objective)} trains models of latents, but [model] "
         f"name={show(model.name)} has no {missing_members(model, LatentModel)}. Choose another "
         "objective, or add them to the model (titan_dit/diffusion/base.py: LatentModel)."
     )
@@ -59,23 +72,61 @@ def what_fits(facts: LatentFacts) -> str:
 
 
 def check_data(facts: DataFacts, model: LatentModel, objective: str) -> LatentFacts:
-    """Raise UserError if samples or labels of a dataset do not fit the model.
+    """Raise UserError if the samples of a dataset, or their conditions, do not fit the model.
 
     Twice the model's channels are accepted, as a mean and a std per channel, unless the dataset's
     metadata say that they are not.
     """
     if not isinstance(facts, LatentFacts):
         raise UserError(
-            f"[objective] name={show(objective)} trains on latents with labels: the facts of "
+            f"[objective] name={show(objective)} trains on latents: the facts of "
             "[data] must be LatentFacts (titan_dit/data/latent_facts.py), not "
             f"{type(facts).__name__}."
         )
-    shape, num_classes = model.sample_shape, model.num_classes
+    shape = model.sample_shape
     if shape not in facts.latent_shapes:
         raise UserError(
             f"[model] in_channels={shape[0]} and latent_size={shape[1]} make samples of "
             f"{list(shape)}, but [data] holds {what_fits(facts)}"
         )
+    condition_of(model, facts, objective)
+    return facts
+
+
+def condition_of(model: LatentModel, facts: LatentFacts, objective: str) -> Condition:
+    """The condition that a model takes. Raises UserError if the data do not have it."""
+    if isinstance(model, CaptionedModel):
+        return captions_of(model, facts)
+    if isinstance(model, LabelledModel):
+        check_classes(model.num_classes, facts)
+        return ClassLabels()
+    raise UserError(
+        f"[objective] name={show(objective)} trains models with class labels or captions, but "
+        f"[model] name={show(model.name)} has neither {missing_members(model, LabelledModel)} nor "
+        f"{missing_members(model, CaptionedModel)}. Add the members of one "
+        "(titan_dit/diffusion/base.py)."
+    )
+
+
+def captions_of(model: CaptionedModel, facts: LatentFacts) -> Captions:
+    """The captions of a dataset. Raises UserError if they do not fit the model."""
+    text = facts.text
+    if text is None:
+        raise UserError(
+            f"[model] takes captions (text_dim={model.text_dim}), but [data] has none. Encode it "
+            "with `python -m titan_dit data encode --text-encoder DIR`."
+        )
+    if text.width != model.text_dim or text.tokens > model.text_tokens:
+        raise UserError(
+            f"[model] text_dim={model.text_dim} and text_tokens={model.text_tokens}, but the "
+            f"captions of [data] have embeddings of {text.width} and up to {text.tokens} tokens. "
+            f"Set text_dim = {text.width} and text_tokens = {text.tokens} or more."
+        )
+    return Captions(model.text_tokens, text.null_embedding)
+
+
+def check_classes(num_classes: int, facts: LatentFacts) -> None:
+    """Raise UserError unless the dataset has as many classes as the model."""
     if facts.num_classes != num_classes:
         relation = "less" if num_classes < facts.num_classes else "more"
         fix = f"Set num_classes = {facts.num_classes}."
@@ -90,7 +141,6 @@ def check_data(facts: DataFacts, model: LatentModel, objective: str) -> LatentFa
             f"[model] num_classes={num_classes} is {relation} than the {facts.num_classes} classes "
             f"of [data]. {fix}"
         )
-    return facts
 
 
 VALIDATION_BINS = 8
@@ -100,7 +150,15 @@ VALIDATION_BINS = 8
 def example(model: ModelConfig, objective: str) -> tuple[LatentFacts, dict[str, Field]]:
     """Facts and fields of latents with the model's own shape."""
     latent = as_latent_model(model, objective)
-    facts = LatentFacts(count=0, shape=latent.sample_shape, num_classes=latent.num_classes)
+    text = None
+    if isinstance(latent, CaptionedModel):
+        text = TextFacts.example(latent.text_tokens, latent.text_dim)
+    facts = LatentFacts(
+        count=0,
+        shape=latent.sample_shape,
+        num_classes=latent.num_classes if isinstance(latent, LabelledModel) else 1,
+        text=text,
+    )
     return facts, facts.fields(torch.float32)
 
 
@@ -112,12 +170,13 @@ class Diffusion(Objective, ABC):
     `process`.
     """
 
-    condition: ClassVar[Condition] = ClassLabels()
-    takes = ("latent", *condition.takes)
+    takes = ("latent", "label")
 
     config: DiffusionConfig
     model: LatentModel
     data: LatentFacts
+    condition: Condition = dataclasses.field(default_factory=ClassLabels)
+    """What the network is given besides noisy tokens and timestep."""
     static_inputs: dict[torch.device, dict[str, Tensor]] = dataclasses.field(
         default_factory=dict, repr=False
     )
@@ -134,7 +193,21 @@ class Diffusion(Objective, ABC):
                 f"has no {', '.join(missing)}. Add them (titan_dit/diffusion/objective.py)."
             )
         latent = as_latent_model(model, config.name)
-        return cls(config, latent, check_data(facts, latent, config.name))
+        found = check_data(facts, latent, config.name)
+        return cls(config, latent, found, condition_of(latent, found, config.name))
+
+    def __post_init__(self) -> None:
+        """Read what the condition needs."""
+        object.__setattr__(self, "takes", ("latent", *self.condition.takes))
+
+    @property
+    def num_classes(self) -> int:
+        """Classes of a network with labels. Raises UserError for one with captions."""
+        if isinstance(self.model, LabelledModel):
+            return self.model.num_classes
+        raise UserError(
+            f"[model] name={show(self.model.name)} takes captions: it cannot draw classes."
+        )
 
     @property
     @abstractmethod
@@ -229,7 +302,7 @@ class Diffusion(Objective, ABC):
 
     def describe(self, fields: Fields, rng: SampleRNG) -> dict[str, Tensor]:
         """The timestep in the network's unit and, if fields were read, the label."""
-        labels = {"label": fields["label"]} if fields else {}
+        labels = {"label": fields["label"]} if "label" in self.takes and fields else {}
         return {**labels, "timestep": self.timesteps_of(rng)}
 
     def inspect(self, fields: Fields) -> None:
@@ -292,13 +365,13 @@ class Diffusion(Objective, ABC):
         from titan_dit.diffusion import drawing
 
         names = self.data.class_names
-        return drawing.labels_like(like, 1, self.model.num_classes, names) is not None
+        return drawing.labels_like(like, 1, self.num_classes, names) is not None
 
     def picture_conditions(self, num: int, like: Mapping[str, int]) -> Given:
         """Labels in the proportions of `like`; evenly over all classes if one is unknown."""
         from titan_dit.diffusion import drawing
 
-        classes = self.model.num_classes
+        classes = self.num_classes
         found = drawing.labels_like(like, num, classes, self.data.class_names)
         spread = drawing.spread_labels(num, list(range(classes))) if found is None else found
         return {"labels": spread}
