@@ -104,8 +104,8 @@ def test_a_section_that_must_be_there_is_asked_for(section):
         (
             "[data]",
             'timesteps = "normal"\n[data]',
-            '[objective] timesteps="normal" is not one of "uniform", "logit_normal", "mode". Did you mean '
-            "logit_normal?",
+            '[objective] timesteps="normal" is not one of "uniform", "logit_normal", "mode". Did '
+            "you mean logit_normal?",
         ),
         (
             '"digits"',
