@@ -3,14 +3,12 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from titan_dit.config import catalog, config_file
+from titan_dit.config.section import HeightWidth, PositiveInt
 from titan_dit.data.base import DataConfig, DataFacts, Field, Source
 from titan_dit.objectives.base import Objective, ObjectiveConfig, Prepared, at_least_fp32
 
-LATENT = (2, 4, 8)  # Wider than high, so that rows are not columns.
-TEXT = (8, 12)
 TABLES = {
     "model": {
         "name": "joint_dit",
@@ -18,14 +16,14 @@ TABLES = {
         "num_layers": 3,
         "num_heads": 4,
         "patch_size": 2,
-        "latent_size": list(LATENT[1:]),
-        "in_channels": LATENT[0],
-        "text_tokens": TEXT[0],
-        "text_dim": TEXT[1],
+        "latent_size": [4, 8],  # Wider than high, so that rows are not columns.
+        "in_channels": 2,
+        "text_tokens": 8,
+        "text_dim": 12,
         "intermediate_size": 48,
     },
     "objective": {"name": "tiny_joint:Flow"},
-    "data": {"name": "tiny_joint:Captioned"},
+    "data": {"name": "tiny_joint:Captioned", "channels": 2, "text_dim": 12},
     "training": {"steps": 4, "global_batch_size": 8},
     "precision": {"dtype": "fp32"},
     "optimizer": {"lr": 1e-3, "weight_decay": 0.01},
@@ -37,27 +35,38 @@ TABLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Captioned(DataConfig):
-    """64 latents, each with the embeddings of 0 to 8 words, and zeros for padding."""
+    """64 latents, each with the embeddings of some words, and zeros for padding."""
+
+    channels: PositiveInt
+    latent_size: HeightWidth
+    text_tokens: PositiveInt
+    text_dim: PositiveInt
 
     def open(self):
-        return Captions()
+        return Captions((self.channels, *self.latent_size), (self.text_tokens, self.text_dim))
+
+
+def fields_of(latent, text):
+    return {
+        "latent": Field(torch.float32, latent),
+        "text": Field(torch.float16, text),
+        "text_length": Field(torch.int64, ()),
+    }
 
 
 class Captions(Source):
-    fields = {
-        "latent": Field(torch.float32, LATENT),
-        "text": Field(torch.float16, TEXT),
-        "text_length": Field(torch.int64, ()),
-    }
     facts = DataFacts(count=64, digest="captions")
+
+    def __init__(self, latent, text):
+        self.fields, self.latent, self.text = fields_of(latent, text), latent, text
 
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
-        words = torch.randn(TEXT, generator=generator, dtype=torch.float32)
-        length = index % (TEXT[0] + 1)
+        words = torch.randn(self.text, generator=generator, dtype=torch.float32)
+        length = index % (self.text[0] + 1)
         words[length:] = 0
         return {
-            "latent": torch.randn(LATENT, generator=generator),
+            "latent": torch.randn(self.latent, generator=generator),
             "text": words.half(),
             "text_length": torch.tensor(length),
         }
@@ -71,7 +80,7 @@ class Flow(ObjectiveConfig):
         return CaptionedFlow(model)
 
     def example(self, model):
-        return Captions.facts, Captions.fields
+        return Captions.facts, fields_of(model.sample_shape, (model.text_tokens, model.text_dim))
 
 
 class CaptionedFlow(Objective):
@@ -88,7 +97,7 @@ class CaptionedFlow(Objective):
             inputs={
                 "tokens": torch.lerp(clean, noise, t[:, None, None]),
                 "timestep": 1000 * t,
-                "text": F.pad(batch.fields["text"], (0, 0, 0, self.model.text_tokens - TEXT[0])),
+                "text": batch.fields["text"],
                 "text_length": batch.fields["text_length"],
             },
             targets={"velocity": noise - clean},
@@ -107,4 +116,6 @@ def joint_config(**sections):
     tables = {name: dict(table) for name, table in TABLES.items()}
     for name, table in sections.items():
         tables.setdefault(name, {}).update(table)
+    sizes = {key: tables["model"][key] for key in ("latent_size", "text_tokens")}
+    tables["data"] = sizes | tables["data"]
     return config_file.build(tables, catalog.variant)

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from titan_dit.config.section import Dim, Few, Layers, PositiveFloat, Section, UserError, show
+from titan_dit.config.section import (
+    Dim,
+    Few,
+    HeightWidth,
+    Layers,
+    PositiveFloat,
+    Section,
+    UserError,
+    show,
+)
 from titan_dit.models.named_sizes import fill_in, with_patch
 
 if TYPE_CHECKING:  # Reading a config must not import torch: methods import what they need.
@@ -47,7 +56,7 @@ class JointDiTConfig(Section):
     """Latent pixels per token side."""
     intermediate_size: Dim | None = None
     """Width of the MLP (SwiGLU). Unset: 8/3 x hidden_size, rounded up to 64."""
-    latent_size: tuple[Few, ...]
+    latent_size: HeightWidth
     """[height, width] of a latent; one number for a square."""
     in_channels: Few
     """Channels of a latent."""
@@ -60,13 +69,8 @@ class JointDiTConfig(Section):
 
     def __post_init__(self) -> None:
         """Fill in the named size, then check divisibility."""
-        given: object = self.latent_size
-        if isinstance(given, int):
-            object.__setattr__(self, "latent_size", (given, given))
         super().__post_init__()
         fill_in(self, self.size, with_patch(self.size, SIZES, PATCHES), "XL/2")
-        if len(self.latent_size) == 1:
-            object.__setattr__(self, "latent_size", self.latent_size * 2)
         self._check_heads()
         self._check_latent_size()
 
@@ -82,11 +86,6 @@ class JointDiTConfig(Section):
 
     def _check_latent_size(self) -> None:
         patch = self.shape[3]
-        if len(self.latent_size) != 2:
-            raise UserError(
-                f"[model] latent_size={show(self.latent_size)} has {len(self.latent_size)} "
-                "numbers. Set [height, width]."
-            )
         if any(side % patch for side in self.latent_size):
             fit = [-(-side // patch) * patch for side in self.latent_size]
             raise UserError(

@@ -370,6 +370,11 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
         """Apply the MLP to every token."""
-        gate, value = self.up(x).unflatten(-1, (-1, 2)).unbind(-1)
-        y: Tensor = self.down(F.silu(gate) * value)
+        up = self.up(x)
+        # Backward of unbind stacks both gradients in the order of the dims, not of the memory.
+        swaps = is_token_first(up)
+        up = up.transpose(0, 1) if swaps else up
+        gate, value = torch.unflatten(up, -1, (-1, 2)).unbind(-1)
+        gated = F.silu(gate) * value
+        y: Tensor = self.down(gated.transpose(0, 1) if swaps else gated)
         return y
