@@ -475,6 +475,11 @@ def test_every_layout_to_compute_in_fp64_is_in_the_grid(model):
     assert all(parallel in every for parallel in IN_FP64[model])
 
 
+def test_a_text_to_image_dit_is_on_twenty_meshes():
+    meshes = [case[1] for case in all_cases_of(["joint_dit"])]
+    assert len({json.dumps(mesh) for mesh in meshes}) >= 20
+
+
 def test_a_bert_is_on_twenty_meshes_and_in_all_kinds():
     cases = all_cases_of(["bert"])
     assert len({json.dumps(case[1:3]) for case in cases}) >= 20
