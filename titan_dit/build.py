@@ -141,7 +141,7 @@ def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]
         check_model(model, plan.spec)
         mesh.p2p.open(neighbours(plan.stage_ranks, joins_ends=bool(model.tied)))
         count = sum(parameter.numel() for parameter in model.parameters())
-        flops = model.flops_per_sample(plan.spec.num_tokens)
+        flops = model.flops_per_sample(plan.spec.num_attended_tokens)
         if plan.sizes.tp > 1:
             tensor.check_tied(model, mesh.axis("tp"), plan.tensor_plan)
         model.cut(plan.stage_layers[stage], is_first=stage == 0, is_last=stage == last)
@@ -153,7 +153,7 @@ def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]
             plan.precision,
             plan.activation_checkpoint,
             plan.compile,
-            tokens=plan.microbatch_size * plan.tokens_per_rank,
+            tokens=plan.microbatch_size * plan.attended_per_rank,
             adapters=plan.lora,
             device=plan.device,
         )
@@ -297,7 +297,7 @@ def shapes_of(plan: RunPlan) -> Shapes:
         return size, *own
 
     def empty(spec: TensorSpec, shape: tuple[int, ...], *, learns: bool = False) -> Tensor:
-        dtype = spec.dtype or plan.dtype
+        dtype = spec.dtype_under(plan.dtype)
         learns = learns and dtype.is_floating_point
         return torch.empty(shape, dtype=dtype, requires_grad=learns)
 

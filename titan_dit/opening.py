@@ -174,7 +174,7 @@ class OpenedRun:
         yield f"{software}: {where}, {precision}, attention {attention}"
         yield (
             f"model   {plan.model_name}: {built.num_parameters:,} parameters, "
-            f"{plan.spec.num_tokens} tokens, {built.flops_per_sample / 1e9:.3g} GFLOP per sample "
+            f"{plan.spec.tokens_shown}, {built.flops_per_sample / 1e9:.3g} GFLOP per sample "
             "and step"
         )
         about, held_out = self.source.facts.about, self.identity.num_held_out

@@ -86,8 +86,13 @@ class RunPlan:
 
     @property
     def tokens_per_rank(self) -> int:
-        """Tokens of a sample on one cp rank."""
+        """Predicted tokens of a sample on one cp rank."""
         return self.spec.num_tokens // self.sizes.cp
+
+    @property
+    def attended_per_rank(self) -> int:
+        """Tokens of a sample in the blocks' linears, on one cp rank."""
+        return self.spec.num_attended_tokens // self.sizes.cp
 
     @property
     def tensor_plan(self) -> TensorPlan:

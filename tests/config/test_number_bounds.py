@@ -10,7 +10,7 @@ from titan_dit.__main__ import COMMANDS
 from titan_dit.commands import flags
 from titan_dit.config import catalog, config_file
 from titan_dit.config import flags as words
-from titan_dit.config.section import Bound, Table, UserError, conform, hints_of
+from titan_dit.config.section import Bound, HeightWidth, Table, UserError, conform, hints_of
 
 MOST = {int: 2**63, float: 3e38}
 """What torch takes: int64, fp32."""
@@ -100,3 +100,14 @@ def test_numbers_that_were_tried_name_their_key(flag, value):
 def test_a_literal_that_python_cannot_parse_is_text():
     assert words.literal("9" * 5000) == "9" * 5000
     assert words.literal("[" * 100_000) == "[" * 100_000
+
+
+@pytest.mark.parametrize("given", [8, [8], (8,), [8, 8]])
+def test_one_number_is_the_height_and_the_width_of_a_square(given):
+    assert conform(given, HeightWidth, "[model] latent_size") == (8, 8)
+
+
+@pytest.mark.parametrize("given", [[], [1, 2, 3], "8", True, 8.5, [0, 8]])
+def test_what_is_no_height_and_width_is_refused(given):
+    with pytest.raises(UserError, match=r"\[model\] latent_size"):
+        conform(given, HeightWidth, "[model] latent_size")

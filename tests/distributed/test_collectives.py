@@ -4,6 +4,7 @@ import pytest
 import torch
 from harness import on_ranks
 from tiny import tiny_config, torch_rng
+from tiny_joint import joint_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_dit.trainer import Trainer
@@ -40,12 +41,13 @@ class Elements(TorchDispatchMode):
 BATCH, TOKENS, HIDDEN = 16, 16, 32
 
 
-def sent_per_layer(world, sequence_parallel):
+def sent_per_layer(world, sequence_parallel, config_of=tiny_config):
     """From two depths, so that embed and head cancel out."""
     found = []
     for layers in (2, 6):
-        config = tiny_config(
+        config = config_of(
             model={"num_layers": layers},
+            training={"global_batch_size": BATCH},
             parallel={"tp": world.size, "sequence_parallel": sequence_parallel},
         )
         trainer = Trainer(config, world)
@@ -65,3 +67,13 @@ def test_a_layer_sends_what_theory_says(sequence_parallel):
     # Without sequence parallelism the gradient of the modulation is whole on every rank.
     modulation = 12 if sequence_parallel else 6
     assert sent["small"] == modulation * (1 / 2) * BATCH * HIDDEN
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_layer_with_text_sends_as_many_elements_per_token(sequence_parallel):
+    """The modulation is whole on every rank; gradients of its table and of two norms are sums."""
+    [sent, _] = on_ranks(2, sent_per_layer, sequence_parallel, joint_config)
+    # 8 tokens of the picture and 8 of text.
+    assert sent["large"] == 8 * (1 / 2) * BATCH * TOKENS * HIDDEN
+    table, norms = 6 * HIDDEN * sequence_parallel, 2 * HIDDEN // 4
+    assert sent["small"] == 2 * (1 / 2) * (table + norms)

@@ -1,4 +1,4 @@
-"""A DiT, a GPT and a BERT give loss, gradients and predictions of one process on every mesh."""
+"""DiTs, a GPT and a BERT give loss, gradients and predictions of one process on every mesh."""
 
 import itertools
 import json
@@ -12,6 +12,7 @@ from harness import on_ranks
 from tiny import randomize, tiny_config, torch_rng, whole
 from tiny_bert import bert_config
 from tiny_gpt import gpt_config
+from tiny_joint import joint_config
 
 from titan_dit.build import executor_of
 from titan_dit.data import loader
@@ -49,6 +50,8 @@ UNTIED = {
 # samples, then with dropout if norms are after.
 POST, PRE = ["post", False], ["pre", False]
 POST_PAIRS, PRE_PAIRS = ["post", True], ["pre", True]
+# Of a text-to-image DiT: keys of [model].
+JOINT, TALL = {}, {"latent_size": [8, 4], "text_tokens": 16}
 # By model and number of ranks: [parallel], [pipeline], the kind, recomputation mode if any.
 CASES = {
     "dit": {
@@ -103,6 +106,22 @@ CASES = {
             (PP, schedule("zbv_zero_bubble"), PRE_PAIRS),
             (DP, {}, PRE),
         ],
+    },
+    "joint_dit": {
+        2: [
+            (DP, {}, JOINT),
+            (TP, {}, TALL),
+            (PLAIN, {}, JOINT),
+            (CP, {}, TALL),
+            (ULYSSES, {}, JOINT),
+            (PP, schedule("1f1b"), TALL),
+            (PP, schedule("zbv_zero_bubble"), JOINT),
+        ],
+        4: [
+            (TP | CP, {}, JOINT),
+            (PP | ULYSSES, FOLDED, TALL),
+        ],
+        8: [(PP | TP | CP, FOLDED, JOINT, "selective")],
     },
 }
 # The whole grid, for ./run_tests.sh --long.
@@ -180,12 +199,39 @@ LONG = {
             (HSDP | TP, {}, POST_PAIRS, "attention"),
         ],
     },
+    "joint_dit": {
+        2: [
+            (COPIES, {}, TALL),
+            (CP, {}, JOINT, "full"),
+            (PP, schedule("dualpipev"), TALL),
+            (PP, FOLDED, JOINT),
+        ],
+        4: [
+            ({"tp": 4}, {}, JOINT),
+            ({"cp": 4}, {}, TALL),
+            ({"cp": 4, "cp_method": "ulysses"}, {}, JOINT),
+            (HSDP, {}, TALL),
+            (DP | TP, {}, JOINT),
+            (DP | CP, {}, TALL),
+            (DP | PP, schedule("zbv_zero_bubble"), TALL),
+            (TP | PP, schedule("dualpipev"), JOINT),
+            (TP | ULYSSES, {}, TALL),
+            (CP | PP, schedule("interleaved_zero_bubble", 2), JOINT),
+            ({"pp": 4}, FOLDED, TALL),
+        ],
+        8: [
+            (PP | TP | ULYSSES, schedule("zbv_zero_bubble"), TALL, "attention"),
+            (PP | DP | CP, schedule("1f1b"), JOINT, "full"),
+            (DP | CP | TP, {}, TALL),
+        ],
+    },
 }
 # Where fp64 shows more; in the whole grid also in fp32.
 IN_FP64 = {
     "dit": [TP, CP, PP, TP | CP, CP | PP, HSDP, PP | TP | CP, DP | CP | TP],
     "gpt": [TP, PP, CP, HSDP, TP | PP, TP | CP],
     "bert": [TP, {"tp": 4}, ULYSSES, PP, HSDP, TP | PP, DP | TP, TP | CP, PP | ULYSSES],
+    "joint_dit": [TP, PLAIN, ULYSSES, PP, TP | CP, PP | TP | CP, DP | CP, {"cp": 4}],
 }
 
 
@@ -208,6 +254,8 @@ def case_config(model, parallel, pipeline, kind, dtype="fp32", mode="none", laye
         ends = {} if kind.get("tie_word_embeddings", True) else {"end_of_document": 0}
         objective = {"mask_end_of_document": bool(ends)}
         return gpt_config(data=ends, objective=objective, model=layers | kind, **sections)
+    if model == "joint_dit":
+        return joint_config(model=layers | kind, **sections)
     norm_place, sentence_order = kind
     keys = {"norm_place": norm_place, "dropout": 0.1 if kind == POST_PAIRS else 0.0}
     return bert_config(sentence_order=sentence_order, model=layers | keys, **sections)
@@ -425,6 +473,11 @@ def test_the_grid_has_every_axis_alone_every_pair_and_mixes_of_three():
 def test_every_layout_to_compute_in_fp64_is_in_the_grid(model):
     every = [case[1] for case in all_cases_of([model])]
     assert all(parallel in every for parallel in IN_FP64[model])
+
+
+def test_a_text_to_image_dit_is_on_twenty_meshes():
+    meshes = [case[1] for case in all_cases_of(["joint_dit"])]
+    assert len({json.dumps(mesh) for mesh in meshes}) >= 20
 
 
 def test_a_bert_is_on_twenty_meshes_and_in_all_kinds():

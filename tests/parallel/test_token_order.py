@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from tiny import tiny_config
+from tiny_joint import joint_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from unchecked import unchecked
 
@@ -45,7 +46,11 @@ def copies_of_a_step(layers, **sections):
     """Copies as large as a rank's tokens, in two microbatches on one of two fake ranks."""
     model = {"hidden_size": HIDDEN, "num_layers": layers, "num_heads": 2, "latent_size": 32}
     training = {"global_batch_size": 2 * MICROBATCH, "microbatch_size": MICROBATCH}
-    config = tiny_config(model=model, parallel={"tp": TP}, training=training, **sections)
+    return copies_of(tiny_config(model=model, parallel={"tp": TP}, training=training, **sections))
+
+
+def copies_of(config):
+    """Copies of at least LOCAL elements in a step of a config."""
     with fake_world(0, TP), unchecked():
         plan = resolve(config, TP)
         facts, fields = config.objective.example(config.model)
@@ -71,6 +76,27 @@ def test_a_layer_copies_no_tokens_around_its_gathers(mode):
     assert two - one == {("stack", 3 * LOCAL): 2}
     # At the ends of the network, a rank's tokens and their gradients leave the whole ones.
     assert one - (two - one) == {("clone", LOCAL): 4}
+
+
+def joint_copies(layers):
+    """Of a text-to-image DiT with 192 tokens of text and 64 of the picture."""
+    sizes = {"latent_size": 16, "text_tokens": 192, "intermediate_size": HIDDEN}
+    model = {"hidden_size": HIDDEN, "num_layers": layers, "num_heads": 2, **sizes}
+    training = {"global_batch_size": 2 * MICROBATCH, "microbatch_size": MICROBATCH}
+    return copies_of(joint_config(model=model, parallel={"tp": TP}, training=training))
+
+
+def test_a_layer_of_two_kinds_of_tokens_copies_them_to_join_them():
+    own = joint_copies(2) - joint_copies(1)
+    assert own == {
+        # Both microbatches join the tokens, and the gradients of the parts; 4 are rotary halves.
+        ("cat", LOCAL): 2 * 6,
+        # The norms of q and k.
+        ("clone", LOCAL): 2 * 2,
+        # Gradients: of q, k and v, and of gate and value.
+        ("stack", 3 * LOCAL): 2,
+        ("stack", 2 * LOCAL): 2,
+    }
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "lengths"])

@@ -10,6 +10,7 @@ import torch
 from tiny import tiny_config
 from tiny_bert import bert_config
 from tiny_gpt import gpt_config
+from tiny_joint import joint_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -70,6 +71,7 @@ MODELS = {
     "gpt": gpt_config(**BF16),
     "gpt, math": gpt_config(precision={"dtype": "bf16", "attention": "math"}),
     "bert": bert_config(**BF16),
+    "joint_dit": joint_config(**BF16),
 }
 
 
@@ -80,7 +82,7 @@ def test_the_products_of_all_parts_are_the_models_flops(name):
     work = whole(found, 3, "forward", "backward")
     with torch.device("meta"):
         model = plan.spec.build()
-    expected = model.flops_per_sample(plan.spec.num_tokens) * plan.microbatch_size
+    expected = model.flops_per_sample(plan.spec.num_attended_tokens) * plan.microbatch_size
     assert flops(work) == pytest.approx(expected, rel=1e-12)
     parameters = found.embed.parameters + 3 * found.block.parameters + found.head.parameters
     assert parameters == sum(p.numel() for p in model.parameters())

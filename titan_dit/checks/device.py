@@ -176,7 +176,10 @@ def with_kernel(plan: RunPlan, device: torch.device) -> RunPlan:
 def attention_kernel(plan: RunPlan, device: torch.device) -> str:
     """The kernel that attention runs, as a key or, on a CPU, as "matmuls"."""
     if short_attention.suits(device.type, plan.precision, plan.activation_checkpoint, plan.compile):
-        few = plan.spec.mask != "lengths" and plan.spec.num_tokens <= short_attention.MAX_TOKENS
+        few = (
+            plan.spec.mask != "lengths"
+            and plan.spec.num_attended_tokens <= short_attention.MAX_TOKENS
+        )
         return "matmuls" if few else "flash"
     return attention.kernel_of(plan.precision.attention, attention_shape(plan, device))
 
@@ -188,7 +191,7 @@ def attention_shape(plan: RunPlan, device: torch.device) -> AttentionShape:
     exchanged = 1 if ring else sizes.cp
     return AttentionShape(
         heads=model_spec.num_heads // sizes.tp // exchanged,
-        tokens=plan.tokens_per_rank if ring else model_spec.num_tokens,
+        tokens=plan.attended_per_rank if ring else model_spec.num_attended_tokens,
         head_dim=model_spec.head_dim,
         dtype=plan.dtype,
         device=device,
@@ -210,7 +213,8 @@ def attention_hint(
     model_spec = plan.spec
     if device.type != "cuda":
         return None
-    tokens, heads, head_dim = model_spec.num_tokens, model_spec.num_heads, model_spec.head_dim
+    tokens, heads = model_spec.num_attended_tokens, model_spec.num_heads
+    head_dim = model_spec.head_dim
     own = 12 * tokens**2 * heads * head_dim * model_spec.num_layers
     own //= 2 if model_spec.mask == "causal" else 1
     kernel = kernel or attention_kernel(plan, device)

@@ -23,6 +23,7 @@ SECTIONS = {
         "bert": "titan_dit.models.bert_config:BERTConfig",
         "dit": "titan_dit.models.dit_config:DiTConfig",
         "gpt": "titan_dit.models.gpt_config:GPTConfig",
+        "joint_dit": "titan_dit.models.joint_dit_config:JointDiTConfig",
     },
     "objective": {
         "ddpm": "titan_dit.diffusion.sections:DDPMConfig",
@@ -80,6 +81,7 @@ TENSOR_PLANS = {
     "bert": "titan_dit.parallel.tensor_plans.bert:plan",
     "dit": "titan_dit.parallel.tensor_plans.dit:plan",
     "gpt": "titan_dit.parallel.tensor_plans.gpt:plan",
+    "joint_dit": "titan_dit.parallel.tensor_plans.joint_dit:plan",
 }
 """Tensor plans by [model] name."""
 

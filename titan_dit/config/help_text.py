@@ -26,7 +26,10 @@ WIDEST = 100
 
 BASIC = {
     "data": ("name", "path"),
-    "model": ("name", "size", "latent_size", "in_channels", "num_classes"),
+    "model": (
+        *("name", "size", "latent_size", "in_channels", "num_classes"),
+        *("text_tokens", "text_dim"),
+    ),
     "objective": ("name",),
     "training": ("steps", "epochs", "global_batch_size", "microbatch_size"),
     "optimizer": ("name", "lr", "weight_decay"),

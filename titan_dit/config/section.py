@@ -78,6 +78,24 @@ class OneOf:
 
 
 @dataclass(frozen=True)
+class Sides:
+    """A list of `count` numbers, carried in the type; one number stands for equal ones."""
+
+    count: int
+
+    def spread(self, value: object) -> object:
+        """One number as a list of equal ones; other values as they are."""
+        if type(value) in (int, float):
+            value = [value]
+        is_one = isinstance(value, list | tuple) and len(value) == 1
+        return [*value] * self.count if is_one else value  # type: ignore[misc]
+
+    def broken_by(self, value: Any) -> str | None:
+        """Message about a list of another length; None if it is right."""
+        return None if len(value) == self.count else f"must be {self.count} numbers, or one"
+
+
+@dataclass(frozen=True)
 class FromHome:
     """A path, carried in the type: a leading `~` is the home directory.
 
@@ -119,6 +137,8 @@ Dim = Annotated[int, Bound(least=1, most=10**7)]
 """Size of a tensor's dim, such as a vocabulary."""
 Few = Annotated[int, Bound(least=1, most=10**4)]
 """Number of things made one by one: samples of a preview, ranks of a mesh axis, heads."""
+HeightWidth = Annotated[tuple[Few, ...], Sides(2)]
+"""[height, width] of a picture or latent; one number is a square."""
 Layers = Annotated[int, Bound(least=1, most=2000)]
 """Number of layers. Each layer's modules are built, even to count bytes only: 5 ms each."""
 BatchSize = Annotated[int, Bound(least=1, most=2**20)]
@@ -145,6 +165,8 @@ def conform(value: object, hint: Any, where: str) -> Any:
     """Check `value` against the type `hint`; a float takes a TOML int, a tuple a TOML array."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
+        for rule in args[1:]:
+            value = rule.spread(value) if isinstance(rule, Sides) else value
         return follow_rules(conform(value, args[0], where), args[1:], where)
     if origin in (Union, UnionType):
         inner = next(arg for arg in args if arg is not NoneType)
@@ -183,7 +205,7 @@ def follow_rules(value: Any, rules: Iterable[object], where: str) -> Any:
         # Other libraries put their own metadata there.
         if isinstance(rule, OneOf) and rule.class_prefix:
             value = rule.named(value)
-        if isinstance(rule, Bound | OneOf | FromHome) and (broken := rule.broken_by(value)):
+        if isinstance(rule, Bound | OneOf | Sides | FromHome) and (broken := rule.broken_by(value)):
             near = for_value(value, rule.names) if isinstance(rule, OneOf) else ""
             raise UserError(f"{where}={show(value)} {broken}.{near}")
         if isinstance(rule, FromHome):

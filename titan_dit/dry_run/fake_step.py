@@ -181,7 +181,7 @@ def take_fake_step(
     return Report(
         plan=requested,
         num_parameters=sum(p.numel() for p in model.parameters()),
-        flops_per_sample=model.flops_per_sample(plan.spec.num_tokens),
+        flops_per_sample=model.flops_per_sample(plan.spec.num_attended_tokens),
         num_microbatches=count,
         microbatch_size=size,
         num_run=enough,

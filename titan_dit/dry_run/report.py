@@ -131,8 +131,7 @@ def head(report: Report) -> Iterator[str]:
     where = f"{plural(world, 'rank')} ({sizes})"
     yield f"dry run of {plan.name}: {where}, {plan.precision.dtype}"
     yield (
-        f"model   {plan.model_name}: {report.num_parameters:,} parameters, "
-        f"{plan.spec.num_tokens} tokens"
+        f"model   {plan.model_name}: {report.num_parameters:,} parameters, {plan.spec.tokens_shown}"
     )
     yield (
         f"batch   {plan.global_batch_size} samples over {plural(sizes.data, 'data rank')}, "

@@ -36,6 +36,15 @@ class TensorSpec:
     """The dim of `shape` that counts tokens and is sliced over cp; None if there is none."""
     dtype: torch.dtype | None = None
     """None uses [precision] dtype."""
+    at_least_fp32: bool = False
+    """With dtype None: fp32 where [precision] dtype is "bf16" or "fp16". For a stream tensor to
+    whose gradient every block adds."""
+
+    def dtype_under(self, precision: torch.dtype) -> torch.dtype:
+        """The dtype of this tensor under [precision] dtype."""
+        if self.at_least_fp32:
+            precision = torch.promote_types(precision, torch.float32)
+        return self.dtype or precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +78,26 @@ class ModelSpec:
     ffn: int
     """Width of a block's MLP."""
     num_tokens: int
-    """Tokens of a sample."""
+    """Predicted tokens of a sample: each has a loss."""
+    num_text_tokens: int = 0
+    """Tokens of a sample that attention sees beside the predicted ones, such as a caption's."""
     mask: Mask = "none"
     """Attention mask of the blocks."""
     embed_cost: float = 0.0
     """Cost of embed relative to a block, for balancing pipeline stages."""
     head_cost: float = 0.0
     """Cost of head relative to a block."""
+
+    @property
+    def num_attended_tokens(self) -> int:
+        """Tokens of a sample in attention and in the linears of a block."""
+        return self.num_tokens + self.num_text_tokens
+
+    @property
+    def tokens_shown(self) -> str:
+        """The number of tokens, for a console line."""
+        text = f" and {self.num_text_tokens} of text" if self.num_text_tokens else ""
+        return f"{self.num_tokens} tokens{text}"
 
     @property
     def trained_outputs(self) -> Mapping[str, TensorSpec]:
@@ -144,6 +166,8 @@ class Model(nn.Module):
 
     def flops_per_sample(self, tokens: int) -> int:
         """FLOPs of forward and backward, without recomputation.
+
+        `tokens`: `ModelSpec.num_attended_tokens`.
 
         The default is 6 per token and matrix element (arXiv:2001.08361 sec. 2.1): it counts
         embeddings as matmuls and leaves out the products inside attention.

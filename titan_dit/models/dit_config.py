@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from titan_dit.config.section import Bound, Dim, Few, Layers, Section, UserError, show
-from titan_dit.models.named_sizes import fill_in
+from titan_dit.config.section import Bound, Dim, Few, Layers, Section, UserError
+from titan_dit.models.named_sizes import fill_in, with_patch
 
 if TYPE_CHECKING:  # Reading a config must not import torch: methods import what they need.
     import torch
@@ -64,20 +63,8 @@ class DiTConfig(Section):
     def __post_init__(self) -> None:
         """Fill in the named size, then check divisibility."""
         super().__post_init__()
-        fill_in(self, self.size, self._named(), "XL/2")
+        fill_in(self, self.size, with_patch(self.size, SIZES, PATCHES), "XL/2")
         self._check_divisibility()
-
-    def _named(self) -> tuple[int, int, int, int] | None:
-        """hidden_size, num_layers, num_heads and patch_size of the named size."""
-        if self.size is None:
-            return None
-        match = re.fullmatch(r"(\w+)/(\d+)", self.size)
-        if not match or match[1] not in SIZES or int(match[2]) not in PATCHES:
-            raise UserError(
-                f"[model] size={show(self.size)} is not one of {', '.join(SIZES)} with a patch of "
-                f'{", ".join(map(str, PATCHES))}, such as "XL/2".'
-            )
-        return *SIZES[match[1]], int(match[2])
 
     def _check_divisibility(self) -> None:
         hidden, _, heads, patch = self.shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -28,6 +28,32 @@ def rotary_of(positions: Int[Tensor, " n"], head_dim: int, base: float = 10000.0
     channels = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
     angles = positions.float()[:, None] / base ** (channels / head_dim)
     return angles.cos(), angles.sin()
+
+
+def rotary_on_axes(
+    positions: Int[Tensor, "n axes"], channels: Sequence[int], base: float
+) -> Float[Tensor, "n 2 p"]:
+    """Cosines [:, 0] and sines [:, 1] of tokens with several positions, such as row and column.
+
+    `channels`: how many channels of a head, an even number, rotate by each position.
+    """
+    axes = zip(positions.unbind(1), channels, strict=True)
+    cos, sin = zip(*(rotary_of(axis, count, base) for axis, count in axes), strict=True)
+    return torch.stack((torch.cat(cos, -1), torch.cat(sin, -1)), 1)
+
+
+class JoinedRotary(nn.Module):
+    """Angles of `joined` tokens, in the order in which attention gets the tokens."""
+
+    shards: int = 1
+    """Sequence-parallel ranks, set by tensor parallelism. Each joins its shards of the parts, so
+    that attention gets all parts of the first rank, then all of the second one."""
+
+    def forward(self, *parts: Float[Tensor, "_ 2 p"]) -> Rotary:
+        """`rotary_on_axes` of each part's tokens to the angles of all."""
+        ranks = zip(*(part.chunk(self.shards) for part in parts), strict=True)
+        cos, sin = torch.cat([shard for rank in ranks for shard in rank]).unbind(1)
+        return cos, sin
 
 
 def rotate(x: Float[Tensor, "b heads n d"], rotary: Rotary) -> Float[Tensor, "b heads n d"]:
@@ -106,6 +132,21 @@ def normalized(x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
 def is_token_first(x: Float[Tensor, "b n d"]) -> bool:
     """True if memory holds [n, b, d]: an order in which tokens are gathered without a copy."""
     return x.stride(0) < x.stride(1)
+
+
+def joined(*parts: Float[Tensor, "b _ d"]) -> Float[Tensor, "b n d"]:
+    """The tokens of several tensors in one, in their memory order; `parted` is the inverse."""
+    if is_token_first(parts[0]):
+        return torch.cat([part.transpose(0, 1) for part in parts]).transpose(0, 1)
+    return torch.cat(parts, 1)
+
+
+def parted(x: Float[Tensor, "b n d"], sizes: Sequence[int]) -> tuple[Float[Tensor, "b _ d"], ...]:
+    """Tensors of `sizes` tokens each; views."""
+    if is_token_first(x):
+        parts = torch.split(x.transpose(0, 1), list(sizes))
+        return tuple(part.transpose(0, 1) for part in parts)
+    return torch.split(x, list(sizes), 1)
 
 
 class _ScaledAdd(torch.autograd.Function):
@@ -329,6 +370,11 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
         """Apply the MLP to every token."""
-        gate, value = self.up(x).unflatten(-1, (-1, 2)).unbind(-1)
-        y: Tensor = self.down(F.silu(gate) * value)
+        up = self.up(x)
+        # Backward of unbind stacks both gradients in the order of the dims, not of the memory.
+        swaps = is_token_first(up)
+        up = up.transpose(0, 1) if swaps else up
+        gate, value = torch.unflatten(up, -1, (-1, 2)).unbind(-1)
+        gated = F.silu(gate) * value
+        y: Tensor = self.down(gated.transpose(0, 1) if swaps else gated)
         return y

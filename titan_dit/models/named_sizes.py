@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 
 from titan_dit.config.section import Section, UserError, show
 
@@ -15,6 +16,24 @@ def shape_of(size: str | None, sizes: Mapping[str, Sequence[int]]) -> Sequence[i
             "Set one of them, or hidden_size, num_layers and num_heads."
         )
     return None if size is None else sizes[size]
+
+
+def with_patch(
+    size: str | None, sizes: Mapping[str, Sequence[int]], patches: Collection[int]
+) -> Sequence[int] | None:
+    """hidden_size, num_layers, num_heads, patch_size of a size such as "XL/2"; None without one.
+
+    Raises UserError if it is unknown.
+    """
+    if size is None:
+        return None
+    match = re.fullmatch(r"(\w+)/(\d+)", size)
+    if not match or match[1] not in sizes or int(match[2]) not in patches:
+        raise UserError(
+            f"[model] size={show(size)} is not one of {', '.join(sizes)} with a patch of "
+            f'{", ".join(map(str, patches))}, such as "XL/2".'
+        )
+    return *sizes[match[1]], int(match[2])
 
 
 def fill_in(section: Section, size: str | None, values: Sequence[int] | None, example: str) -> None:

@@ -47,6 +47,7 @@ class Throughput:
 
     samples: int
     tokens_per_sample: int
+    """Predicted tokens."""
     flops_per_sample: int
     """Forward and backward, without recomputation."""
     ranks: int

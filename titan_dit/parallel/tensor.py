@@ -30,6 +30,7 @@ from titan_dit.config.did_you_mean import nearest
 from titan_dit.config.section import UserError
 from titan_dit.kernels import cross_entropy
 from titan_dit.models.base import Model, Stream
+from titan_dit.models.layers import JoinedRotary
 from titan_dit.models.sample_dropout import SampleDropout
 from titan_dit.models.vocabulary import Vocabulary
 
@@ -73,6 +74,8 @@ def apply(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
         for module in model.blocks.modules():
             if isinstance(module, SampleDropout):
                 module.own_tokens = partial(own_chunk, rank=rank, size=size)
+            elif isinstance(module, JoinedRotary):
+                module.shards = size
     if model.embed is not None:
         model.embed.register_forward_hook(lambda _, __, out: enter(out, mesh, plan))
     else:
@@ -292,6 +295,25 @@ class ModulationColwise(ColwiseParallel):
         gradient = [self.gradient]
         module.register_forward_hook(lambda _, __, out: out.to_local(grad_placements=gradient))
         return module
+
+
+class ModulationReplicated(ParallelStyle):
+    """A replicated table that is added to the condition, a replicated DTensor, for a rank's tokens.
+
+    Gradients as in `ModulationColwise`: partial sums with sharded tokens.
+    """
+
+    def __init__(self, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.gradient = Partial() if sequence_parallel else Replicate()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        gradient = [self.gradient]
+
+        def localize(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            return output.to_local(grad_placements=gradient)
+
+        return distribute_module(module, device_mesh, None, None, localize)
 
 
 class Replicated(ParallelStyle):

@@ -238,7 +238,7 @@ class Space:
     def _meshes(self) -> Iterator[Candidate]:
         """Every mesh and split of tensors and tokens, without a pipeline's schedule."""
         spec, node = self.base.spec, self.device.gpus_per_node
-        slices = max(1, spec.num_tokens // MIN_TOKENS)
+        slices = max(1, spec.num_attended_tokens // MIN_TOKENS)
         for tp in self._sizes("tp", self.gpus, min(node, spec.num_heads)):
             if node % tp and self.gpus > node and "parallel.tp" not in self.fixed:
                 continue  # Groups would leave their node.
@@ -287,7 +287,7 @@ class Space:
     def _pipelines(self, mesh: Candidate) -> Iterator[Candidate]:
         """Schedules, stages per rank and microbatch sizes."""
         share = self.base.global_batch_size // (mesh.dp_replicate * mesh.dp_shard)
-        most = max(1, MAX_TOKENS * mesh.cp // self.base.spec.num_tokens)
+        most = max(1, MAX_TOKENS * mesh.cp // self.base.spec.num_attended_tokens)
         free = [size for size in divisors(share) if size <= most]
         sizes = self._options("training.microbatch_size", free)
         for schedule, virtual in self._schedules(mesh.pp):

@@ -343,7 +343,7 @@ def recommendation(
         outcome=outcome,
         fewest=fewest(space.config, space.device, space.fixed, model, (1, space.gpus)),
         parameters=sum(p.numel() for p in network.parameters()),
-        flops_per_sample=network.flops_per_sample(space.base.spec.num_tokens),
+        flops_per_sample=network.flops_per_sample(space.base.spec.num_attended_tokens),
         notes=outcome.notes,
     )
 

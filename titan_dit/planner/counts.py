@@ -209,7 +209,7 @@ class Rehearsals:
             with torch.device("meta"):
                 model = plan.spec.build()
             model.cut(range(1), is_first=False, is_last=False)
-            own = plan.tensor_plan, plan.sizes, size * plan.tokens_per_rank
+            own = plan.tensor_plan, plan.sizes, size * plan.attended_per_rank
             self.chosen[key] = frozenset(
                 name
                 for name, shape in float8.linears(model, *own).items()
@@ -291,7 +291,7 @@ def sizes_of(plan: RunPlan) -> tuple[int, int]:
 def float8_sizes(plan: RunPlan) -> tuple[int, int]:
     """Two microbatch sizes with as many tokens as float8 takes: multiples of 16."""
     small = SIZES[0]
-    return (small, LARGE) if small * plan.tokens_per_rank % UNIT == 0 else (LARGE, 2 * LARGE)
+    return (small, LARGE) if small * plan.attended_per_rank % UNIT == 0 else (LARGE, 2 * LARGE)
 
 
 def casts(state: State, plan: RunPlan) -> Work:

@@ -117,7 +117,7 @@ def rows_of_last_world_size(config: JobConfig, rows: Sequence[Row]) -> tuple[lis
     """
     spec = config.objective.model_spec(config.model)
     with torch.device("meta"):
-        flops = spec.build().flops_per_sample(spec.num_tokens)
+        flops = spec.build().flops_per_sample(spec.num_attended_tokens)
     found: list[Row] = []
     ranks = 0
     for row in reversed(rows):

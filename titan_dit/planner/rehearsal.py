@@ -805,7 +805,7 @@ class FakeParts:
             (plan.parallel, plan.precision, plan.activation_checkpoint, plan.compile),
         )
         with without_fsdp():
-            tokens = plan.microbatch_size * plan.tokens_per_rank
+            tokens = plan.microbatch_size * plan.attended_per_rank
             parallelize(
                 model,
                 mesh,

@@ -66,8 +66,8 @@ def head(choice: Recommendation) -> Iterator[str]:
     nodes = -(-space.gpus // device.gpus_per_node)
     yield f"plan of {plan.name}: {plural(space.gpus, 'GPU')} in {plural(nodes, 'node')}"
     yield (
-        f"model   {plan.model_name}: {choice.parameters:,} parameters, {plan.spec.num_tokens} "
-        f"tokens, {number(choice.flops_per_sample)} per sample"
+        f"model   {plan.model_name}: {choice.parameters:,} parameters, "
+        f"{plan.spec.tokens_shown}, {number(choice.flops_per_sample)} per sample"
     )
     yield f"batch   {plan.global_batch_size} samples, {steps(choice)}"
     peak = device.peak_tflops[plan.precision.dtype]

@@ -1,0 +1,173 @@
+"""A text-to-image DiT: the tokens of a caption and of a picture in one attention.
+
+adaLN-Zero by one projection of the time that all blocks share, and a table per block
+(PixArt-alpha, arXiv:2310.00426 sec. 2.3). A block's weights serve both kinds of tokens. Queries and
+keys are RMS-normalised (arXiv:2302.05442) and rotated by (text index, row, column)
+(arXiv:2104.09864); pairs of channels are halves of a head, see `layers.rotate`. The MLP is SwiGLU.
+
+Captions are padded with a learned token that is attended to, so attention has no mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from titan_dit.models import initializers
+from titan_dit.models.base import Model, SideInputs, Stream
+from titan_dit.models.initializers import Initializer
+from titan_dit.models.joint_dit_config import JointDiTConfig
+from titan_dit.models.layers import (
+    Attention,
+    GatedMLP,
+    JoinedRotary,
+    TimestepEmbedder,
+    joined,
+    modulate,
+    parted,
+    scaled_add,
+)
+
+
+class TextEmbedder(nn.Module):
+    """Embeddings of a text encoder to tokens; padding becomes a learned token."""
+
+    def __init__(self, text_dim: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(text_dim, eps=1e-6)
+        self.linear = nn.Linear(text_dim, hidden)
+        self.padding = nn.Parameter(torch.empty(hidden))
+
+    def forward(
+        self, text: Float[Tensor, "b m e"], is_real: Bool[Tensor, "b m"]
+    ) -> Float[Tensor, "b m d"]:
+        """`is_real`: False for padding."""
+        tokens = self.linear(self.norm(text.to(self.linear.weight.dtype)))
+        return torch.where(is_real[..., None], tokens, self.padding)
+
+
+class Embed(nn.Module):
+    """Inputs to the stream: picture [b, n, d], caption [b, m, d] and modulation [b, 8 d]."""
+
+    def __init__(self, config: JointDiTConfig) -> None:
+        super().__init__()
+        hidden, _, _, patch = config.shape
+        self.patch = nn.Linear(patch * patch * config.in_channels, hidden)
+        self.text = TextEmbedder(config.text_dim, hidden)
+        self.timestep = TimestepEmbedder(hidden)
+        self.modulation = nn.Linear(hidden, 8 * hidden)
+
+    def forward(self, inputs: Mapping[str, Tensor], side: SideInputs) -> Stream:
+        """`tokens` [b, n, p*p*c], `timestep` [b] in 0..1000, `text` [b, m, e], `text_length` [b].
+
+        Rows of `text` from `text_length` on are padding, of any finite values.
+        """
+        tokens = self.patch(inputs["tokens"].to(self.patch.weight.dtype))
+        is_real = side["text_positions"] < inputs["text_length"][:, None]
+        condition = nn.functional.silu(self.timestep(inputs["timestep"]))
+        modulation = self.modulation(condition)
+        # At least fp32: its gradient is a sum over all blocks.
+        exact = modulation.to(torch.promote_types(modulation.dtype, torch.float32))
+        return tokens, self.text(inputs["text"], is_real), exact
+
+
+class ModulationTable(nn.Module):
+    """A block's own addition to the shared modulation."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        # One dim, as a bias has: Muon orthogonalises the matrices of blocks.
+        self.table = nn.Parameter(torch.empty(6 * hidden))
+
+    def forward(self, shared: Float[Tensor, "b _"]) -> Float[Tensor, "b _"]:
+        """[b, 8 d] to this block's [b, 6 d]; the last 2 d are the head's."""
+        return shared[:, : self.table.shape[0]] + self.table
+
+
+class Block(nn.Module):
+    """Joint attention and MLP, each modulated and gated by the time."""
+
+    def __init__(self, config: JointDiTConfig) -> None:
+        super().__init__()
+        hidden, _, heads, _ = config.shape
+        self.modulation = ModulationTable(hidden)
+        self.rotary = JoinedRotary()
+        self.attn = Attention(hidden, heads, qk_norm=True, bias=False)
+        self.mlp = GatedMLP(hidden, config.ffn, bias=False)
+
+    def forward(self, stream: Stream, side: SideInputs) -> Stream:
+        """Update the tokens; the modulation passes through."""
+        tokens, text, modulation = stream
+        x = joined(text, tokens)
+        parts = self.modulation(modulation).to(x.dtype)[:, None].chunk(6, -1)  # each [b, 1, d]
+        shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = parts
+        rotary = self.rotary(side["text_rotary"], side["rotary"])
+        attended = self.attn(modulate(x, shift_attn, scale_attn), rotary=rotary)
+        x = scaled_add(x, gate_attn, attended)
+        x = scaled_add(x, gate_mlp, self.mlp(modulate(x, shift_mlp, scale_mlp)))
+        text, tokens = parted(x, (text.shape[1], tokens.shape[1]))
+        return tokens, text, modulation
+
+
+class Head(nn.Module):
+    """The stream to a prediction [b, n, p*p*c_out]."""
+
+    def __init__(self, config: JointDiTConfig, output_channels: int) -> None:
+        super().__init__()
+        hidden, _, _, patch = config.shape
+        self.out = nn.Linear(hidden, patch * patch * output_channels)
+
+    def forward(self, stream: Stream, side: SideInputs) -> Float[Tensor, "b n d"]:
+        """The last adaLN and the output layer; the caption's tokens end here."""
+        tokens, _, modulation = stream
+        own = modulation[:, 6 * tokens.shape[-1] :].to(tokens.dtype)
+        shift, scale = own[:, None].chunk(2, -1)
+        prediction: Tensor = self.out(modulate(tokens, shift, scale))
+        return prediction
+
+
+class JointDiT(Model):
+    """The whole network."""
+
+    embed: Embed
+    head: Head
+
+    def __init__(self, config: JointDiTConfig, output_channels: int) -> None:
+        super().__init__()
+        self.config = config
+        self.output_channels = output_channels
+        self.embed = Embed(config)
+        self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.shape[1])})
+        self.head = Head(config, output_channels)
+
+    def initializers(self) -> dict[str, Initializer]:
+        """As DiT: Xavier for linears, N(0, 0.02) for the timestep and padding, zero gates.
+
+        Modulation, tables and output layer start at zero, so that every block starts as the
+        identity (adaLN-Zero).
+        """
+        table: dict[str, Initializer] = {}
+        for name, _ in self.named_parameters():
+            if ".modulation." in name or name.startswith("head.out"):
+                table[name] = initializers.zeros
+            elif name.endswith("norm.weight"):
+                table[name] = initializers.ones
+            elif name.endswith(".bias"):
+                table[name] = initializers.zeros
+            elif name.startswith("embed.timestep") or name.endswith(".padding"):
+                table[name] = initializers.normal(0.02)
+            else:
+                table[name] = initializers.xavier_uniform
+        return table
+
+    def flops_per_sample(self, tokens: int) -> int:
+        """FLOPs of forward and backward per sample, of `tokens` tokens with those of the caption.
+
+        Terms: `JointDiTConfig.flops`.
+        """
+        text = self.config.text_tokens
+        flops = self.config.flops(self.output_channels, text, tokens - text)
+        return flops["embed"] + self.config.shape[1] * flops["block"] + flops["head"]
