@@ -54,6 +54,7 @@ def run(options: DataEncodeFlags, device: torch.device) -> None:
     asked = ListingOptions(
         classes=classes,
         num_classes=options.num_classes,
+        no_caption=options.no_caption,
         split=options.split,
         max_text_bytes=options.max_text_bytes,
         max_file_bytes=options.max_file_bytes,
@@ -161,6 +162,10 @@ def report(
         console.say(f"warning: all pictures of these classes were dropped: {lost_names}")
     if not plan.pictures.texts:
         console.say("the pictures have no captions")
+    elif empty := sum(not text.strip() for text in plan.pictures.texts):
+        console.say(f"{empty:,} pictures have no caption")
+    if beside := plan.pictures.beside:
+        console.say(f"{len(beside):,} other files were not read: {few([x for x, _ in beside])}")
     console.say(f"latents: mean {shown(tuple(mean))}, std {shown(tuple(std))} of each channel")
     if num := pack.num_converted(output):
         console.say(f"converted the colours of {num:,} pictures to sRGB, by their ICC profiles")

@@ -188,8 +188,8 @@ class DataEncodeFlags(Section):
     section = "data encode"
 
     input: FilePath
-    """Pictures: a folder for each class, a folder with metadata.jsonl, .csv or .parquet, or
-    parquet or tar files."""
+    """Pictures: folders with NAME.txt beside NAME.jpg, a folder for each class, a folder with
+    metadata.jsonl, .csv or .parquet, or parquet or tar files."""
     out: Annotated[OutputPath, Aliases("--output")]
     """New folder for the shards, which take its name. Interrupted encoding resumes."""
     vae: FilePath
@@ -211,6 +211,9 @@ class DataEncodeFlags(Section):
     """Text file of the class names in label order, one per line."""
     num_classes: Dim | None = None
     """Number of classes, if the input lacks some. Default: as found."""
+    no_caption: Literal["skip", "empty"] | None = None
+    """Pictures without a caption: skip leaves them out, empty keeps them. Default: they are refused
+    by name, unless the pictures have labels."""
     split: str | None = None
     """Parquet or tar files to take: those whose name, or folder's, begins with it: train."""
     shard_size: PositiveInt | None = None
@@ -222,7 +225,7 @@ class DataEncodeFlags(Section):
     max_file_bytes: PositiveInt = 256 << 20
     """Bytes of a picture's file. Larger ones are dropped."""
     max_text_bytes: PositiveInt = 1 << 20
-    """Bytes of a row of metadata, or of a text beside a picture in a tar."""
+    """Bytes of a row of metadata, or of a text beside a picture."""
     max_rows: PositiveInt | None = None
     """Rows of parquet files. Default: a million, or one for each 16 bytes of the files."""
     verify: bool = False

@@ -8,8 +8,8 @@ training rows and gives B samples to each of its steps. Round r, about an epoch,
 steps of it, and a keyed permutation orders the steps of all buckets in the round. A bucket's
 samples are an endless stream: its rows, permuted anew in each pass, taken in order. So nothing is
 dropped: after any number of rounds fewer than B samples of a bucket wait, and they come first in
-the next round. A bucket of fewer than B rows repeats them within a step. N and B do not depend on the ranks,
-so neither do the samples of a step.
+the next round. A bucket of fewer than B rows repeats them within a step. N and B do not depend on
+the ranks, so neither do the samples of a step.
 """
 
 from __future__ import annotations

@@ -122,6 +122,8 @@ class EncodeJob(Chunks):
         ):
             if limit != default:
                 sha.update(f" {limit}".encode())
+        if self.pictures.left_out:
+            sha.update(json.dumps(sorted(self.pictures.left_out.items())).encode())
         return sha.hexdigest()
 
     def stamp(self, row: int) -> tuple[int, int]:
@@ -144,6 +146,8 @@ class EncodeJob(Chunks):
 
     def picture(self, row: int, budget: DecodingBudget) -> DecodedPicture:
         """Decode and crop a picture. Raises BadFileError."""
+        if reason := self.pictures.left_out.get(row):
+            raise BadFileError(reason)
         if int(self.pictures.labels[row]) < 0:
             raise BadFileError(UNLABELLED)
         data = self.pictures.read(row)
