@@ -32,6 +32,7 @@ SCHEMA = {
     "vae": Maybe(OrNone({"kind": str, "digest": str, "factor": PositiveInt})),
     "vae_source": Maybe(str),
     "posterior": Maybe(Literal["", "both", "mean"]),
+    "bucket_shapes": Maybe(schema.Rows((PositiveInt, PositiveInt, PositiveInt))),
 }
 """Schema of `LatentFacts` in a checkpoint's record."""
 
@@ -63,7 +64,8 @@ class LatentFacts(DataFacts):
     }
 
     shape: tuple[int, int, int]
-    """[c, h, w] of every stored sample; [2c, h, w] for a mean and a std."""
+    """[c, h, w] of every stored sample; [2c, h, w] for a mean and a std. With several shapes the
+    largest one."""
     num_classes: int
     class_names: tuple[str, ...] = ()
     """Names in label order; empty if the classes have none."""
@@ -78,6 +80,15 @@ class LatentFacts(DataFacts):
     """Folder or name of the autoencoder when the latents were made."""
     posterior: str = ""
     """Stored part of the posterior: "both" mean and std, "mean", or "" if not known."""
+    bucket_shapes: tuple[tuple[int, int, int], ...] = ()
+    """Shape of the samples of each bucket; empty if all samples have one shape."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON values, as older versions have them if there are no buckets."""
+        values = super().as_json()
+        if not self.bucket_shapes:
+            del values["bucket_shapes"]
+        return values
 
     @property
     def about(self) -> str:
@@ -109,7 +120,8 @@ class LatentFacts(DataFacts):
 
     def fields(self, dtype: torch.dtype) -> dict[str, Field]:
         """Fields of a sample: `latent` in its stored dtype, and `label`."""
-        return {"latent": Field(dtype, self.shape), "label": Field(torch.int64, ())}
+        shape = (self.shape[0], None, None) if self.bucket_shapes else self.shape
+        return {"latent": Field(dtype, shape), "label": Field(torch.int64, ())}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> LatentFacts:
@@ -117,6 +129,7 @@ class LatentFacts(DataFacts):
         schema.check(values, SCHEMA, "[checkpoint] its data:")
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         known["shape"] = tuple(known["shape"])
+        known["bucket_shapes"] = tuple(map(tuple, known.get("bucket_shapes", ())))
         known["class_names"] = tuple(known.get("class_names", ()))
         for key in ("scale", "shift", "value_range"):
             if isinstance(known.get(key), list | tuple):
