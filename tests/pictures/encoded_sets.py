@@ -47,7 +47,11 @@ def plan_of(source, output, vae, device=CPU, **how):
 
 def encoded(source, output, vae, **how):
     """Encode; return the dropped pictures, None if the output was whole."""
-    plan, loaded = plan_of(source, output, vae, **how)
+    return run_job(*plan_of(source, output, vae, **how), output)
+
+
+def run_job(plan, loaded, output):
+    """Encode a job in this process, as `encoded`."""
     with ExitStack() as stack:
         todo = data_encode.begin(plan, output, stack)
         if todo is None:

@@ -114,7 +114,7 @@ def test_other_files_are_listed_with_a_reason(tmp_path):
 
 def test_what_cannot_be_read_is_one_line_with_the_file(tmp_path):
     root = make(tmp_path / "in", FLAT)
-    (root / "1.txt").write_bytes(b"caf\xe9")
+    (root / "1.txt").write_bytes(b"au \xe9t")
     assert said_of(root).endswith("1.txt is not UTF-8 (byte 4). Save it as UTF-8.")
     (root / "1.txt").write_text("x" * 101)
     assert "1.txt is longer than 100 bytes" in said_of(root, max_text_bytes=100)

@@ -119,6 +119,7 @@ def open_captioned(root: Path, files: FolderFiles, asked: ListingOptions) -> Pic
         asked,
         captioned=True,
         beside=beside(files, set(captions.values())),
+        path=path,
     )
 
 

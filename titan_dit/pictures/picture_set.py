@@ -103,6 +103,8 @@ class PictureSet:
     """Pictures that are not encoded -> the reason."""
     beside: tuple[tuple[str, str], ...] = ()
     """(name, reason) of files of the input that are not read."""
+    path: Callable[[int], Path] | None = None
+    """The file of a picture by its row, which may be missing. None if files hold several."""
 
     def without(self, rows: Sequence[int], reason: str) -> PictureSet:
         """The set with some pictures left out; the rows of the others stay."""
@@ -125,6 +127,7 @@ def make_set(
     class_names: Sequence[str] = (),
     captioned: bool = False,
     beside: Sequence[tuple[str, str]] = (),
+    path: Callable[[int], Path] | None = None,
 ) -> PictureSet:
     """Number the classes and make the set. `class_names`: names of labels that are numbers.
 
@@ -193,6 +196,7 @@ def make_set(
         asked.max_file_bytes,
         captioned or (bool(kept) and not given),
         beside=tuple(beside),
+        path=path,
     )
 
 

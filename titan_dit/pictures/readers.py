@@ -58,11 +58,14 @@ def open_folder(root: Path, asked: ListingOptions) -> PictureSet:
             f"{asked.where}{root} holds latents, which are encoded already: `data pack`."
         )
 
+    def path(row: int) -> Path:
+        return root / listing.names[row]
+
     def read(row: int) -> bytes:
-        return bytes(read_whole(root / listing.names[row], asked.check_size))
+        return bytes(read_whole(path(row), asked.check_size))
 
     def stamp(row: int) -> Stamp:
-        return stamp_of(root / listing.names[row])
+        return stamp_of(path(row))
 
     return PictureSet(
         root,
@@ -75,6 +78,7 @@ def open_folder(root: Path, asked: ListingOptions) -> PictureSet:
         read,
         stamp,
         asked.max_file_bytes,
+        path=path,
     )
 
 
@@ -256,8 +260,11 @@ def open_metadata(root: Path, file: Path, asked: ListingOptions) -> PictureSet:
             return found
         return stamp_of(found_file(root, names[row]) or root / names[row])
 
+    def path(row: int) -> Path:
+        return found_file(root, names[row]) or root / names[row]
+
     numbers = numbers_if_decimal(chosen(labels, where))
-    return make_set(root, file.name, names, numbers, texts, read, stamp, asked)
+    return make_set(root, file.name, names, numbers, texts, read, stamp, asked, path=path)
 
 
 def rows_of(file: Path, where: str, asked: ListingOptions) -> Iterator[Mapping[str, Any]]:
