@@ -295,8 +295,8 @@ def test_one_flag_says_the_size():
     assert DataEncodeFlags(**given, buckets="8x16, 16x8").sizes() == (Size(8, 16), Size(16, 8))
     assert Size(64, 64) in DataEncodeFlags(**given, pixels=4096).sizes()
     none = "[data encode] give one of --image-size, --buckets, --pixels, such as --image-size 256."
-    assert refused(lambda: DataEncodeFlags(**given)) == none
-    assert refused(lambda: DataEncodeFlags(**given, image_size=8, pixels=64)).startswith(
+    assert refused(DataEncodeFlags(**given).sizes) == none
+    assert refused(DataEncodeFlags(**given, image_size=8, pixels=64).sizes).startswith(
         "[data encode] --image-size and --pixels exclude each other: give one of"
     )
 

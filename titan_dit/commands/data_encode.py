@@ -45,6 +45,7 @@ MOST_WORKERS = 16
 
 def main(options: DataEncodeFlags) -> None:
     """Launch the ranks, or be one of them."""
+    options.sizes()  # Refused before anything starts.
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     train.start_ranks(gpus=device == "cuda", cores=train.num_cores())
     with process_group.start(device_of(device).type) as world:

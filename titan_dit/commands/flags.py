@@ -246,8 +246,11 @@ class DataEncodeFlags(Section):
     device: str | None = None
     """Default: cuda if available, else cpu."""
 
-    def __post_init__(self) -> None:
-        """Raise UserError unless exactly one of the flags about the size is given."""
+    def sizes(self) -> tuple[Size, ...]:
+        """The sizes of the buckets; () for squares of `image_size`.
+
+        Raises UserError for a bad size, and unless one of SIZE_FLAGS is given.
+        """
         given = [name for name in SIZE_FLAGS if getattr(self, name.replace("-", "_")) is not None]
         if len(given) != 1:
             flags = ", ".join(f"--{name}" for name in SIZE_FLAGS)
@@ -256,10 +259,6 @@ class DataEncodeFlags(Section):
                 f"[data encode] {wrong if given else ''}give one of {flags}, such as "
                 "--image-size 256."
             )
-        self.sizes()
-
-    def sizes(self) -> tuple[Size, ...]:
-        """The sizes of the buckets; () for squares of `image_size`. Raises UserError."""
         if self.buckets is not None:
             return parse_sizes(self.buckets)
         return () if self.pixels is None else sizes_within(self.pixels, self.multiple)
