@@ -33,6 +33,7 @@ SCHEMA = {
     "vae_source": Maybe(str),
     "posterior": Maybe(Literal["", "both", "mean"]),
     "bucket_shapes": Maybe(schema.Rows((PositiveInt, PositiveInt, PositiveInt))),
+    "bucket_counts": Maybe(tuple[PositiveInt, ...]),
 }
 """Schema of `LatentFacts` in a checkpoint's record."""
 
@@ -61,6 +62,7 @@ class LatentFacts(DataFacts):
         "class_names",
         "vae_source",
         "posterior",
+        "bucket_counts",
     }
 
     shape: tuple[int, int, int]
@@ -82,12 +84,14 @@ class LatentFacts(DataFacts):
     """Stored part of the posterior: "both" mean and std, "mean", or "" if not known."""
     bucket_shapes: tuple[tuple[int, int, int], ...] = ()
     """Shape of the samples of each bucket; empty if all samples have one shape."""
+    bucket_counts: tuple[int, ...] = ()
+    """Samples of each bucket: with the shapes, all that the order of steps depends on."""
 
     def as_json(self) -> dict[str, Any]:
         """The fields as JSON values, as older versions have them if there are no buckets."""
         values = super().as_json()
         if not self.bucket_shapes:
-            del values["bucket_shapes"]
+            del values["bucket_shapes"], values["bucket_counts"]
         return values
 
     @property
@@ -130,6 +134,7 @@ class LatentFacts(DataFacts):
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         known["shape"] = tuple(known["shape"])
         known["bucket_shapes"] = tuple(map(tuple, known.get("bucket_shapes", ())))
+        known["bucket_counts"] = tuple(known.get("bucket_counts", ()))
         known["class_names"] = tuple(known.get("class_names", ()))
         for key in ("scale", "shift", "value_range"):
             if isinstance(known.get(key), list | tuple):

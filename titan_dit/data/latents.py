@@ -145,7 +145,8 @@ class LatentShards(Source):
         vae = manifest.get("vae")
         self.facts: LatentFacts = LatentFacts(
             shape=max(shapes, key=math.prod),
-            bucket_shapes=shapes if len(shapes) > 1 else (),
+            bucket_shapes=shapes if self.keeps_groups else (),
+            bucket_counts=tuple(b.count for b in self.buckets) if self.keeps_groups else (),
             count=int(self.ends[-1]),
             num_classes=manifest["num_classes"],
             class_names=manifest["classes"] or (),
