@@ -21,6 +21,7 @@ MODULES = (
     "titan_dit.commands.predict",
     "titan_dit.commands.replay",
     "titan_dit.commands.data_pack",
+    "titan_dit.commands.data_report",
     "titan_dit.commands.data_show",
     "titan_dit.pictures.output",
     "tyro",

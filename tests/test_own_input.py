@@ -20,6 +20,7 @@ TEXT = {
     *("device", "format", "features", "metrics", "labels", "sampler", "prompt", "source"),
     *("split", "size", "eod_token", "language", "schedule", "dtype", "name", "weights"),
     *("backends", "json_keys", "fix", "kind", "posterior", "units", "prediction", "noise_schedule"),
+    *("buckets", "no_caption"),
 }
 """Options whose text is no path of a file."""
 NEEDED = {"vocabulary": 300, "sigma_rel": 0.1, "image_size": 32, "name": "pictures", "step": 1}
@@ -78,7 +79,7 @@ def test_every_option_of_text_says_whether_it_is_a_path():
 def test_every_command_that_writes_declares_it():
     writers = {command for command, written, _ in pairs()}
     alone = {"bench_attention", "data_example", "pipeline_draw"}  # They read no path.
-    readers = {"checkpoint_list", "checkpoint_show", "checkpoint_verify", "replay"}
+    readers = {"checkpoint_list", "checkpoint_show", "checkpoint_verify", "data_report", "replay"}
     assert writers | alone | readers == set(OPTIONS)
 
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "data encode": "encode pictures by an autoencoder into shards",
     "data pack": "pack a folder of latents or images into shards",
     "data show": "print a dataset's metadata and samples",
+    "data report": "list every picture of an encoded set, and what became of it",
     "data example": "write example pictures as a folder",
     "data tokenize": "turn text files into Megatron's .bin and .idx",
     "data train-tokenizer": "train a tokenizer on text files",

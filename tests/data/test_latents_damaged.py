@@ -70,7 +70,7 @@ def test_a_manifest_that_is_no_text_is_refused(folder):
     assert "not valid JSON" in refused(folder)
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"format": "titan_dit.latents/3"}', "3"])
+@pytest.mark.parametrize("text", ["[]", "{}", '{"format": "titan_dit.latents/4"}', "3"])
 def test_a_manifest_of_another_format_is_named(folder, text):
     (folder / "manifest.json").write_text(text)
     assert "manifest.json" in refused(folder)

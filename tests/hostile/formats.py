@@ -337,6 +337,16 @@ FORMATS = {
         (encode("{i}/set"), PACK_PICTURES, evaluate("{i}/set", "{i}/set")),
         {"set/*/*": any_picture},
     ),
+    "captioned pictures": Format(
+        makers.captioned,
+        (encode("{i}/set"),),
+        {
+            "set/*.txt": mutators.any_text,
+            "set/*.png": any_picture,
+            "set/*.jpg": any_picture,
+            "set/more/*.txt": mutators.any_text,
+        },
+    ),
     "metadata.jsonl": Format(
         makers.metadata,
         (encode("{i}"),),

@@ -232,6 +232,16 @@ def pictures(folder):
             (folder / "set" / label / f"{number}.{suffix}").write_bytes(picture(number, kind))
 
 
+def captioned(folder):
+    """Pictures of two shapes with their captions beside them, flat and in a folder."""
+    (folder / "set" / "more").mkdir(parents=True)
+    for number, name in enumerate(("a.png", "b.jpg", "more/c.webp")):
+        kind = {"png": "PNG", "jpg": "JPEG", "webp": "WEBP"}[name.rpartition(".")[2]]
+        file = folder / "set" / name
+        file.write_bytes(picture(number, kind))
+        file.with_suffix(".txt").write_text(f"picture {number}")
+
+
 def write_parquet(rows, file):
     """Write rows as a table."""
     import pyarrow

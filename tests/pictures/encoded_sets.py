@@ -36,17 +36,22 @@ def save_pictures(root, each=4):
     return lines
 
 
-def plan_of(source, output, vae, classes=None, num_classes=None, device=CPU, **how):
+def plan_of(source, output, vae, device=CPU, **how):
     """The plan of an encoding, with its autoencoder."""
     loaded = autoencoder.load(vae, device)
-    pictures = open_input(source, ListingOptions(classes=classes, num_classes=num_classes))
+    asked = {key: how.pop(key, None) for key in ("classes", "num_classes", "no_caption")}
+    pictures = open_input(source, ListingOptions(**asked))
     how = {"image_size": 8, "batch_size": 4, "shard_size": 3} | how
     return make_job(pictures, source, output, loaded, **how), loaded
 
 
 def encoded(source, output, vae, **how):
     """Encode; return the dropped pictures, None if the output was whole."""
-    plan, loaded = plan_of(source, output, vae, **how)
+    return run_job(*plan_of(source, output, vae, **how), output)
+
+
+def run_job(plan, loaded, output):
+    """Encode a job in this process, as `encoded`."""
     with ExitStack() as stack:
         todo = data_encode.begin(plan, output, stack)
         if todo is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,9 +26,13 @@ from titan_dit.data.packing import pack
 from titan_dit.data.packing.pack import claimed
 from titan_dit.observe import console
 from titan_dit.pictures import autoencoder, encode
+from titan_dit.pictures.bucket_job import BucketJob, make_bucket_job
 from titan_dit.pictures.encode import EncodeJob, make_job
-from titan_dit.pictures.picture_set import ListingOptions
+from titan_dit.pictures.picture_set import ListingOptions, PictureSet
+from titan_dit.pictures.picture_sizes import check_multiples
 from titan_dit.pictures.readers import open_input
+from titan_dit.pictures.report import by_bucket, read_report
+from titan_dit.pictures.survey import Survey, survey_share
 from titan_dit.ranks import process_group
 from titan_dit.ranks.process_group import Ranks
 from titan_dit.system.files import reason_of
@@ -40,6 +45,7 @@ MOST_WORKERS = 16
 
 def main(options: DataEncodeFlags) -> None:
     """Launch the ranks, or be one of them."""
+    options.sizes()  # Refused before anything starts.
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     train.start_ranks(gpus=device == "cuda", cores=train.num_cores())
     with process_group.start(device_of(device).type) as world:
@@ -54,6 +60,7 @@ def run(options: DataEncodeFlags, device: torch.device) -> None:
     asked = ListingOptions(
         classes=classes,
         num_classes=options.num_classes,
+        no_caption=options.no_caption,
         split=options.split,
         max_text_bytes=options.max_text_bytes,
         max_file_bytes=options.max_file_bytes,
@@ -62,21 +69,7 @@ def run(options: DataEncodeFlags, device: torch.device) -> None:
     pictures = open_input(source, asked)
     vae = autoencoder.load(options.vae, device)
     vae.check_encodes("--vae")
-    plan = make_job(
-        pictures,
-        source,
-        output,
-        vae,
-        image_size=options.image_size,
-        flip=options.flip,
-        posterior=options.posterior,
-        units=options.units,
-        dtype=options.dtype,
-        batch_size=options.batch_size,
-        shard_size=options.shard_size,
-        text=options.source,
-        max_pixels=options.max_pixels,
-    )
+    plan = plan_of(options, pictures, vae, ranks)
     if len(set(ranks.gather(plan.digest()))) > 1:
         raise UserError(
             f"[data encode] input={source}: ranks found other pictures or another autoencoder. "
@@ -92,12 +85,67 @@ def run(options: DataEncodeFlags, device: torch.device) -> None:
             console.say(
                 f"encoding {len(pictures):,} pictures ({pictures.kind}) of "
                 f"{pictures.num_classes:,} classes into {plan.num_chunks:,} shards of "
-                f"{plan.dtype} {list(plan.shape)} by {vae.facts}, {ranks.count} ranks"
+                f"{plan.dtype} {shapes_of(plan)} by {vae.facts}, {ranks.count} ranks"
             )
         encode_share(plan, vae, output, todo, ranks, options.workers)
         found = ranks.run_on_first(lambda: encode.finish(plan, output))
     if ranks.is_first:
         report(plan, output, *found)
+
+
+def plan_of(
+    options: DataEncodeFlags, pictures: PictureSet, vae: autoencoder.Autoencoder, ranks: Ranks
+) -> EncodeJob:
+    """Plan the shards; for buckets, read the sizes of all pictures first. Collective."""
+    source, output, sizes = Path(options.input), Path(options.out), options.sizes()
+    how: dict[str, Any] = {
+        "flip": options.flip,
+        "posterior": options.posterior,
+        "units": options.units,
+        "dtype": options.dtype,
+        "batch_size": options.batch_size,
+        "shard_size": options.shard_size,
+        "text": options.source,
+        "max_pixels": options.max_pixels,
+    }
+    if options.image_size is not None:
+        return make_job(pictures, source, output, vae, image_size=options.image_size, **how)
+    check_multiples(sizes, vae.facts.factor, vae.source)
+    survey = survey_of(pictures, ranks, threads_of(options.workers))
+    return make_bucket_job(pictures, source, output, vae, sizes=sizes, survey=survey, **how)
+
+
+def threads_of(workers: int | None) -> int:
+    """Threads of a rank that read pictures."""
+    local = LaunchedAs.here().local_world_size
+    return workers or max(1, min(MOST_WORKERS, train.num_cores() // local))
+
+
+def survey_of(pictures: PictureSet, ranks: Ranks, threads: int) -> Survey:
+    """The sizes of all pictures; each rank reads its share of the headers. Collective."""
+    progress = ProgressLine(len(pictures), "pictures", what="measured")
+    part, failure = Survey.empty(), ""
+    try:
+        with progress:
+            part = survey_share(
+                pictures,
+                threads,
+                lambda count: progress.add(count * ranks.count),
+                ranks.rank,
+                ranks.count,
+            )
+    except UserError as error:
+        failure = str(error)
+    if failures := [text for text in ranks.gather(failure) if text]:
+        raise UserError(failures[0])
+    return Survey.joined(ranks.gather(part))
+
+
+def shapes_of(plan: EncodeJob) -> str:
+    """The shape of rows, or the number of buckets that have pictures, for the console."""
+    if not isinstance(plan, BucketJob):
+        return str(list(plan.shape))
+    return f"in {len({bucket for bucket, _ in plan.chunks})} buckets"
 
 
 def begin(
@@ -125,8 +173,7 @@ def encode_share(
     mine = todo[ranks.rank :: ranks.count]
     total = len(plan.pictures)
     left, own = (sum(len(plan.rows(chunk)) for chunk in chunks) for chunks in (todo, mine))
-    local = LaunchedAs.here().local_world_size
-    threads = workers or max(1, min(MOST_WORKERS, train.num_cores() // local))
+    threads = threads_of(workers)
     progress = ProgressLine(total, "pictures", resumes=True)
     counts = [0, 0]
 
@@ -161,6 +208,14 @@ def report(
         console.say(f"warning: all pictures of these classes were dropped: {lost_names}")
     if not plan.pictures.texts:
         console.say("the pictures have no captions")
+    elif empty := plan.pictures.num_uncaptioned:
+        console.say(f"{empty:,} pictures have an empty caption")
+    if beside := plan.pictures.beside:
+        console.say(f"{len(beside):,} other files were not read: {few([x for x, _ in beside])}")
+    if plan.survey is not None:
+        for bucket, about in by_bucket(list(read_report(output))).items():
+            console.say(f"bucket {bucket}: {about}")
+        console.say(f"{output / pack.PICTURES} lists every file: data report {output}")
     console.say(f"latents: mean {shown(tuple(mean))}, std {shown(tuple(std))} of each channel")
     if num := pack.num_converted(output):
         console.say(f"converted the colours of {num:,} pictures to sRGB, by their ICC profiles")

@@ -12,7 +12,7 @@ from torch import Tensor
 from titan_dit.commands.flags import DataShowFlags
 from titan_dit.config.section import UserError
 from titan_dit.data.folders import LatentFolder
-from titan_dit.data.held_out import group_sizes
+from titan_dit.data.held_out import counted
 from titan_dit.data.indexed_file import IndexedFile, bin_of, idx_of
 from titan_dit.data.latent_facts import LatentFacts, shown
 from titan_dit.data.latents import LatentShards
@@ -132,8 +132,9 @@ def show_latents(path: Path, options: DataShowFlags) -> None:
             f"it. Choose another --out, such as --out {path.resolve().parent / out.name}."
         )
     source = Latents(path=str(path), verify=options.verify).open()
-    num = min(options.num, len(source))
-    samples = source.read([i * len(source) // num for i in range(num)])
+    rows = rows_to_draw(source)
+    num = min(options.num, len(rows))
+    samples = source.read([rows[i * len(rows) // num] for i in range(num)])
     facts = source.facts
     mean_and_std = looks_like_mean_and_std(samples["latent"], facts)
     for name, value in describe(source).items():
@@ -156,6 +157,13 @@ def show_latents(path: Path, options: DataShowFlags) -> None:
     console.say(f"drew {out}")
 
 
+def rows_to_draw(source: LatentShards | LatentFolder) -> range:
+    """All rows; of several buckets, those of the largest, as a picture of them has one shape."""
+    if isinstance(source, LatentShards):
+        return max(source.buckets, key=lambda bucket: bucket.count).rows
+    return range(len(source))
+
+
 def describe(source: LatentShards | LatentFolder) -> dict[str, object]:
     """Return a dataset's metadata under the manifest's keys."""
     facts, about = source.facts, {}
@@ -169,9 +177,14 @@ def describe(source: LatentShards | LatentFolder) -> dict[str, object]:
         about = {"format": layout[source.listing.layout], "dtype": str(source.dtype)[6:]}
         origin = source.origin or "unknown"
         size = sum(source.path_of(row).stat().st_size for row in range(len(source)))
+    shapes: dict[str, object] = {"shape": list(facts.shape)}
+    if isinstance(source, LatentShards) and len(source.buckets) > 1:
+        shapes = {
+            "buckets": ", ".join(f"{b.count:,} of {list(b.shape)}" for b in source.buckets),
+        }
     return {
         **about,
-        "shape": list(facts.shape),
+        **shapes,
         "count": f"{facts.count:,}",
         "classes": sizes_of_classes(source),
         "scale": shown(facts.scale),
@@ -184,7 +197,10 @@ def describe(source: LatentShards | LatentFolder) -> dict[str, object]:
 
 def sizes_of_classes(source: LatentShards | LatentFolder) -> str:
     """Format the number of classes, their first names, and the smallest and the largest class."""
-    facts, found = source.facts, group_sizes(source)
+    facts, found = (
+        source.facts,
+        counted(source.label_parts() if isinstance(source, LatentShards) else source.group_parts()),
+    )
     sizes = np.pad(found, (0, facts.num_classes - len(found)))
     names = facts.class_names
     ends = [

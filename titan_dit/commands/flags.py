@@ -40,7 +40,10 @@ from titan_dit.config.section import (
 )
 from titan_dit.data.tokenizing.chunks import Limits
 from titan_dit.models.dit_config import SIZES
+from titan_dit.pictures.picture_sizes import Size, parse_sizes, sizes_within
 
+SIZE_FLAGS = ("image-size", "buckets", "pixels")
+"""Flags of `data encode` about the size of pictures, of which one is given."""
 NAMES: tuple[str, ...] = get_args(hints_of(PrecisionConfig)["attention"])
 """Values of [precision] attention."""
 
@@ -188,14 +191,21 @@ class DataEncodeFlags(Section):
     section = "data encode"
 
     input: FilePath
-    """Pictures: a folder for each class, a folder with metadata.jsonl, .csv or .parquet, or
-    parquet or tar files."""
+    """Pictures: folders with NAME.txt beside NAME.jpg, a folder for each class, a folder with
+    metadata.jsonl, .csv or .parquet, or parquet or tar files."""
     out: Annotated[OutputPath, Aliases("--output")]
     """New folder for the shards, which take its name. Interrupted encoding resumes."""
     vae: FilePath
     """Folder of an autoencoder of diffusers, or of a pipeline; or its name on the hub."""
-    image_size: Few
+    image_size: Few | None = None
     """Resize and center-crop pictures to squares of this many pixels, like ADM and DiT."""
+    buckets: str | None = None
+    """Sizes that pictures are cropped to, width x height: 1024x1024,832x1216. Each picture goes to
+    the one of the nearest aspect ratio."""
+    pixels: PositiveInt | None = None
+    """In place of --buckets: all sizes of at most so many pixels, up to 4:1."""
+    multiple: Few = 32
+    """With --pixels: sides are multiples of it."""
     flip: bool = False
     """True: the mirror image of each picture is a row of its own."""
     posterior: Literal["both", "mean"] = "both"
@@ -211,6 +221,9 @@ class DataEncodeFlags(Section):
     """Text file of the class names in label order, one per line."""
     num_classes: Dim | None = None
     """Number of classes, if the input lacks some. Default: as found."""
+    no_caption: Literal["skip", "empty"] | None = None
+    """Pictures without a caption: skip leaves them out, empty keeps them. Default: they are refused
+    by name, unless the pictures have labels."""
     split: str | None = None
     """Parquet or tar files to take: those whose name, or folder's, begins with it: train."""
     shard_size: PositiveInt | None = None
@@ -222,7 +235,7 @@ class DataEncodeFlags(Section):
     max_file_bytes: PositiveInt = 256 << 20
     """Bytes of a picture's file. Larger ones are dropped."""
     max_text_bytes: PositiveInt = 1 << 20
-    """Bytes of a row of metadata, or of a text beside a picture in a tar."""
+    """Bytes of a row of metadata, or of a text beside a picture."""
     max_rows: PositiveInt | None = None
     """Rows of parquet files. Default: a million, or one for each 16 bytes of the files."""
     verify: bool = False
@@ -232,6 +245,35 @@ class DataEncodeFlags(Section):
     """Description of the data's origin, for the manifest."""
     device: str | None = None
     """Default: cuda if available, else cpu."""
+
+    def sizes(self) -> tuple[Size, ...]:
+        """The sizes of the buckets; () for squares of `image_size`.
+
+        Raises UserError for a bad size, and unless one of SIZE_FLAGS is given.
+        """
+        given = [name for name in SIZE_FLAGS if getattr(self, name.replace("-", "_")) is not None]
+        if len(given) != 1:
+            flags = ", ".join(f"--{name}" for name in SIZE_FLAGS)
+            wrong = " and ".join(f"--{name}" for name in given) + " exclude each other: "
+            raise UserError(
+                f"[data encode] {wrong if given else ''}give one of {flags}, such as "
+                "--image-size 256."
+            )
+        if self.buckets is not None:
+            return parse_sizes(self.buckets)
+        return () if self.pixels is None else sizes_within(self.pixels, self.multiple)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataReportFlags(Section):
+    """List every file of an encoded set: bucket, crop, enlargement and caption, or its absence."""
+
+    section = "data report"
+
+    path: Annotated[FilePath, tyro.conf.Positional]
+    """Folder that `data encode` wrote."""
+    left_out: bool = False
+    """True: list only the files that were left out."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,6 +113,8 @@ class Source:
     copies: int = 1
     """Neighbouring rows made of one picture: 2 with its mirror image. They are held out
     together."""
+    keeps_groups: bool = False
+    """True if a picture of every group stays in training: a group that is a bucket."""
 
     def __len__(self) -> int:
         """Number of samples."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -21,8 +21,8 @@ STREAM = "validation"
 def held_out_rows(source: Source, seed: int, count: int, data_order: str) -> tuple[int, ...]:
     """Choose `count` rows, stratified over the groups of the source; ascending.
 
-    A group smaller than its share is held out whole; the other groups fill the gap. Raises
-    UserError if no row remains for training.
+    A group smaller than its share is held out whole, unless the source keeps its groups; the other
+    groups fill the gap. Raises UserError if no row remains for training.
     """
     if not count:
         return ()
@@ -31,6 +31,7 @@ def held_out_rows(source: Source, seed: int, count: int, data_order: str) -> tup
             f"[validation] samples={count} holds out all {len(source)} rows of [data], so none "
             f"remain for training. Set fewer, such as samples = {max(1, len(source) // 10)}."
         )
+    check_kept(source, count)
     chosen = by_sorting if data_order == "sort" else by_key
     if (copies := source.copies) == 1:
         return tuple(sorted(chosen(source, seed, count).tolist()))
@@ -43,11 +44,28 @@ def held_out_rows(source: Source, seed: int, count: int, data_order: str) -> tup
     return tuple(copies * i + copy for i in pictures for copy in range(copies))
 
 
+def check_kept(source: Source, count: int) -> None:
+    """Raise UserError if a group that must stay in training would be held out whole."""
+    if source.keeps_groups:
+        sizes = group_sizes(FirstRows(source))
+        most = source.copies * int((sizes - 1).sum())
+        if count > most:
+            raise UserError(
+                f"[validation] samples={count}: one picture of each of the {len(sizes)} buckets of "
+                f"[data] stays in training, so at most {most} rows can be held out. Set fewer."
+            )
+
+
+def able(source: Source, sizes: Int64[Tensor, " g"]) -> Int64[Tensor, " g"]:
+    """Pictures of each group that may be held out."""
+    return (sizes - 1).clamp(min=0) if source.keeps_groups else sizes
+
+
 class FirstRows(Source):
     """The first row of each picture of a source."""
 
     def __init__(self, source: Source) -> None:
-        self.source = source
+        self.source, self.keeps_groups = source, source.keeps_groups
 
     def __len__(self) -> int:
         """Number of pictures."""
@@ -71,7 +89,7 @@ def by_key(source: Source, seed: int, count: int) -> NDArray[np.int64]:
             return by_sorting(source, seed, count).numpy()
         return Permutation.of(seed, STREAM, 0, len(source))(np.arange(count))
     (key,) = round_keys(seed, STREAM, 0, rounds=1)
-    wanted = shares(torch.from_numpy(sizes), count).numpy()
+    wanted = shares(able(source, torch.from_numpy(sizes)), count).numpy()
     spare = 8
     while True:
         # The fraction of a group's rows that almost surely holds its share: keys are uniform.
@@ -89,8 +107,13 @@ def by_key(source: Source, seed: int, count: int) -> NDArray[np.int64]:
 
 def group_sizes(source: Source) -> NDArray[np.int64]:
     """The number of rows of each group; empty without groups."""
+    return counted(source.group_parts())
+
+
+def counted(parts: Iterable[Int64[Tensor, " n"]]) -> NDArray[np.int64]:
+    """How often each number occurs."""
     sizes = np.zeros(0, np.int64)
-    for part in source.group_parts():
+    for part in parts:
         more = np.bincount(part.numpy(), minlength=len(sizes))
         more[: len(sizes)] += sizes
         sizes = more
@@ -125,7 +148,7 @@ def by_sorting(source: Source, seed: int, count: int) -> Int64[Tensor, " count"]
     firsts = sizes.cumsum(0) - sizes
     places = torch.empty_like(by_group)
     places[by_group] = torch.arange(len(order)) - firsts[of_order[by_group]]
-    taken = places < shares(sizes, count)[of_order]
+    taken = places < shares(able(source, sizes), count)[of_order]
     return order[taken]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -32,6 +33,8 @@ SCHEMA = {
     "vae": Maybe(OrNone({"kind": str, "digest": str, "factor": PositiveInt})),
     "vae_source": Maybe(str),
     "posterior": Maybe(Literal["", "both", "mean"]),
+    "bucket_shapes": Maybe(schema.Rows((PositiveInt, PositiveInt, PositiveInt))),
+    "bucket_counts": Maybe(tuple[PositiveInt, ...]),
 }
 """Schema of `LatentFacts` in a checkpoint's record."""
 
@@ -56,6 +59,10 @@ class VAEFacts:
 class TextFacts:
     """The embeddings of a dataset's captions."""
 
+    kind: str
+    digest: str
+    layer: int
+    template: str
     width: int
     tokens: int
     null: str
@@ -63,12 +70,8 @@ class TextFacts:
     @property
     def null_embedding(self) -> Tensor:
         """The embedding of the empty prompt, fp32 [n, width]."""
-        raise NotImplementedError
-
-    @classmethod
-    def example(cls, tokens: int, width: int) -> TextFacts:
-        """Facts of captions for checks without data."""
-        raise NotImplementedError
+        values = bytearray(base64.b64decode(self.null))
+        return torch.frombuffer(values, dtype=torch.float32).view(-1, self.width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +82,12 @@ class LatentFacts(DataFacts):
         "class_names",
         "vae_source",
         "posterior",
+        "bucket_counts",
     }
 
     shape: tuple[int, int, int]
-    """[c, h, w] of every stored sample; [2c, h, w] for a mean and a std."""
+    """[c, h, w] of every stored sample; [2c, h, w] for a mean and a std. With several shapes the
+    largest one."""
     num_classes: int
     class_names: tuple[str, ...] = ()
     """Names in label order; empty if the classes have none."""
@@ -98,6 +103,17 @@ class LatentFacts(DataFacts):
     posterior: str = ""
     """Stored part of the posterior: "both" mean and std, "mean", or "" if not known."""
     text: TextFacts | None = None
+    bucket_shapes: tuple[tuple[int, int, int], ...] = ()
+    """Shape of the samples of each bucket; empty if all samples have one shape."""
+    bucket_counts: tuple[int, ...] = ()
+    """Samples of each bucket: with the shapes, all that the order of steps depends on."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON values, as older versions have them if there are no buckets."""
+        values = super().as_json()
+        if not self.bucket_shapes:
+            del values["bucket_shapes"], values["bucket_counts"]
+        return values
 
     @property
     def about(self) -> str:
@@ -129,7 +145,8 @@ class LatentFacts(DataFacts):
 
     def fields(self, dtype: torch.dtype) -> dict[str, Field]:
         """Fields of a sample: `latent` in its stored dtype, and `label`."""
-        return {"latent": Field(dtype, self.shape), "label": Field(torch.int64, ())}
+        shape = (self.shape[0], None, None) if self.bucket_shapes else self.shape
+        return {"latent": Field(dtype, shape), "label": Field(torch.int64, ())}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> LatentFacts:
@@ -137,6 +154,8 @@ class LatentFacts(DataFacts):
         schema.check(values, SCHEMA, "[checkpoint] its data:")
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         known["shape"] = tuple(known["shape"])
+        known["bucket_shapes"] = tuple(map(tuple, known.get("bucket_shapes", ())))
+        known["bucket_counts"] = tuple(known.get("bucket_counts", ()))
         known["class_names"] = tuple(known.get("class_names", ()))
         for key in ("scale", "shift", "value_range"):
             if isinstance(known.get(key), list | tuple):

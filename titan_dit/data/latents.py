@@ -2,7 +2,8 @@
 
 A dataset is a folder with `manifest.json` and shards. A shard holds `latent` [n, c, h, w] (float16,
 float32 or uint8) and `label` [n] (int64). The manifest holds shape, dtype, scale, shift, source and
-count, and the count, bytes and SHA-256 of each shard.
+count, and the count, bytes and SHA-256 of each shard. In its third version shards have several
+shapes: the rows of each shape, one after another, are a bucket.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +23,11 @@ from safetensors import torch as safetensors
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.data.base import Source
+from titan_dit.data.base import SampleOrder, Source
+from titan_dit.data.buckets import BucketOrder
 from titan_dit.data.folders import LatentFolder
 from titan_dit.data.latent_facts import LatentFacts, VAEFacts
-from titan_dit.data.listing import Listing, layout_of, list_folder
+from titan_dit.data.listing import Listing, few, layout_of, list_folder
 from titan_dit.data.manifest import (
     FORMAT,
     MANIFEST,
@@ -79,6 +82,26 @@ class LatentShard(NamedTuple):
     """A view of the mapped file, read on access."""
 
 
+@dataclass(frozen=True)
+class LatentBucket:
+    """Neighbouring rows of one shape."""
+
+    shape: tuple[int, int, int]
+    first: int
+    """Its first row."""
+    count: int
+
+    @property
+    def name(self) -> str:
+        """Name for messages: its shape, "4x128x96"."""
+        return "x".join(map(str, self.shape))
+
+    @property
+    def rows(self) -> range:
+        """Its rows in the dataset."""
+        return range(self.first, self.first + self.count)
+
+
 class LatentShards(Source):
     """Random access to a folder of shards.
 
@@ -105,13 +128,25 @@ class LatentShards(Source):
         self._numpy_dtype = np.dtype(manifest["dtype"])
         # An element of a memoryview is read several times faster than that of a tensor.
         self._labels = [shard.labels.numpy().data for shard in self.shards]
-        row_bytes = math.prod(manifest["shape"]) * self.dtype.itemsize
+        firsts = np.cumsum([0, *(bucket["count"] for bucket in manifest["buckets"])]).tolist()
+        self.buckets = tuple(
+            LatentBucket(bucket["shape"], first, bucket["count"])
+            for bucket, first in zip(manifest["buckets"], firsts, strict=False)
+        )
+        """The rows of each shape; a single one if all have the same."""
+        self.keeps_groups = len(self.buckets) > 1
+        self._bucket = np.array([entry["bucket"] for entry in manifest["shards"]])
+        sizes = [math.prod(bucket.shape) * self.dtype.itemsize for bucket in self.buckets]
+        row_bytes = [sizes[entry["bucket"]] for entry in manifest["shards"]]
         self._latents = ShardRows([shard.latents for shard in self.shards], row_bytes)
+        shapes = tuple(bucket.shape for bucket in self.buckets)
         scale, shift = manifest["scale"], manifest["shift"]
         units = [] if (scale, shift) == (1.0, 0.0) else [f"scale={scale} shift={shift}"]
         vae = manifest.get("vae")
         self.facts: LatentFacts = LatentFacts(
-            shape=manifest["shape"],
+            shape=max(shapes, key=math.prod),
+            bucket_shapes=shapes if self.keeps_groups else (),
+            bucket_counts=tuple(b.count for b in self.buckets) if self.keeps_groups else (),
             count=int(self.ends[-1]),
             num_classes=manifest["num_classes"],
             class_names=manifest["classes"] or (),
@@ -139,10 +174,20 @@ class LatentShards(Source):
         return torch.cat([shard.labels for shard in self.shards])
 
     def groups(self) -> Int64[Tensor, " n"]:
-        """Return the labels."""
+        """Return the labels; of several buckets, that of every row."""
+        if self.keeps_groups:
+            return torch.cat(list(self.group_parts()))
         return self.labels
 
     def group_parts(self) -> Iterator[Int64[Tensor, " n"]]:
+        """Yield the groups of each shard's rows."""
+        if not self.keeps_groups:
+            yield from self.label_parts()
+            return
+        for entry in self.manifest["shards"]:
+            yield torch.full((entry["count"],), entry["bucket"])
+
+    def label_parts(self) -> Iterator[Int64[Tensor, " n"]]:
         """Yield the labels of each shard, from a mapping that is closed afterwards.
 
         Closing it takes the pages out of the process's memory.
@@ -151,22 +196,47 @@ class LatentShards(Source):
             with safe_open(self.path / entry["file"], framework="pt") as file:
                 yield file.get_tensor("label")
 
+    def order(self, seed: int, held_out: tuple[int, ...], data_order: str) -> SampleOrder:
+        """The order of epochs. Raises UserError for rows of several shapes: see `bucket_order`."""
+        if self.keeps_groups:
+            names = few([bucket.name for bucket in self.buckets])
+            raise UserError(
+                f"[data] path={self.path} holds latents of {len(self.buckets)} shapes: {names}. A "
+                "step has one shape. Encode with --image-size, or --buckets of one size."
+            )
+        return super().order(seed, held_out, data_order)
+
+    def bucket_order(
+        self, seed: int, held_out: tuple[int, ...], batch_sizes: Sequence[int]
+    ) -> BucketOrder:
+        """The order of steps of one bucket each; `batch_sizes`: samples of a step, by bucket."""
+        names = [bucket.name for bucket in self.buckets]
+        sizes = [bucket.count for bucket in self.buckets]
+        return BucketOrder.of(seed, names, sizes, batch_sizes, held_out)
+
     def check_labels(self) -> None:
         """Raise UserError for the first label outside the classes."""
         shards, num_classes = self.manifest["shards"], self.manifest["num_classes"]
-        for entry, labels in zip(shards, self.group_parts(), strict=True):
+        for entry, labels in zip(shards, self.label_parts(), strict=True):
             check_labels(labels, num_classes, self.path / entry["file"])
 
     def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Read rows of any shards into new tensors. Raises UserError if a row cannot be read."""
+        """Read rows of any shards into new tensors. Raises UserError if a row cannot be read.
+
+        Raises ValueError for rows of several buckets, whose shapes differ.
+        """
         at = np.asarray(rows, dtype=np.int64)
         outside = at[(at < 0) | (at >= len(self))]
         if len(outside):
             raise IndexError(f"sample {outside[0]} of {len(self)}")
         shard = np.searchsorted(self.ends, at, side="right")
         within = at - (self.ends[shard] - self.counts[shard])
+        buckets = set(self._bucket[shard].tolist())
+        if len(buckets) > 1:
+            raise ValueError(f"rows of {len(buckets)} buckets have no common shape")
+        shape = self.buckets[buckets.pop() if buckets else 0].shape
         # numpy takes large arrays from huge pages: a page fault while the kernel copies costs most.
-        latents = np.empty((len(at), *self.facts.shape), self._numpy_dtype)
+        latents = np.empty((len(at), *shape), self._numpy_dtype)
         self._latents.read(shard, within, bytes_of(latents))
         pairs = zip(shard.tolist(), within.tolist(), strict=True)
         labels = np.array([self._labels[number][row] for number, row in pairs], dtype=np.int64)
@@ -194,7 +264,7 @@ class LatentShards(Source):
                 latents, labels = file.get_tensor("latent"), file.get_tensor("label")
         except SafetensorError as error:
             raise UserError(f"[data] {path}: not a readable shard ({error}). {remedy}") from None
-        expected = (entry["count"], *manifest["shape"])
+        expected = (entry["count"], *manifest["buckets"][entry["bucket"]]["shape"])
         if tuple(latents.shape) != expected or latents.dtype != STORED_DTYPES[manifest["dtype"]]:
             raise UserError(
                 f"[data] {path}: holds {latents.dtype} {list(latents.shape)}, but the manifest "

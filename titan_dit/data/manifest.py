@@ -9,13 +9,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan_dit.config import schema, user_text
-from titan_dit.config.section import Finite, PositiveInt, UserError, conform, conform_made, show
+from titan_dit.config.section import (
+    Finite,
+    NonNegativeInt,
+    PositiveInt,
+    UserError,
+    conform,
+    conform_made,
+    show,
+)
 from titan_dit.data.latent_facts import Units
 
 FORMAT = "titan_dit.latents/1"
 ENCODED_FORMAT = "titan_dit.latents/2"
 """Format of the shards of `data encode`: with the autoencoder, the crop and the source."""
-SHARD_FORMATS = (FORMAT, ENCODED_FORMAT)
+BUCKETS_FORMAT = "titan_dit.latents/3"
+"""Format of shards of several shapes: each holds rows of one bucket, and those of a bucket follow
+each other."""
+SHARD_FORMATS = (FORMAT, ENCODED_FORMAT, BUCKETS_FORMAT)
 FOLDER_FORMAT = "titan_dit.folder/1"
 MANIFEST, CLAIM = "manifest.json", "pack.json"
 MANIFEST_KEYS = {
@@ -32,6 +43,7 @@ MANIFEST_KEYS = {
 UNITS = ("scale", "shift")
 """Keys that hold a number, or a list of one per channel."""
 VAE_KEYS = {"class": str, "source": str, "digest": str, "factor": PositiveInt}
+BUCKET_KEYS = {"shape": tuple[PositiveInt, ...], "count": PositiveInt}
 SHARD_KEYS = {"file": str, "count": PositiveInt, "bytes": PositiveInt, "sha256": str}
 FOLDER_KEYS = {
     "format": str,
@@ -66,7 +78,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict) or values.get("format") not in (*SHARD_FORMATS, FOLDER_FORMAT):
         raise UserError(
             f'[data] {file}: not a dataset. Add "format": "{FOLDER_FORMAT}" for a folder of '
-            f'latent files; shards have "{FORMAT}" or "{ENCODED_FORMAT}".'
+            f"latent files; shards have one of {', '.join(SHARD_FORMATS)}."
         )
     return values
 
@@ -80,15 +92,21 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Check the keys, types and counts of a manifest of shards."""
-    manifest = conform_keys(manifest, MANIFEST_KEYS, str(file))
-    if not isinstance(manifest.get("shards"), list) or len(manifest["shape"]) != 3:
-        raise UserError(f"[data] {file}: shape must be [c, h, w], and shards a list.")
+    """Check the keys, types and counts of a manifest of shards.
+
+    The result has the buckets of any version in `buckets`, and in each shard's `bucket`.
+    """
+    in_buckets = manifest.get("format") == BUCKETS_FORMAT
+    hints = {key: hint for key, hint in MANIFEST_KEYS.items() if key != "shape" or not in_buckets}
+    manifest = conform_keys(manifest, hints, str(file), UNITS)
+    if not isinstance(manifest.get("shards"), list):
+        raise UserError(f"[data] {file}: shards must be a list.")
+    manifest["buckets"] = buckets_of(manifest, in_buckets, file)
     if manifest["value_range"] is not None and len(manifest["value_range"]) != 2:
         raise UserError(f"[data] {file}: value_range must hold two numbers.")
     for key in UNITS:
         manifest[key] = conform_units(manifest[key], key, file)
-        check_channels(manifest[key], key, manifest["shape"][0], file)
+        check_channels(manifest[key], key, manifest["buckets"][0]["shape"][0], file)
     if manifest.get("vae") is not None:
         manifest["vae"] = conform_keys(manifest["vae"], VAE_KEYS, f"{file} vae")
     names = manifest["classes"]
@@ -97,8 +115,9 @@ def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
             f"[data] {file}: classes holds {len(names)} names, but num_classes="
             f"{manifest['num_classes']}."
         )
+    keys = SHARD_KEYS | ({"bucket": NonNegativeInt} if in_buckets else {})
     manifest["shards"] = [
-        conform_keys(entry, SHARD_KEYS, f"{file} shards[{number}]")
+        {"bucket": 0} | conform_keys(entry, keys, f"{file} shards[{number}]")
         for number, entry in enumerate(manifest["shards"])
     ]
     check_files([entry["file"] for entry in manifest["shards"]], file)
@@ -110,7 +129,48 @@ def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
         raise UserError(
             f"[data] {file}: count={manifest['count']}, but its shards hold {counted} samples."
         )
+    if in_buckets:
+        check_buckets(manifest, file)
     return manifest
+
+
+def buckets_of(manifest: dict[str, Any], in_buckets: bool, file: Path) -> list[dict[str, Any]]:
+    """Shape and count of each bucket; of versions with one shape, that one."""
+    buckets = [{"shape": manifest.get("shape"), "count": manifest["count"]}]
+    if in_buckets:
+        buckets = manifest.get("buckets") or []
+        if not isinstance(buckets, list) or not buckets:
+            raise UserError(f"[data] {file}: buckets must be a list of shapes and counts.")
+        buckets = [
+            conform_keys(bucket, BUCKET_KEYS, f"{file} buckets[{number}]")
+            for number, bucket in enumerate(buckets)
+        ]
+    if any(len(bucket["shape"]) != 3 for bucket in buckets):
+        raise UserError(f"[data] {file}: shape must be [c, h, w].")
+    return buckets
+
+
+def check_buckets(manifest: dict[str, Any], file: Path) -> None:
+    """Refuse buckets whose shards do not follow each other, or hold another number of rows."""
+    numbers = [entry["bucket"] for entry in manifest["shards"]]
+    buckets = manifest["buckets"]
+    if numbers != sorted(numbers) or set(numbers) != set(range(len(buckets))):
+        raise UserError(
+            f"[data] {file}: the shards of its {len(buckets)} buckets do not follow each other."
+        )
+    counts = [0] * len(buckets)
+    for entry in manifest["shards"]:
+        counts[entry["bucket"]] += entry["count"]
+    for number, (bucket, count) in enumerate(zip(buckets, counts, strict=True)):
+        if bucket["count"] != count:
+            raise UserError(
+                f"[data] {file}: buckets[{number}] has count={bucket['count']}, but its shards "
+                f"hold {count} samples."
+            )
+    if len({bucket["shape"][0] for bucket in buckets}) > 1:
+        raise UserError(f"[data] {file}: the shapes of buckets differ in their channels.")
+    if len({bucket["shape"] for bucket in buckets}) < len(buckets):
+        raise UserError(f"[data] {file}: two buckets have the same shape.")
 
 
 def check_files(names: Sequence[str], file: Path) -> None:
@@ -164,12 +224,13 @@ def check_channels(units: Units, key: str, channels: int, file: Path) -> None:
         )
 
 
-def conform_keys(values: Any, hints: dict[str, Any], where: str) -> dict[str, Any]:
-    """Check the types of the known keys; keep the others unchecked."""
+def conform_keys(
+    values: Any, hints: dict[str, Any], where: str, more: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Check the types of the known keys; keep the others unchecked. `more` must be there, too."""
     if not isinstance(values, dict):
         raise UserError(f"[data] {where} must be a table of {', '.join(hints)}.")
-    units = UNITS if hints is MANIFEST_KEYS else ()
-    if missing := [key for key in (*hints, *units) if key not in values and key not in OPTIONAL]:
+    if missing := [key for key in (*hints, *more) if key not in values and key not in OPTIONAL]:
         raise UserError(f"[data] {where}: {', '.join(missing)} missing.")
     checked = {
         key: conform_made(values.get(key), hint, f"[data] {where}: {key}")

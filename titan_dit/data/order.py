@@ -84,7 +84,7 @@ class Permutation:
         return right * a + left
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=256)  # A bucket or a dataset of a blend has its own.
 def round_keys(seed: int, stream: str, number: int, rounds: int) -> tuple[np.uint64, ...]:
     """Return the 64-bit keys of the rounds, drawn by Philox."""
     drawn = words(seed, stream, torch.tensor([number]), 2 * rounds)[0].numpy().astype(np.uint64)
@@ -210,9 +210,28 @@ class EpochOrder:
 
     def permuted(self, epoch: int, places: Numbers) -> Numbers:
         """Map places in an epoch to training rows."""
-        if self.data_order == "sort" or self.num_rows < MIN_SIZE:
+        if self.data_order == "sort" and self.num_rows >= MIN_SIZE:
             return sorted_permutation(self.seed, epoch, self.num_rows)[places]
-        return Permutation.of(self.seed, "data_order", epoch, self.num_rows)(places)
+        return permuted(self.seed, epoch, self.num_rows, places)
+
+
+def derived_seed(seed: int, stream: str) -> int:
+    """The seed of one of several independent orders of a run."""
+    low, high = stream_key(seed, stream)
+    return high << 32 | low
+
+
+def permuted(seed: int, number: int, size: int, places: Numbers) -> Numbers:
+    """Map places in range(size) by a seed's permutation `number`: sorted if small, else Feistel."""
+    if size < MIN_SIZE:
+        return small_permutation(seed, number, size)[places].astype(np.int64)
+    return Permutation.of(seed, "data_order", number, size)(places)
+
+
+@lru_cache(maxsize=128)  # Of as many buckets, 16 MiB.
+def small_permutation(seed: int, number: int, size: int) -> NDArray[np.uint16]:
+    """`rng.permutation` of less than MIN_SIZE elements."""
+    return permutation(seed, number, size).numpy().astype(np.uint16)
 
 
 @lru_cache(maxsize=2)  # A batch can span two epochs.
@@ -299,8 +318,9 @@ class BlendOrder:
                     f"[data] weights={show(weights)}: paths[{number}] has {end - first} windows to "
                     f"train on and {len(out)} held out. Remove it, or shorten sequence_length."
                 )
-            low, high = stream_key(seed, f"blend {number}")
-            orders.append(EpochOrder.of(high << 32 | low, end - first, out, data_order))
+            orders.append(
+                EpochOrder.of(derived_seed(seed, f"blend {number}"), end - first, out, data_order)
+            )
         return cls(tuple(orders), tuple(firsts.tolist()), weights)
 
     @property

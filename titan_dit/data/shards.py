@@ -104,11 +104,17 @@ class RowRead:
 class ShardRows:
     """Reads rows of several files; keeps at most `max_open()` of them open."""
 
-    def __init__(self, files: Sequence[RowFile], row_bytes: int, stride: int | None = None) -> None:
-        """`stride`: bytes between the starts of two rows; less than `row_bytes` if rows overlap."""
+    def __init__(
+        self, files: Sequence[RowFile], row_bytes: int | Sequence[int], stride: int | None = None
+    ) -> None:
+        """`row_bytes`: of all files, or of each; files that are read together have the same.
+
+        `stride`: bytes between the starts of two rows; less than `row_bytes` if rows overlap.
+        """
         self.descriptors: dict[int, int] = {}
         """File number -> descriptor, the first opened first."""
-        self.files, self.row_bytes, self.stride = files, row_bytes, stride or row_bytes
+        self.files, self.stride = files, stride
+        self.row_bytes = [row_bytes] * len(files) if isinstance(row_bytes, int) else row_bytes
         self.starts = np.array([file.start for file in files], dtype=np.int64)
         self.most_open = max_open()
         self.can_ask = True
@@ -131,7 +137,7 @@ class ShardRows:
             if self.is_cached(number, offset, buffers):
                 continue
             waiting.append(RowRead(number, offset, buffers))
-            ahead += len(buffers) * self.row_bytes
+            ahead += len(buffers) * self.row_bytes[number]
             if ahead >= AHEAD_BYTES:
                 self.fill(waiting)
                 waiting, ahead = [], 0
@@ -141,11 +147,14 @@ class ShardRows:
         self, file: Int64[np.ndarray, " b"], row: Int64[np.ndarray, " b"], out: memoryview
     ) -> Iterator[tuple[int, int, list[memoryview]]]:
         """Yield (file, offset, buffers) in the order of the files; neighbours are one read."""
-        order, size = np.lexsort((row, file)), self.row_bytes
+        if not len(file):
+            return
+        order, size = np.lexsort((row, file)), self.row_bytes[int(file[0])]
+        stride = self.stride or size
         file, row = file[order], row[order]
-        files, offsets = file.tolist(), (self.starts[file] + row * self.stride).tolist()
+        files, offsets = file.tolist(), (self.starts[file] + row * stride).tolist()
         buffers = [out[i * size : (i + 1) * size] for i in order.tolist()]
-        is_new = (np.diff(file) != 0) | (np.diff(row) != 1) | (self.stride != size)
+        is_new = (np.diff(file) != 0) | (np.diff(row) != 1) | (stride != size)
         if is_new.all():  # As good as always when rows are random.
             yield from zip(files, offsets, ([buffer] for buffer in buffers), strict=True)
             return
@@ -156,7 +165,7 @@ class ShardRows:
     def is_cached(self, number: int, offset: int, buffers: list[memoryview]) -> bool:
         """Read what is in the page cache; if it is not, have the kernel begin to read it."""
         descriptor = self.descriptors.get(number) or self.descriptor(number)
-        size = len(buffers) * self.row_bytes
+        size = len(buffers) * self.row_bytes[number]
         if self.can_ask:
             try:
                 if os.preadv(descriptor, buffers, offset, os.RWF_NOWAIT) == size:
@@ -186,7 +195,7 @@ class ShardRows:
     def failed(self, read: RowRead, what: str) -> UserError:
         """The error for a row that could not be read."""
         file = self.files[read.file]
-        row = (read.offset - file.start) // self.stride
+        row = (read.offset - file.start) // (self.stride or self.row_bytes[read.file])
         return UserError(f"[data] {file.path}: row {row} {what}. Check the disk, restore the file.")
 
     def descriptor(self, number: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -152,7 +153,7 @@ def example(model: ModelConfig, objective: str) -> tuple[LatentFacts, dict[str, 
     latent = as_latent_model(model, objective)
     text = None
     if isinstance(latent, CaptionedModel):
-        text = TextFacts.example(latent.text_tokens, latent.text_dim)
+        text = text_example(latent)
     facts = LatentFacts(
         count=0,
         shape=latent.sample_shape,
@@ -160,6 +161,20 @@ def example(model: ModelConfig, objective: str) -> tuple[LatentFacts, dict[str, 
         text=text,
     )
     return facts, facts.fields(torch.float32)
+
+
+def text_example(model: CaptionedModel) -> TextFacts:
+    """Facts of captions that fit a model; the empty prompt is a zero."""
+    null = base64.b64encode(bytes(4 * model.text_dim)).decode()
+    return TextFacts(
+        kind="",
+        digest="",
+        layer=-1,
+        template="{}",
+        width=model.text_dim,
+        tokens=model.text_tokens,
+        null=null,
+    )
 
 
 @dataclass(frozen=True)

@@ -26,17 +26,21 @@ from titan_dit.data.files import BadFileError
 from titan_dit.data.latents import STORED_DTYPES
 from titan_dit.data.manifest import ENCODED_FORMAT, MANIFEST, digest_of
 from titan_dit.data.packing import pack
-from titan_dit.data.packing.images import DecodingBudget, decode_image
+from titan_dit.data.packing.images import Crop, DecodingBudget, decode_image, sides_of
 from titan_dit.data.packing.pack import (
     CONVERTED,
     SHARD_BYTES,
     ChunkRecord,
     Chunks,
+    ShapeKeys,
     write_chunk,
     writing,
 )
 from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.pictures.picture_set import UNLABELLED, ListingOptions, PictureSet
+from titan_dit.pictures.picture_sizes import Size
+from titan_dit.pictures.report import picture_lines
+from titan_dit.pictures.survey import Survey
 from titan_dit.system.files import write_whole
 from titan_dit.system.host_copy import HostCopy
 
@@ -50,11 +54,13 @@ MIN_SHARD_PICTURES, MAX_CHUNKS = 256, 64
 class DecodedPicture(NamedTuple):
     """A picture, decoded and cropped."""
 
-    pixels: UInt8[Tensor, "3 s s"]
+    pixels: UInt8[Tensor, "3 h w"]
     digest: bytes
     """SHA-256 of its file."""
     is_converted: bool
     """True if its colours were converted to sRGB."""
+    size: Size
+    """Size of the whole picture, upright."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,8 @@ class EncodeJob(Chunks):
     """Further keys of the manifest."""
     max_pixels: int | None = None
     """Maximum pixels of a picture; None: as many as its format's memory allows."""
+    survey: Survey | None = None
+    """Sizes of the pictures, for the report; it changes no shard. None: no report."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -102,7 +110,24 @@ class EncodeJob(Chunks):
         """Channels of a latent. A row has twice as many if it holds mean and std."""
         return self.shape[0] // 2 if self.posterior == "both" else self.shape[0]
 
-    def batches(self, chunk: int) -> list[range]:
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """The sizes that pictures are cropped to."""
+        return (Size(self.image_size, self.image_size),)
+
+    def shape_of(self, chunk: int) -> tuple[int, int, int]:
+        """Shape of a chunk's rows."""
+        return self.shape
+
+    def crop_of(self, row: int) -> Crop:
+        """The size that a picture is cropped to."""
+        return self.image_size
+
+    def shapes_of(self, records: Sequence[ChunkRecord]) -> ShapeKeys:
+        """Keys of the manifest about the shape of rows."""
+        return pack.one_shape(self, records)
+
+    def batches(self, chunk: int) -> list[Sequence[int]]:
         """The pictures of each batch of a chunk."""
         rows, size = self.rows(chunk), max(1, self.batch_size // self.copies)
         return [rows[first : first + size] for first in range(0, len(rows), size)]
@@ -122,6 +147,8 @@ class EncodeJob(Chunks):
         ):
             if limit != default:
                 sha.update(f" {limit}".encode())
+        if self.pictures.left_out:
+            sha.update(json.dumps(sorted(self.pictures.left_out.items())).encode())
         return sha.hexdigest()
 
     def stamp(self, row: int) -> tuple[int, int]:
@@ -144,14 +171,81 @@ class EncodeJob(Chunks):
 
     def picture(self, row: int, budget: DecodingBudget) -> DecodedPicture:
         """Decode and crop a picture. Raises BadFileError."""
+        if reason := self.pictures.left_out.get(row):
+            raise BadFileError(reason)
         if int(self.pictures.labels[row]) < 0:
             raise BadFileError(UNLABELLED)
         data = self.pictures.read(row)
         if not data:
             raise BadFileError("empty file")
-        size = self.image_size
-        found = decode_image(data, size, (3, size, size), budget)
-        return DecodedPicture(found.pixels, hashlib.sha256(data).digest(), found.is_converted)
+        crop = self.crop_of(row)
+        width, height = sides_of(crop)
+        found = decode_image(data, crop, (3, height, width), budget)
+        sha, size = hashlib.sha256(data).digest(), Size(*found.size)
+        return DecodedPicture(found.pixels, sha, found.is_converted, size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeOptions:
+    """How pictures are encoded, whatever their size."""
+
+    flip: bool = False
+    posterior: Literal["both", "mean"] = "both"
+    units: Literal["vae", "measured"] = "vae"
+    dtype: str = "float16"
+    batch_size: int = 32
+    shard_size: int | None = None
+    text: str | None = None
+    """Description of the data's origin."""
+    max_pixels: int | None = None
+
+    @property
+    def copies(self) -> int:
+        """Rows per picture."""
+        return 2 if self.flip else 1
+
+    def check(self) -> None:
+        """Raise UserError for a batch that cuts a picture's rows."""
+        if self.flip and self.batch_size % 2:
+            raise UserError(
+                f"[data encode] batch_size={self.batch_size}: with --flip true a batch holds "
+                f"pictures and their mirror images. Set --batch-size {self.batch_size + 1}."
+            )
+
+    def shape(self, vae: Autoencoder, size: Size) -> tuple[int, int, int]:
+        """Shape of a row of a picture of this size."""
+        channels = vae.channels * (2 if self.posterior == "both" else 1)
+        return channels, size.height // vae.facts.factor, size.width // vae.facts.factor
+
+    def pictures_per_shard(self, shape: tuple[int, int, int], count: int) -> int:
+        """Pictures of a shard of rows of this shape, of `count` in all."""
+        bytes_each = math.prod(shape) * STORED_DTYPES[self.dtype].itemsize * self.copies
+        size = max(MIN_SHARD_PICTURES, -(-count // MAX_CHUNKS))
+        return self.shard_size or max(1, min(SHARD_BYTES // bytes_each, size))
+
+    def about(
+        self, pictures: PictureSet, root: Path, vae: Autoencoder, sizes: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Keys of the manifest. `sizes`: those about the size of pictures."""
+        return {
+            "source": self.text or f"encoded from {root.resolve().name}",
+            "num_classes": pictures.num_classes,
+            **({"classes": list(pictures.class_names)} if pictures.class_names else {}),
+            "scale": vae.scale,
+            "shift": vae.shift,
+            "value_range": None,
+            "vae": {
+                "class": vae.facts.kind,
+                "source": vae.source,
+                "digest": vae.facts.digest,
+                "factor": vae.facts.factor,
+            },
+            "posterior": self.posterior,
+            **sizes,
+            "copies": self.copies,
+            "batch_size": self.batch_size,
+            "units": self.units,
+        }
 
 
 def make_job(
@@ -161,66 +255,37 @@ def make_job(
     vae: Autoencoder,
     *,
     image_size: int,
-    flip: bool = False,
-    posterior: Literal["both", "mean"] = "both",
-    units: Literal["vae", "measured"] = "vae",
-    dtype: str = "float16",
-    batch_size: int = 32,
-    shard_size: int | None = None,
-    text: str | None = None,
-    max_pixels: int | None = None,
+    survey: Survey | None = None,
+    **how: Any,
 ) -> EncodeJob:
-    """Plan the shards. Raises UserError if the autoencoder cannot encode this size."""
-    factor = vae.facts.factor
+    """Plan the shards of squares; `how`: fields of EncodeOptions.
+
+    Raises UserError if the autoencoder cannot encode this size.
+    """
+    factor, options = vae.facts.factor, EncodeOptions(**how)
     if image_size % factor:
         near = max(factor, round(image_size / factor) * factor)
         raise UserError(
             f"[data encode] image_size={image_size} is no multiple of {factor}, by which "
             f"{vae.source} divides a side. Set --image-size {near}."
         )
-    if flip and batch_size % 2:
-        raise UserError(
-            f"[data encode] batch_size={batch_size}: with --flip true a batch holds pictures and "
-            f"their mirror images. Set --batch-size {batch_size + 1}."
-        )
-    side = image_size // factor
-    shape = (vae.channels * (2 if posterior == "both" else 1), side, side)
-    bytes_each = math.prod(shape) * STORED_DTYPES[dtype].itemsize * (2 if flip else 1)
-    size = max(MIN_SHARD_PICTURES, -(-len(pictures) // MAX_CHUNKS))
-    about = {
-        "source": text or f"encoded from {root.resolve().name}",
-        "num_classes": pictures.num_classes,
-        **({"classes": list(pictures.class_names)} if pictures.class_names else {}),
-        "scale": vae.scale,
-        "shift": vae.shift,
-        "value_range": None,
-        "vae": {
-            "class": vae.facts.kind,
-            "source": vae.source,
-            "digest": vae.facts.digest,
-            "factor": factor,
-        },
-        "posterior": posterior,
-        "image_size": image_size,
-        "crop": CROP,
-        "copies": 2 if flip else 1,
-        "batch_size": batch_size,
-        "units": units,
-    }
+    options.check()
+    shape = options.shape(vae, Size(image_size, image_size))
     return EncodeJob(
         pictures,
         root,
         output.resolve().name,
         shape,
-        dtype,
-        batch_size,
+        options.dtype,
+        options.batch_size,
         image_size,
-        flip,
-        posterior,
-        units,
-        about,
-        max_pixels,
-        shard_size=shard_size or max(1, min(SHARD_BYTES // bytes_each, size)),
+        options.flip,
+        options.posterior,
+        options.units,
+        options.about(pictures, root, vae, {"image_size": image_size, "crop": CROP}),
+        options.max_pixels,
+        survey,
+        shard_size=options.pictures_per_shard(shape, len(pictures)),
     )
 
 
@@ -239,7 +304,7 @@ class PictureBatch:
     """Numbers of the pictures that could be decoded."""
     digests: list[bytes]
     """SHA-256 of their files."""
-    pictures: UInt8[Tensor, "b 3 s s"] | None
+    pictures: UInt8[Tensor, "b 3 h w"] | None
     """None if all were dropped."""
     dropped: Drops
     num_converted: int
@@ -311,7 +376,7 @@ def decoded(
 ) -> Iterator[PictureBatch]:
     """Decode the pictures of all chunks in threads, some batches ahead."""
     pinned = vae.device.type == "cuda"
-    waiting: deque[tuple[int, range, list[Reading]]] = deque()
+    waiting: deque[tuple[int, Sequence[int], list[Reading]]] = deque()
     budget = DecodingBudget(job.max_pixels, flag="--max-pixels")
     with ThreadPoolExecutor(threads) as pool:
         try:
@@ -327,7 +392,7 @@ def decoded(
             pool.shutdown(cancel_futures=True)
 
 
-def joined(chunk: int, rows: range, readings: list[Reading], pinned: bool) -> PictureBatch:
+def joined(chunk: int, rows: Sequence[int], readings: list[Reading], pinned: bool) -> PictureBatch:
     """A batch of the pictures that could be decoded."""
     kept, found, dropped = [], [], []
     for row, reading in zip(rows, readings, strict=True):
@@ -370,7 +435,7 @@ def rows_of(batch: PictureBatch, stored: HostCopy | None) -> tuple[PictureBatch,
 
 
 def latents_of(
-    job: EncodeJob, vae: Autoencoder, pictures: UInt8[Tensor, "b 3 s s"]
+    job: EncodeJob, vae: Autoencoder, pictures: UInt8[Tensor, "b 3 h w"]
 ) -> Shaped[Tensor, "b k c h w"]:
     """The rows of pictures: unscaled mean and std of each, or the mean alone."""
     images = pictures.to(vae.device, non_blocking=True)
@@ -378,7 +443,7 @@ def latents_of(
     mean, std = vae.encode(torch.stack(copies, 1).flatten(0, 1))
     rows = torch.cat([mean, std], 1) if job.posterior == "both" else mean
     stored = rows.to(STORED_DTYPES[job.dtype])
-    return stored.view(len(pictures), len(copies), *job.shape)
+    return stored.view(len(pictures), len(copies), *stored.shape[1:])
 
 
 def add(job: EncodeJob, chunk: EncodedChunk, batch: PictureBatch, stored: Tensor | None) -> None:
@@ -399,7 +464,7 @@ def add(job: EncodeJob, chunk: EncodedChunk, batch: PictureBatch, stored: Tensor
 
 def write(job: EncodeJob, digest: str, output: Path, chunk: EncodedChunk) -> None:
     """Write a chunk's shard and its record."""
-    every = chunk.latents or [torch.empty(0, job.copies, *job.shape)]
+    every = chunk.latents or [torch.empty(0, job.copies, *job.shape_of(chunk.number))]
     latents = torch.cat(every).flatten(0, 1)
     extra: dict[str, Any] = sums(job, latents) | {
         PICTURES: hashlib.sha256(b"".join(chunk.digests)).hexdigest()
@@ -426,7 +491,9 @@ def sums(job: EncodeJob, rows: Shaped[Tensor, "n c h w"]) -> dict[str, list[floa
 
 def moments(job: EncodeJob, records: Sequence[ChunkRecord]) -> tuple[list[float], list[float]]:
     """Mean and std of each channel over the dataset, summed in the job's order."""
-    count = sum(record.count for record in records) * math.prod(job.shape[1:])
+    count = sum(
+        record.count * math.prod(job.shape_of(chunk)[1:]) for chunk, record in enumerate(records)
+    )
     total, squares = np.zeros(job.channels), np.zeros(job.channels)
     for record in records:
         if record.count:
@@ -438,7 +505,7 @@ def moments(job: EncodeJob, records: Sequence[ChunkRecord]) -> tuple[list[float]
 
 
 def finish(job: EncodeJob, output: Path) -> tuple[Drops, list[float], list[float]]:
-    """Write captions, dropped.json and the manifest, which makes the output whole.
+    """Write captions, reports and the manifest, which makes the output whole.
 
     Returns (dropped pictures, mean of each channel, std of each channel).
     """
@@ -459,6 +526,9 @@ def finish(job: EncodeJob, output: Path) -> tuple[Drops, list[float], list[float
         with writing(output / pack.CAPTIONS, job.command):
             write_whole(output / pack.CAPTIONS, data)
         more["captions"] = {"file": pack.CAPTIONS, "sha256": hashlib.sha256(data).hexdigest()}
+    if job.survey is not None:
+        with writing(output / pack.PICTURES, job.command):
+            write_whole(output / pack.PICTURES, b"".join(picture_lines(job, job.survey, records)))
     with writing(output / MANIFEST, job.command):
         pack.write_all(job, output, digest, records, more)
     return [drop for record in records for drop in record.dropped], mean, std

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from jaxtyping import Int64
@@ -48,6 +49,9 @@ class ListingOptions:
     """Maximum bytes of a metadata row, or of a text beside a picture."""
     max_file_bytes: int = 256 << 20
     """Maximum bytes of a picture's file."""
+    no_caption: Literal["skip", "empty"] | None = None
+    """What `data encode` does with pictures without a caption: leave them out, or keep them. None:
+    refuse them if captions are all that the pictures have."""
     max_rows: int | None = None
     """Maximum rows of parquet files. None: MAX_ROWS, or one row per BYTES_PER_ROW bytes if more."""
 
@@ -93,6 +97,24 @@ class PictureSet:
     """(length, modification time) of the file that holds a picture, by its row."""
     max_file_bytes: int = ListingOptions.max_file_bytes
     """Maximum bytes of a picture's file; larger ones are dropped."""
+    captioned: bool = False
+    """True if there are captions and no labels: captions are the only condition."""
+    left_out: Mapping[int, str] = field(default_factory=dict)
+    """Pictures that are not encoded -> the reason."""
+    beside: tuple[tuple[str, str], ...] = ()
+    """(name, reason) of files of the input that are not read."""
+    path: Callable[[int], Path] | None = None
+    """The file of a picture by its row, which may be missing. None if files hold several."""
+
+    @property
+    def num_uncaptioned(self) -> int:
+        """Pictures without a caption that are not left out."""
+        empty = (row for row, text in enumerate(self.texts) if not text.strip())
+        return sum(row not in self.left_out for row in empty)
+
+    def without(self, rows: Sequence[int], reason: str) -> PictureSet:
+        """The set with some pictures left out; the rows of the others stay."""
+        return replace(self, left_out={**dict.fromkeys(rows, reason), **self.left_out})
 
     def __len__(self) -> int:
         """Number of pictures."""
@@ -109,8 +131,13 @@ def make_set(
     stamp: Callable[[int], Stamp],
     asked: ListingOptions,
     class_names: Sequence[str] = (),
+    captioned: bool = False,
+    beside: Sequence[tuple[str, str]] = (),
+    path: Callable[[int], Path] | None = None,
 ) -> PictureSet:
     """Number the classes and make the set. `class_names`: names of labels that are numbers.
+
+    `captioned`: its pictures should have captions. `beside`: (name, reason) of files not read.
 
     Raises UserError for a label outside the classes and for two pictures of one name. It also
     refuses labels of which some are numbers and others names: one wrong label would turn all
@@ -173,6 +200,9 @@ def make_set(
         read,
         stamp,
         asked.max_file_bytes,
+        captioned or (bool(kept) and not given),
+        beside=tuple(beside),
+        path=path,
     )
 
 

@@ -31,6 +31,7 @@ from titan_dit.data.listing import (
     list_folder,
 )
 from titan_dit.data.tar_members import BoundedMember, refuse_sparse
+from titan_dit.pictures.captioned_folder import apply_caption_rule, files_of, open_captioned
 from titan_dit.pictures.library import parquet
 from titan_dit.pictures.picture_set import (
     BYTES_PER_ROW,
@@ -57,11 +58,14 @@ def open_folder(root: Path, asked: ListingOptions) -> PictureSet:
             f"{asked.where}{root} holds latents, which are encoded already: `data pack`."
         )
 
+    def path(row: int) -> Path:
+        return root / listing.names[row]
+
     def read(row: int) -> bytes:
-        return bytes(read_whole(root / listing.names[row], asked.check_size))
+        return bytes(read_whole(path(row), asked.check_size))
 
     def stamp(row: int) -> Stamp:
-        return stamp_of(root / listing.names[row])
+        return stamp_of(path(row))
 
     return PictureSet(
         root,
@@ -74,6 +78,7 @@ def open_folder(root: Path, asked: ListingOptions) -> PictureSet:
         read,
         stamp,
         asked.max_file_bytes,
+        path=path,
     )
 
 
@@ -255,8 +260,11 @@ def open_metadata(root: Path, file: Path, asked: ListingOptions) -> PictureSet:
             return found
         return stamp_of(found_file(root, names[row]) or root / names[row])
 
+    def path(row: int) -> Path:
+        return found_file(root, names[row]) or root / names[row]
+
     numbers = numbers_if_decimal(chosen(labels, where))
-    return make_set(root, file.name, names, numbers, texts, read, stamp, asked)
+    return make_set(root, file.name, names, numbers, texts, read, stamp, asked, path=path)
 
 
 def rows_of(file: Path, where: str, asked: ListingOptions) -> Iterator[Mapping[str, Any]]:
@@ -626,9 +634,14 @@ READERS = {".parquet": open_parquet, ".tar": open_tars}
 def open_input(path: Path, asked: ListingOptions) -> PictureSet:
     """List the pictures of a folder, or of one parquet or tar file.
 
-    In a folder the first of these is read: a metadata file; parquet or tar files in it or below; a
-    folder per class.
+    In a folder the first of these is read: a metadata file; parquet or tar files in it or below;
+    pictures with captions beside them; a folder per class.
     """
+    return apply_caption_rule(open_any(path, asked), asked)
+
+
+def open_any(path: Path, asked: ListingOptions) -> PictureSet:
+    """As `open_input`, with pictures that have no caption."""
     if path.is_file():
         reader = READERS.get(path.suffix)
         if reader is None:
@@ -639,6 +652,8 @@ def open_input(path: Path, asked: ListingOptions) -> PictureSet:
     if (found := open_listed(path, asked)) is not None:
         return found
     refuse_split(asked, f"{path} holds no parquet or tar files")
+    if (files := files_of(path)).is_captioned:
+        return open_captioned(path, files, asked)
     return open_folder(path, asked)
 
 

@@ -1,4 +1,4 @@
-"""Read images as uint8 sRGB pixels, optionally resized and cropped to squares."""
+"""Read images as uint8 sRGB pixels, optionally resized and cropped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -121,6 +121,17 @@ TURNS = {
 """EXIF orientation -> transposition that makes the picture upright; 1 is upright."""
 
 
+TURNED = {turn for orientation, turn in TURNS.items() if orientation >= 5}
+"""Transpositions that exchange width and height."""
+Crop: TypeAlias = int | tuple[int, int]
+"""A size to crop to: the side of a square, or (width, height)."""
+
+
+def sides_of(crop: Crop) -> tuple[int, int]:
+    """(width, height) of a crop."""
+    return (crop, crop) if isinstance(crop, int) else crop
+
+
 class DecodingBudget:
     """Limit on the memory of pictures that are decoded at once: a large picture waits.
 
@@ -170,17 +181,19 @@ class Decoded(NamedTuple):
     pixels: UInt8[Tensor, "c h w"]
     is_converted: bool
     """True if its colours were converted to sRGB."""
+    size: tuple[int, int]
+    """(width, height) of the whole picture, upright."""
 
 
 def read_image(
     path: Path,
-    size: int | None = None,
+    size: Crop | None = None,
     shape: tuple[int, ...] | None = None,
     budget: DecodingBudget | None = None,
 ) -> UInt8[Tensor, "c h w"]:
     """Read an image file: one channel if grey, else RGB; transparency on white, upright, sRGB.
 
-    `size` crops to a square, see `center_crop`. If `shape` has three channels, grey becomes RGB.
+    `size` crops, see `center_crop`. If `shape` has three channels, grey becomes RGB.
     Raises BadFileError for any other difference from `shape`, and for a picture that is too thin to
     crop.
     """
@@ -189,7 +202,7 @@ def read_image(
 
 def decode_image(
     data: bytes | bytearray,
-    size: int | None = None,
+    size: Crop | None = None,
     shape: tuple[int, ...] | None = None,
     budget: DecodingBudget | None = None,
 ) -> Decoded:
@@ -205,15 +218,16 @@ def decode_image(
             if image.mode.startswith(("I", "F")):
                 raise BadFileError(f"{image.mode} image with more than 8 bits; convert it to 8")
             if size is not None and max(image.size) > THINNEST * min(image.size):
+                shape_of_crop = "to a square" if isinstance(size, int) else "to a bucket"
                 raise BadFileError(
-                    f"{image.width} x {image.height} pixels: too thin to be cropped to a square"
+                    f"{image.width} x {image.height} pixels: too thin to be cropped {shape_of_crop}"
                 )
             has_coefficients = image.format in JPEGS and not is_one_scan(image, data)
             reduce_jpeg(image, size)
             cost = memory_of(image, size, has_coefficients) + len(data)
             budget.check(image, cost)
             with budget.taken(cost):
-                pixels, is_converted = flat(image, size, shape)
+                pixels, is_converted, whole = flat(image, size, shape)
                 image.close()
                 if cost > LARGE:
                     give_back_memory()
@@ -224,16 +238,19 @@ def decode_image(
     tensor = torch.from_numpy(pixels).view(*pixels.shape[:2], -1).permute(2, 0, 1)
     if shape is not None and tuple(tensor.shape) != shape:
         raise BadFileError(f"shape {list(tensor.shape)}, not {list(shape)} like the other files")
-    return Decoded(tensor.contiguous(), is_converted)
+    return Decoded(tensor.contiguous(), is_converted, whole)
 
 
 def flat(
-    image: Image.Image, size: int | None, shape: tuple[int, ...] | None
-) -> tuple[UInt8[np.ndarray, "..."], bool]:
-    """(upright, cropped pixels in sRGB, True if they were converted)."""
+    image: Image.Image, size: Crop | None, shape: tuple[int, ...] | None
+) -> tuple[UInt8[np.ndarray, "..."], bool, tuple[int, int]]:
+    """(upright, cropped pixels in sRGB, True if they were converted, upright size of the whole)."""
     profile = image.info.get("icc_profile") or b""
     to_srgb = colour_transform(profile, colour_space(image.mode)) if profile else None
     turn = turn_of(image)
+    whole = image.info.get(FULL_SIZE, image.size)
+    if turn in TURNED:
+        whole = whole[::-1]
     # Grey becomes RGB after the crop, in a third of the memory.
     mode = "L" if image.mode in GREYS else "RGB"
     is_cmyk = image.mode == "CMYK"
@@ -253,7 +270,7 @@ def flat(
     is_grey = mode == "L" and (shape is None or shape[0] == 1)
     if not is_grey and picture.mode != "RGB":
         picture = picture.convert("RGB")
-    return np.array(picture), to_srgb is not None
+    return np.array(picture), to_srgb is not None, whole
 
 
 def give_back_memory() -> None:
@@ -269,17 +286,18 @@ def known_formats() -> tuple[str, ...]:
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
-def reduce_jpeg(image: Image.Image, size: int | None) -> None:
+def reduce_jpeg(image: Image.Image, size: Crop | None) -> None:
     """Let a large JPEG be decoded at 1/8 to 1/2 of its size if a crop of `size` needs no more."""
     if size is None or image.format not in JPEGS or image.width * image.height <= REDUCED:
         return
-    factor = next((f for f in (8, 4, 2) if min(image.size) // f >= 4 * size), 1)
+    longer = max(sides_of(size))  # It is not upright yet.
+    factor = next((f for f in (8, 4, 2) if min(image.size) // f >= 4 * longer), 1)
     if factor > 1:
         image.info[FULL_SIZE] = image.size
         image.draft(image.mode, (image.width // factor, image.height // factor))
 
 
-def memory_of(image: Image.Image, size: int | None, has_coefficients: bool) -> int:
+def memory_of(image: Image.Image, size: Crop | None, has_coefficients: bool) -> int:
     """Peak bytes of decoding, converting, turning and cropping a picture to `size`."""
     pixels = image.width * image.height
     stored = 1 if image.mode in BYTE_MODES else 4
@@ -344,16 +362,17 @@ def turn_of(image: Image.Image) -> Image.Transpose | None:
     return None
 
 
-def center_crop(image: Image.Image, size: int) -> Image.Image:
-    """Resize and center-crop to `size` x `size`, like ADM (arXiv:2105.05233) and DiT.
+def center_crop(image: Image.Image, size: Crop) -> Image.Image:
+    """Resize to cover `size` and crop the center, like ADM (arXiv:2105.05233) and DiT.
 
-    Halves the image with a box filter while its shorter side is >= 2 * size. The last resize is
-    bicubic: one large bicubic step would alias.
+    Halves the image with a box filter while it covers twice the size. The last resize is bicubic:
+    one large bicubic step would alias.
     """
-    while min(image.size) >= 2 * size:
+    width, height = sides_of(size)
+    while image.width >= 2 * width and image.height >= 2 * height:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
-    ratio = size / min(image.size)
+    ratio = max(width / image.width, height / image.height)
     fitted = (round(image.width * ratio), round(image.height * ratio))
     image = image.resize(fitted, Image.Resampling.BICUBIC)
-    left, above = (image.width - size) // 2, (image.height - size) // 2
-    return image.crop((left, above, left + size, above + size))
+    left, above = (image.width - width) // 2, (image.height - height) // 2
+    return image.crop((left, above, left + width, above + height))

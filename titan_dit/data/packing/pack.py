@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ from titan_dit.data.manifest import (
     CLAIM,
     FORMAT,
     MANIFEST,
+    SHARD_KEYS,
     agreed,
     check_manifest,
     read_folder_manifest,
@@ -86,6 +87,8 @@ def lock(output: Path, command: str = "data pack") -> int:
         ) from None
 
 
+ShapeKeys: TypeAlias = tuple[dict[str, Any], Sequence[dict[str, Any]]]
+"""Keys of a manifest about the shape of rows, and those of each chunk's shard."""
 MAX_PIXELS_FLAG = "--max-pixels"
 CONVERTED = "to_srgb"
 """Key of a chunk's record: number of pictures whose colours were converted."""
@@ -139,8 +142,11 @@ class ShardJob(Protocol):
     def num_chunks(self) -> int:
         """Number of chunks."""
 
-    def rows(self, chunk: int) -> range:
+    def rows(self, chunk: int) -> Sequence[int]:
         """Listing indices of a chunk's files."""
+
+    def shapes_of(self, records: Sequence[ChunkRecord]) -> ShapeKeys:
+        """Keys of the manifest about the shape of rows, and those of each chunk's shard."""
 
     def digest(self) -> str:
         """SHA-256 of all that determines the shards' bytes, except the files' contents."""
@@ -169,10 +175,15 @@ class Chunks(ABC):
         """Number of chunks; one whose files are all dropped gets no shard."""
         return -(-len(self.names) // self.shard_size)
 
-    def rows(self, chunk: int) -> range:
+    def rows(self, chunk: int) -> Sequence[int]:
         """Listing indices of a chunk's files."""
         first = chunk * self.shard_size
         return range(first, min(first + self.shard_size, len(self.names)))
+
+
+def one_shape(job: ShardJob, records: Sequence[ChunkRecord]) -> ShapeKeys:
+    """Keys of the manifest, and of each shard, if all rows have the job's shape."""
+    return {"shape": list(job.shape)}, [{}] * len(records)
 
 
 @dataclass(frozen=True)
@@ -228,6 +239,10 @@ class PackJob(Chunks):
         """(length, modification time) of a listed file."""
         return stamp_of(self.listing.root / self.listing.names[row])
 
+    def shapes_of(self, records: Sequence[ChunkRecord]) -> ShapeKeys:
+        """One shape."""
+        return one_shape(self, records)
+
     def has_made(self, record: ChunkRecord, chunk: int) -> bool:
         """True if packing the chunk again gives the same bytes."""
         kept, latents, dropped, _ = self.read_chunk(chunk, self.budget(), lambda *_: None)
@@ -267,7 +282,8 @@ class PackJob(Chunks):
         """
         path = self.listing.root / self.listing.names[row]
         if self.listing.kind == "images":
-            return decode_image(read_whole(path), self.image_size, self.shape, budget)
+            found = decode_image(read_whole(path), self.image_size, self.shape, budget)
+            return found.pixels, found.is_converted
         latent = read_latent(path, self.shape)
         packed = latent.to(STORED_DTYPES[self.dtype])
         if self.dtype == "float16" and packed.isinf().any():
@@ -543,7 +559,7 @@ def worker_error(exit_code: int, message: str) -> Exception:
     return RuntimeError(f"a worker failed (exit code {exit_code}), see above")
 
 
-DROPPED, CAPTIONS = "dropped.json", "captions.jsonl"
+DROPPED, CAPTIONS, PICTURES = "dropped.json", "captions.jsonl", "pictures.jsonl"
 SHARD_BYTES = 128 << 20
 SHARD_FILES = r"-\d{5,}\.(safetensors|json)"
 TEMPORARY = r"\.tmp\w{6}"
@@ -738,7 +754,7 @@ def check_output(job: ShardJob, output: Path) -> None:
             f"[{job.command}] out={output} holds another dataset. Delete it or choose another "
             "--out."
         )
-    written = f"{CLAIM}|{DROPPED}|{MANIFEST}|{SOURCES}|{re.escape(CAPTIONS)}"
+    written = f"{CLAIM}|{DROPPED}|{MANIFEST}|{SOURCES}|{re.escape(CAPTIONS)}|{re.escape(PICTURES)}"
     known = rf"({re.escape(job.name)}{SHARD_FILES}|{written})(\..*\.partial|\.partial)?"
     if stated or (output / CLAIM).is_file():
         known += f"|{TEMPORARY}"
@@ -777,7 +793,8 @@ def records_of(
         lost = [(row, dropped[row]) for row in job.rows(chunk) if row in dropped]
         shard = shards.get(f"{stem}.safetensors", {"file": "", "count": 0, "bytes": 0})
         if shard["count"] // job.copies + len(lost) == len(job.rows(chunk)):
-            records[chunk] = ChunkRecord(digest, **({"sha256": ""} | shard), dropped=lost)
+            known = {key: shard[key] for key in (*SHARD_KEYS, "extra") if key in shard}
+            records[chunk] = ChunkRecord(digest, **({"sha256": ""} | known), dropped=lost)
     return records
 
 
@@ -824,18 +841,19 @@ def write_all(
     ]
     if dropped:
         write_json(output / DROPPED, dropped)
-    keys = ("file", "count", "bytes", "sha256")
+    of_all, of_each = job.shapes_of(records)
     shards = [
-        {key: getattr(record, key) for key in keys}
+        {key: getattr(record, key) for key in SHARD_KEYS}
+        | own
         | ({"extra": record.extra} if record.extra else {})
-        for record in records
+        for record, own in zip(records, of_each, strict=True)
         if record.file
     ]
     manifest: dict[str, Any] = {
         "format": job.format,
         **job.about,
         **(more or {}),
-        "shape": list(job.shape),
+        **of_all,
         "dtype": job.dtype,
         "count": sum(record.count for record in records),
         "dropped": len(dropped),

@@ -1,0 +1,169 @@
+"""The size of every picture, from the header of its file: it chooses the bucket."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from titan_dit.config.section import UserError
+from titan_dit.data.files import BadFileError
+from titan_dit.data.packing.images import ORIENTATION, TURNED, TURNS, known_formats
+from titan_dit.pictures.picture_set import UNLABELLED, PictureSet
+from titan_dit.pictures.picture_sizes import MIN_KEPT, Fit, Size, fit
+
+EXIF_BYTES = 1 << 16
+"""Maximum bytes of EXIF behind the pixels of a PNG; longer ones are ignored."""
+READ_AHEAD = 1024
+"""Pictures that threads are given at once."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Width and height of every picture of a set."""
+
+    sizes: NDArray[np.int32]
+    """[n, 2]: width and height, upright; 0 for a picture that is left out."""
+    reasons: dict[int, str]
+    """Row -> why the picture is left out."""
+
+    def size(self, row: int) -> Size:
+        """The size of a picture; (0, 0) if it is left out."""
+        width, height = self.sizes[row].tolist()
+        return Size(width, height)
+
+    @classmethod
+    def empty(cls) -> Survey:
+        """The survey of no pictures."""
+        return cls(np.zeros((0, 2), np.int32), {})
+
+    @classmethod
+    def joined(cls, parts: Sequence[Survey]) -> Survey:
+        """The survey of a set from those of each rank, which has every len(parts)-th picture."""
+        sizes = np.zeros((sum(len(part.sizes) for part in parts), 2), np.int32)
+        for rank, part in enumerate(parts):
+            sizes[rank :: len(parts)] = part.sizes
+        reasons = {
+            rank + len(parts) * at: reason
+            for rank, part in enumerate(parts)
+            for at, reason in part.reasons.items()
+        }
+        return cls(sizes, dict(sorted(reasons.items())))
+
+
+def survey_share(
+    pictures: PictureSet,
+    threads: int,
+    report: Callable[[int], None],
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> Survey:
+    """Read the sizes of every `num_ranks`-th picture. `report` gets increments of pictures."""
+    rows = range(rank, len(pictures), num_ranks)
+    sizes = np.zeros((len(rows), 2), np.int32)
+    reasons: dict[int, str] = {}
+
+    def found(row: int) -> Size | str:
+        try:
+            return size_of(pictures, row)
+        except BadFileError as error:
+            return str(error)
+
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            for first in range(0, len(rows), READ_AHEAD):
+                some = rows[first : first + READ_AHEAD]
+                for at, size in enumerate(pool.map(found, some), first):
+                    if isinstance(size, str):
+                        reasons[at] = size
+                    else:
+                        sizes[at] = size
+                report(len(some))
+    except OSError as error:
+        raise UserError(f"[data encode] {error}") from None
+    return Survey(sizes, reasons)
+
+
+def size_of(pictures: PictureSet, row: int) -> Size:
+    """The upright size of a picture. Raises BadFileError if it is left out."""
+    if reason := pictures.left_out.get(row):
+        raise BadFileError(reason)
+    if int(pictures.labels[row]) < 0:
+        raise BadFileError(UNLABELLED)
+    path = None if pictures.path is None else pictures.path(row)
+    if path is not None and path.is_file() and is_small(path.stat().st_size, pictures):
+        with suppress(PermissionError), path.open("rb") as file:
+            return upright_size(file)
+    data = pictures.read(row)  # With the reason if it cannot be read.
+    if not data:
+        raise BadFileError("empty file")
+    return upright_size(io.BytesIO(data))
+
+
+def is_small(size: int, pictures: PictureSet) -> bool:
+    """True for a file that is not empty, and not above the limit."""
+    return 0 < size <= pictures.max_file_bytes
+
+
+def upright_size(file: BinaryIO) -> Size:
+    """Width and height of a picture as its EXIF turns it, without decoding it.
+
+    Raises BadFileError.
+    """
+    Image.MAX_IMAGE_PIXELS = None
+    try:
+        with Image.open(file, formats=known_formats()) as image:
+            orientation = orientation_of(image, file)
+            width, height = image.size
+    except OSError as error:
+        if error.errno:
+            raise  # Of the disk, not of what the file holds.
+        raise BadFileError("not a readable image: damaged, or cut off") from None
+    except Exception:  # Pillow raises any exception on a damaged file.
+        raise BadFileError("not a readable image: damaged, or cut off") from None
+    if not width or not height:
+        raise BadFileError("holds no pixels")
+    turned = TURNS.get(orientation) in TURNED
+    return Size(height, width) if turned else Size(width, height)
+
+
+def orientation_of(image: Image.Image, file: BinaryIO) -> int:
+    """The EXIF orientation in the header; of a PNG, also behind its pixels."""
+    with suppress(Exception):  # As above, of damaged EXIF.
+        # Not the method of PNG, which decodes the pixels to find what stands behind them.
+        found = Image.Image.getexif(image)
+        if image.format == "PNG" and "exif" not in image.info and (late := late_exif(file)):
+            found.load(late)
+        orientation = found.get(ORIENTATION, 1)
+        return orientation if isinstance(orientation, int) else 1
+    return 1
+
+
+def late_exif(file: BinaryIO) -> bytes:
+    """The EXIF of a PNG, wherever it stands; b"" without one."""
+    file.seek(8)
+    while len(head := file.read(8)) == 8:
+        length, kind = struct.unpack(">I4s", head)
+        if kind == b"eXIf":
+            return b"Exif\0\0" + file.read(length) if length <= EXIF_BYTES else b""
+        file.seek(length + 4, io.SEEK_CUR)
+    return b""
+
+
+def fit_of(sizes: tuple[Size, ...], picture: Size) -> Fit:
+    """The bucket of a picture, as `picture_sizes.fit`. Raises BadFileError for one too thin."""
+    found = fit(sizes, picture)
+    if len(sizes) > 1 and found.kept < MIN_KEPT:
+        raise BadFileError(
+            f"{picture.width} x {picture.height} pixels: too thin, of its nearest bucket "
+            f"{sizes[found.bucket]} shows {found.kept:.0%} of it"
+        )
+    return found
