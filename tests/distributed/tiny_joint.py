@@ -1,13 +1,14 @@
 """A tiny text-to-image DiT on random pictures with random captions of random lengths."""
 
+import base64
 from dataclasses import dataclass
 
 import torch
 
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import HeightWidth, PositiveInt
-from titan_dit.data.base import DataConfig, DataFacts, Field, Source
-from titan_dit.objectives.base import Objective, ObjectiveConfig, Prepared, at_least_fp32
+from titan_dit.data.base import DataConfig, Field, Source
+from titan_dit.data.latent_facts import LatentFacts, TextFacts
 
 TABLES = {
     "model": {
@@ -22,7 +23,7 @@ TABLES = {
         "text_dim": 12,
         "intermediate_size": 48,
     },
-    "objective": {"name": "tiny_joint:Flow"},
+    "objective": {"name": "rectified_flow", "condition_dropout": 0.25},
     "data": {"name": "tiny_joint:Captioned", "channels": 2, "text_dim": 12},
     "training": {"steps": 4, "global_batch_size": 8},
     "precision": {"dtype": "fp32"},
@@ -46,19 +47,32 @@ class Captioned(DataConfig):
         return Captions((self.channels, *self.latent_size), (self.text_tokens, self.text_dim))
 
 
-def fields_of(latent, text):
-    return {
-        "latent": Field(torch.float32, latent),
-        "text": Field(torch.float16, text),
-        "text_length": Field(torch.int64, ()),
-    }
-
-
 class Captions(Source):
-    facts = DataFacts(count=64, digest="captions")
-
     def __init__(self, latent, text):
-        self.fields, self.latent, self.text = fields_of(latent, text), latent, text
+        self.latent, self.text = latent, text
+        tokens, width = text
+        # The empty prompt has two tokens.
+        empty = torch.randn(2, width, generator=torch.Generator().manual_seed(1000))
+        self.facts = LatentFacts(
+            count=64,
+            digest="captions",
+            shape=latent,
+            num_classes=1,
+            text=TextFacts(
+                kind="T5EncoderModel",
+                digest="text",
+                layer=-1,
+                template="{}",
+                width=width,
+                tokens=tokens,
+                null=base64.b64encode(empty.numpy().tobytes()).decode(),
+            ),
+        )
+        self.fields = {
+            "latent": Field(torch.float32, latent),
+            "text": Field(torch.float16, text),
+            "text_length": Field(torch.int64, ()),
+        }
 
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
@@ -70,45 +84,6 @@ class Captions(Source):
             "text": words.half(),
             "text_length": torch.tensor(length),
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flow(ObjectiveConfig):
-    """Rectified flow with captions."""
-
-    def build(self, model, facts):
-        return CaptionedFlow(model)
-
-    def example(self, model):
-        return Captions.facts, fields_of(model.sample_shape, (model.text_tokens, model.text_dim))
-
-
-class CaptionedFlow(Objective):
-    takes = ("latent", "text", "text_length")
-    token_targets = ("velocity",)
-
-    def __init__(self, model):
-        self.model = model
-
-    def prepare(self, batch, rng):
-        clean = self.model.tokenize(batch.fields["latent"])
-        noise, t = rng.normal("noise", tuple(clean.shape[1:])), rng.uniform("t")
-        return Prepared(
-            inputs={
-                "tokens": torch.lerp(clean, noise, t[:, None, None]),
-                "timestep": 1000 * t,
-                "text": batch.fields["text"],
-                "text_length": batch.fields["text_length"],
-            },
-            targets={"velocity": noise - clean},
-            weight=batch.weight,
-            total_tokens=batch.total_weight * clean.shape[1],
-            static=self.model.static(clean.device),
-        )
-
-    def loss(self, predictions, targets):
-        error = at_least_fp32(predictions["prediction"]) - targets["velocity"]
-        return error.square().mean(-1)
 
 
 def joint_config(**sections):

@@ -146,7 +146,11 @@ class LatentFacts(DataFacts):
     def fields(self, dtype: torch.dtype) -> dict[str, Field]:
         """Fields of a sample: `latent` in its stored dtype, and `label`."""
         shape = (self.shape[0], None, None) if self.bucket_shapes else self.shape
-        return {"latent": Field(dtype, shape), "label": Field(torch.int64, ())}
+        found = {"latent": Field(dtype, shape), "label": Field(torch.int64, ())}
+        if self.text:
+            found["text"] = Field(torch.float16, (self.text.tokens, self.text.width))
+            found["text_length"] = Field(torch.int64, ())
+        return found
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> LatentFacts:

@@ -1,0 +1,145 @@
+"""Class labels and captions: what a network is given, and what in its place without it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_joint import joint_config
+
+from titan_dit.config.section import UserError
+from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.data.loader import load_samples
+from titan_dit.diffusion import drawing
+from titan_dit.diffusion.conditions import Captions, ClassLabels, joined, rows_of, without
+from titan_dit.diffusion.objective import condition_of
+from titan_dit.diffusion.sections import DDPMConfig, RectifiedFlowConfig
+from titan_dit.objectives.base import DataShare
+from titan_dit.rng import SampleRNG
+
+CPU = torch.device("cpu")
+CONFIG = joint_config()
+SOURCE = CONFIG.data.open()
+EMPTY = SOURCE.facts.text.null_embedding
+
+
+def fields_of(numbers):
+    rows = [(number, number) for number in numbers]
+    return load_samples(SOURCE, rows, lambda fields: None, CPU, float(len(rows)))
+
+
+def test_labels_are_given_as_they_are_and_their_null_is_negative():
+    labels = torch.tensor([3, 0, 7])
+    assert torch.equal(ClassLabels().given({"label": labels})["labels"], labels)
+    assert ClassLabels().null(2, CPU)["labels"].tolist() == [-1, -1]
+
+
+def test_captions_are_padded_to_the_tokens_of_the_model():
+    captions = Captions(11, EMPTY)
+    given = captions.given(fields_of([3, 5]).fields)
+    assert given["text"].shape == (2, 11, 12)
+    assert given["text_length"].tolist() == [3, 5]
+    assert torch.equal(given["text"][1, :5], fields_of([5]).fields["text"][0, :5])
+    assert not given["text"][:, 8:].any()
+
+
+def test_the_null_of_captions_is_the_embedding_of_the_empty_prompt():
+    null = Captions(8, EMPTY).null(3, CPU)
+    assert null["text_length"].tolist() == [2, 2, 2]
+    assert torch.equal(null["text"][2, :2], EMPTY)
+    assert EMPTY.abs().sum() > 0
+    assert not null["text"][:, 2:].any()
+
+
+def test_whole_rows_are_dropped_and_joined():
+    captions = Captions(8, EMPTY)
+    given, null = captions.given(fields_of([3, 5, 7]).fields), captions.null(3, CPU)
+    found = without(given, null, torch.tensor([False, True, False]))
+    assert found["text_length"].tolist() == [3, 2, 7]
+    assert found["text"].dtype == given["text"].dtype
+    assert torch.equal(found["text"][1], null["text"][1].to(given["text"]))
+    assert torch.equal(found["text"][2], given["text"][2])
+    both = joined(given, null)
+    assert both["text_length"].tolist() == [3, 5, 7, 2, 2, 2]
+    picked = rows_of(both, torch.tensor([4, 0]))
+    assert picked["text_length"].tolist() == [2, 3]
+    assert torch.equal(picked["text"][1], given["text"][0])
+
+
+@pytest.mark.parametrize("section", [RectifiedFlowConfig, DDPMConfig])
+def test_a_caption_goes_with_its_own_picture_in_any_batch(section):
+    objective = section(condition_dropout=0.5).build(CONFIG.model, SOURCE.facts)
+    assert objective.takes == ("latent", "text", "text_length")
+
+    def prepared(numbers):
+        batch = fields_of(numbers)
+        return objective.prepare(batch, SampleRNG(0, batch.sample_numbers)).inputs
+
+    whole, part = prepared(range(16)), prepared([11, 2])
+    for name in ("tokens", "timestep", "text", "text_length"):
+        assert torch.equal(part[name], whole[name][[11, 2]]), name
+    dropped = [
+        n for n in range(16) if torch.equal(whole["text"][n, :2].float(), EMPTY.half().float())
+    ]
+    assert 3 < len(dropped) < 13
+    assert all(whole["text_length"][n] == (2 if n in dropped else n % 9) for n in range(16))
+
+
+def test_guidance_compares_the_prompt_with_the_empty_one():
+    objective = RectifiedFlowConfig().build(CONFIG.model, SOURCE.facts)
+    asked = []
+
+    def forward(inputs, static):
+        asked.append((inputs["text_length"].tolist(), len(inputs["tokens"])))
+        return torch.zeros_like(inputs["tokens"])
+
+    given = objective.condition.given(fields_of([3, 5]).fields)
+    drawing.generate(
+        forward, objective, given, torch.arange(2), seed=0, steps=1,
+        sampler=drawing.sampler_of(objective.config, "euler"), guidance=drawing.Guidance(4.0),
+    )  # fmt: skip
+    assert asked == [([3, 5, 2, 2], 4)]
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        (
+            {"text": None},
+            r"\[model\] takes captions \(text_dim=12\), but \[data\] has none. Encode",
+        ),
+        (
+            {"width": 16},
+            "embeddings of 16 and up to 8 tokens. Set text_dim = 16 and text_tokens = 8",
+        ),
+        (
+            {"tokens": 9},
+            "embeddings of 12 and up to 9 tokens. Set text_dim = 12 and text_tokens = 9",
+        ),
+    ],
+)
+def test_captions_that_do_not_fit_the_model_are_refused(facts, words):
+    text = SOURCE.facts.text
+    changed = facts["text"] if "text" in facts else replace(text, **facts)
+    with pytest.raises(UserError, match=words):
+        RectifiedFlowConfig().build(CONFIG.model, replace(SOURCE.facts, text=changed))
+
+
+def test_a_model_without_a_condition_is_told_what_it_lacks():
+    class Bare:
+        name = "bare"
+        sample_shape, token_shape = (2, 4, 8), (8, 8)
+        spec = tokenize = detokenize = static = print
+
+    facts = LatentFacts(shape=(2, 4, 8), count=1, num_classes=1)
+    words = r"has neither num_classes nor text_tokens, text_dim\. Add the members of one"
+    with pytest.raises(UserError, match=words):
+        condition_of(Bare(), facts, "rectified_flow")
+
+
+def test_what_draws_classes_refuses_a_network_with_captions():
+    objective = RectifiedFlowConfig().build(CONFIG.model, SOURCE.facts)
+    share = DataShare(CPU)
+    with pytest.raises(
+        UserError, match=r'\[model\] name="joint_dit" takes captions: it cannot draw'
+    ):
+        drawing.preview(lambda *_: None, objective, CONFIG.sampling, 0, share)
