@@ -3,7 +3,8 @@
 A dataset is a folder with `manifest.json` and shards. A shard holds `latent` [n, c, h, w] (float16,
 float32 or uint8) and `label` [n] (int64). The manifest holds shape, dtype, scale, shift, source and
 count, and the count, bytes and SHA-256 of each shard. In its third version shards have several
-shapes: the rows of each shape, one after another, are a bucket.
+shapes: the rows of each shape, one after another, are a bucket. Beside the shards may lie the
+embeddings of captions (`caption_embeddings`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 from titan_dit.config.section import UserError
 from titan_dit.data.base import SampleOrder, Source
 from titan_dit.data.buckets import BucketOrder
+from titan_dit.data.caption_embeddings import CaptionEmbeddings
 from titan_dit.data.folders import LatentFolder
 from titan_dit.data.latent_facts import LatentFacts, VAEFacts
 from titan_dit.data.listing import Listing, few, layout_of, list_folder
@@ -142,7 +144,12 @@ class LatentShards(Source):
         shapes = tuple(bucket.shape for bucket in self.buckets)
         scale, shift = manifest["scale"], manifest["shift"]
         units = [] if (scale, shift) == (1.0, 0.0) else [f"scale={scale} shift={shift}"]
-        vae = manifest.get("vae")
+        vae, text = manifest.get("vae"), manifest.get("text")
+        self._text: CaptionEmbeddings | None = None
+        if text is not None:
+            num_pictures = int(self.ends[-1]) // self.copies
+            self._text = CaptionEmbeddings(path, text, num_pictures, verify)
+            units += [entry["sha256"] for entry in (*text["files"], text["index"])]
         self.facts: LatentFacts = LatentFacts(
             shape=max(shapes, key=math.prod),
             bucket_shapes=shapes if len(shapes) > 1 else (),
@@ -155,6 +162,7 @@ class LatentShards(Source):
             vae=vae and VAEFacts(kind=vae["class"], digest=vae["digest"], factor=vae["factor"]),
             vae_source=vae["source"] if vae else "",
             posterior=manifest.get("posterior") or "",
+            text=self._text.facts if self._text else None,
             digest=digest_of([entry["sha256"] for entry in manifest["shards"]] + units),
         )
         self.fields = self.facts.fields(self.dtype)
@@ -220,10 +228,15 @@ class LatentShards(Source):
             check_labels(labels, num_classes, self.path / entry["file"])
 
     def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Read rows of any shards into new tensors. Raises UserError if a row cannot be read.
+        """Read rows of any shards into new tensors; a row's number draws one of several captions.
 
-        Raises ValueError for rows of several buckets, whose shapes differ.
+        Raises UserError if a row cannot be read, and ValueError for rows of several buckets, whose
+        shapes differ.
         """
+        return self.read_numbered(rows, rows)
+
+    def read_numbered(self, rows: Sequence[int], numbers: Sequence[int]) -> dict[str, Tensor]:
+        """`read` for samples of these numbers, each of which draws one of several captions."""
         at = np.asarray(rows, dtype=np.int64)
         outside = at[(at < 0) | (at >= len(self))]
         if len(outside):
@@ -239,7 +252,8 @@ class LatentShards(Source):
         self._latents.read(shard, within, bytes_of(latents))
         pairs = zip(shard.tolist(), within.tolist(), strict=True)
         labels = np.array([self._labels[number][row] for number, row in pairs], dtype=np.int64)
-        return {"latent": torch.from_numpy(latents), "label": torch.from_numpy(labels)}
+        found = {"latent": torch.from_numpy(latents), "label": torch.from_numpy(labels)}
+        return found | (self._text.read(at // self.copies, numbers) if self._text else {})
 
     def _open_shard(
         self, entry: dict[str, Any], manifest: dict[str, Any], verify: bool

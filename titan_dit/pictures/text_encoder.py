@@ -6,7 +6,6 @@ rounding. A caption is put into a template first, such as the words of a chat.
 
 from __future__ import annotations
 
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -144,7 +143,7 @@ class TextEncoder:
             states = found.last_hidden_state
         else:
             states = found.hidden_states[self.layer]
-        return [row[:length] for row, length in zip(states.float(), lengths, strict=True)]
+        return [row[:length] for row, length in zip(states, lengths, strict=True)]
 
     def check_fits(self, made_by: TextFacts | None, where: str) -> None:
         """Raise UserError if a dataset's embeddings were made otherwise."""
