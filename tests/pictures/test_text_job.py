@@ -288,7 +288,7 @@ def test_data_encode_stores_pictures_and_captions(root, tmp_path):
     )
     assert found.returncode == 0, found.stderr
     said = found.stdout + found.stderr
-    assert "captions of 68 tokens: their embeddings take 4.4kB (4,352 bytes of float16)" in said
+    assert "captions of 70 tokens: their embeddings take 4.5kB (4,480 bytes of float16)" in said
     facts = LatentShards(tmp_path / "set", verify=True).facts.text
     assert (facts.layer, facts.template, facts.tokens) == (1, "a {} of red", 6)
     again = encode(
@@ -298,7 +298,8 @@ def test_data_encode_stores_pictures_and_captions(root, tmp_path):
 
 
 def test_bad_flags_are_refused_before_a_picture_is_encoded(root, tmp_path):
-    said = refused(lambda: DataEncodeFlags(input="x", out="y", vae="z", image_size=8, text_layer=1))
+    wrong = DataEncodeFlags(input="x", out="y", vae="z", image_size=8, text_layer=1)
+    said = refused(wrong.check_text)
     assert said == "[data encode] --text-layer without --text-encoder. Give both, or none."
     found = encode(root, tmp_path / "set", text_layer=7)
     assert found.returncode == 1

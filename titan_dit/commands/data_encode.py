@@ -47,6 +47,7 @@ MOST_WORKERS = 16
 def main(options: DataEncodeFlags) -> None:
     """Launch the ranks, or be one of them."""
     options.sizes()  # Refused before anything starts.
+    options.check_text()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     train.start_ranks(gpus=device == "cuda", cores=train.num_cores())
     with process_group.start(device_of(device).type) as world:
@@ -293,8 +294,8 @@ def report(
         console.say(f"warning: all pictures of these classes were dropped: {lost_names}")
     if not plan.pictures.texts:
         console.say("the pictures have no captions")
-    elif empty := sum(not text.strip() for text in plan.pictures.texts):
-        console.say(f"{empty:,} pictures have no caption")
+    elif empty := plan.pictures.num_uncaptioned:
+        console.say(f"{empty:,} pictures have an empty caption")
     if beside := plan.pictures.beside:
         console.say(f"{len(beside):,} other files were not read: {few([x for x, _ in beside])}")
     if plan.survey is not None:

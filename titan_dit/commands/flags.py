@@ -275,6 +275,17 @@ class DataEncodeFlags(Section):
             return parse_sizes(self.buckets)
         return () if self.pixels is None else sizes_within(self.pixels, self.multiple)
 
+    def check_text(self) -> None:
+        """Raise UserError for a flag of the text encoder without --text-encoder."""
+        default = {f.name: f.default for f in fields(self) if f.name.startswith("text_")}
+        if self.text_encoder is None:
+            for name, value in default.items():
+                if getattr(self, name) != value:
+                    flag = name.replace("_", "-")
+                    raise UserError(
+                        f"[data encode] --{flag} without --text-encoder. Give both, or none."
+                    )
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataReportFlags(Section):

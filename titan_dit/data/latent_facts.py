@@ -42,6 +42,7 @@ SCHEMA = {
     "vae_source": Maybe(str),
     "posterior": Maybe(Literal["", "both", "mean"]),
     "bucket_shapes": Maybe(schema.Rows((PositiveInt, PositiveInt, PositiveInt))),
+    "bucket_counts": Maybe(tuple[PositiveInt, ...]),
     "text": Maybe(
         OrNone(
             {
@@ -129,6 +130,7 @@ class LatentFacts(DataFacts):
         "class_names",
         "vae_source",
         "posterior",
+        "bucket_counts",
     }
 
     shape: tuple[int, int, int]
@@ -150,15 +152,18 @@ class LatentFacts(DataFacts):
     """Stored part of the posterior: "both" mean and std, "mean", or "" if not known."""
     bucket_shapes: tuple[tuple[int, int, int], ...] = ()
     """Shape of the samples of each bucket; empty if all samples have one shape."""
+    bucket_counts: tuple[int, ...] = ()
+    """Samples of each bucket: with the shapes, all that the order of steps depends on."""
     text: TextFacts | None = None
     """The encoder of the captions; None if no embeddings are stored."""
 
     def as_json(self) -> dict[str, Any]:
         """The fields as JSON values, as older versions have them without buckets and text."""
         values = super().as_json()
-        for key in ("bucket_shapes", "text"):
-            if not values[key]:
-                del values[key]
+        if not self.bucket_shapes:
+            del values["bucket_shapes"], values["bucket_counts"]
+        if self.text is None:
+            del values["text"]
         return values
 
     @property
@@ -209,6 +214,7 @@ class LatentFacts(DataFacts):
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         known["shape"] = tuple(known["shape"])
         known["bucket_shapes"] = tuple(map(tuple, known.get("bucket_shapes", ())))
+        known["bucket_counts"] = tuple(known.get("bucket_counts", ()))
         known["class_names"] = tuple(known.get("class_names", ()))
         for key in ("scale", "shift", "value_range"):
             if isinstance(known.get(key), list | tuple):

@@ -106,6 +106,12 @@ class PictureSet:
     path: Callable[[int], Path] | None = None
     """The file of a picture by its row, which may be missing. None if files hold several."""
 
+    @property
+    def num_uncaptioned(self) -> int:
+        """Pictures without a caption that are not left out."""
+        empty = (row for row, text in enumerate(self.texts) if not text.strip())
+        return sum(row not in self.left_out for row in empty)
+
     def without(self, rows: Sequence[int], reason: str) -> PictureSet:
         """The set with some pictures left out; the rows of the others stay."""
         return replace(self, left_out={**dict.fromkeys(rows, reason), **self.left_out})
