@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers  # type: ignore[import-not-found]
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 

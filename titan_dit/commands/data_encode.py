@@ -25,7 +25,7 @@ from titan_dit.data.manifest import read_json
 from titan_dit.data.packing import pack
 from titan_dit.data.packing.pack import claimed
 from titan_dit.observe import console
-from titan_dit.pictures import autoencoder, encode
+from titan_dit.pictures import autoencoder, encode, text_encoder, text_job
 from titan_dit.pictures.bucket_job import BucketJob, make_bucket_job
 from titan_dit.pictures.encode import EncodeJob, make_job
 from titan_dit.pictures.picture_set import ListingOptions, PictureSet
@@ -33,11 +33,12 @@ from titan_dit.pictures.picture_sizes import check_multiples
 from titan_dit.pictures.readers import open_input
 from titan_dit.pictures.report import by_bucket, read_report
 from titan_dit.pictures.survey import Survey, survey_share
+from titan_dit.pictures.text_encoder import TextEncoder
 from titan_dit.ranks import process_group
 from titan_dit.ranks.process_group import Ranks
 from titan_dit.system.files import reason_of
 from titan_dit.system.launched_as import LaunchedAs
-from titan_dit.system.progress import ProgressLine
+from titan_dit.system.progress import ProgressLine, count
 from titan_dit.trained_model import device_of
 
 MOST_WORKERS = 16
@@ -46,6 +47,7 @@ MOST_WORKERS = 16
 def main(options: DataEncodeFlags) -> None:
     """Launch the ranks, or be one of them."""
     options.sizes()  # Refused before anything starts.
+    options.check_text()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     train.start_ranks(gpus=device == "cuda", cores=train.num_cores())
     with process_group.start(device_of(device).type) as world:
@@ -67,6 +69,7 @@ def run(options: DataEncodeFlags, device: torch.device) -> None:
         max_rows=options.max_rows,
     )
     pictures = open_input(source, asked)
+    encoder = text_encoder_of(options, pictures, device, ranks)
     vae = autoencoder.load(options.vae, device)
     vae.check_encodes("--vae")
     plan = plan_of(options, pictures, vae, ranks)
@@ -75,6 +78,20 @@ def run(options: DataEncodeFlags, device: torch.device) -> None:
             f"[data encode] input={source}: ranks found other pictures or another autoencoder. "
             "Give all of them the same files."
         )
+    encode_pictures(plan, vae, output, ranks, options)
+    if encoder is not None:
+        encode_captions(options, encoder, ranks)
+
+
+def encode_pictures(
+    plan: EncodeJob,
+    vae: autoencoder.Autoencoder,
+    output: Path,
+    ranks: Ranks,
+    options: DataEncodeFlags,
+) -> None:
+    """Encode this rank's chunks of pictures; the first rank writes the manifest. Collective."""
+    pictures = plan.pictures
     with ExitStack() as stack:
         todo = ranks.run_on_first(lambda: begin(plan, output, stack, options.verify))
         if todo is None:
@@ -91,6 +108,75 @@ def run(options: DataEncodeFlags, device: torch.device) -> None:
         found = ranks.run_on_first(lambda: encode.finish(plan, output))
     if ranks.is_first:
         report(plan, output, *found)
+
+
+def text_encoder_of(
+    options: DataEncodeFlags, pictures: PictureSet, device: torch.device, ranks: Ranks
+) -> TextEncoder | None:
+    """The text encoder, None without --text-encoder; prints the size of the embeddings.
+
+    Raises UserError for what would fail after the pictures are encoded.
+    """
+    if options.text_encoder is None:
+        return None
+    output, left_out = Path(options.out), pictures.left_out
+    text_job.check_name(output)
+    kept = [row for row in range(len(pictures)) if row not in left_out]
+    texts = [pictures.texts[row] for row in kept] if pictures.texts else []
+    names = [pictures.names[row] for row in kept]
+    text_job.check_captions(texts, names, options.no_caption == "empty")
+    encoder = text_encoder.load(
+        options.text_encoder,
+        device,
+        layer=options.text_layer,
+        template=options.text_template,
+        max_tokens=options.text_tokens,
+    )
+    text_job.check_same_encoder(output, encoder, options.text_dtype)
+    text_job.stored(encoder.encode([""])[0], options.text_dtype, "")
+    if ranks.is_first:
+        found = text_job.Tokenized.of(encoder, text_job.distinct([[text] for text in texts])[0])
+        size = found.num_bytes(encoder, options.text_dtype)
+        console.say(
+            f"{len(found.ends) - 1:,} captions of {len(found.ids):,} tokens: their embeddings take "
+            f"{count(size)}B ({size:,} bytes of {options.text_dtype})"
+        )
+    return encoder
+
+
+def encode_captions(options: DataEncodeFlags, encoder: TextEncoder, ranks: Ranks) -> None:
+    """Encode this rank's files of captions; the first rank completes the manifest. Collective."""
+    output = Path(options.out)
+    job = text_job.make_text_job(
+        output,
+        encoder,
+        tokens=options.text_tokens,
+        dtype=options.text_dtype,
+        batch_size=options.batch_size,
+    )
+    with ExitStack() as stack:
+        todo = ranks.run_on_first(lambda: text_job.begin(job, stack))
+        if todo is None:
+            if ranks.is_first:
+                console.say(f"the captions of {output} are already encoded")
+            return
+        mine = todo[ranks.rank :: ranks.count]
+        total = sum(len(job.chunks[chunk]) for chunk in todo)
+        progress, failure = ProgressLine(total, "captions"), ""
+        try:
+            with progress:
+                text_job.encode_texts(job, mine, lambda num: progress.add(num * ranks.count))
+        except UserError as error:
+            failure = str(error)
+        if failures := [text for text in ranks.gather(failure) if text]:
+            raise UserError(failures[0])
+        text = ranks.run_on_first(lambda: text_job.finish(job))
+    if ranks.is_first:
+        if text["cut"]:
+            console.say(f"cut {text['cut']:,} captions to {encoder.max_tokens:,} tokens")
+        console.say(
+            f"wrote the embeddings of {text['captions']:,} captions by {job.facts()} to {output}"
+        )
 
 
 def plan_of(

@@ -224,6 +224,18 @@ class DataEncodeFlags(Section):
     no_caption: Literal["skip", "empty"] | None = None
     """Pictures without a caption: skip leaves them out, empty keeps them. Default: they are refused
     by name, unless the pictures have labels."""
+    text_encoder: FilePath | None = None
+    """Folder of a text encoder of transformers, or of a pipeline; or its name on the hub: store the
+    captions' embeddings, too, also for pictures that are encoded already."""
+    text_layer: int | None = None
+    """Hidden state that is stored; negative from the end. Default: the encoder's output."""
+    text_template: str = "{}"
+    """What the text encoder reads, with {} for the caption."""
+    text_tokens: Few | None = None
+    """Tokens of a caption with its template: longer ones are cut, samples are padded to it.
+    Default: those of the longest one, up to 512 or the encoder's positions."""
+    text_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
+    """Dtype of stored embeddings."""
     split: str | None = None
     """Parquet or tar files to take: those whose name, or folder's, begins with it: train."""
     shard_size: PositiveInt | None = None
@@ -262,6 +274,17 @@ class DataEncodeFlags(Section):
         if self.buckets is not None:
             return parse_sizes(self.buckets)
         return () if self.pixels is None else sizes_within(self.pixels, self.multiple)
+
+    def check_text(self) -> None:
+        """Raise UserError for a flag of the text encoder without --text-encoder."""
+        default = {f.name: f.default for f in fields(self) if f.name.startswith("text_")}
+        if self.text_encoder is None:
+            for name, value in default.items():
+                if getattr(self, name) != value:
+                    flag = name.replace("_", "-")
+                    raise UserError(
+                        f"[data encode] --{flag} without --text-encoder. Give both, or none."
+                    )
 
 
 @dataclass(frozen=True, kw_only=True)

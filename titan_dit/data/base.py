@@ -129,6 +129,13 @@ class Source:
         samples = [self[row] for row in rows]
         return {name: torch.stack([sample[name] for sample in samples]) for name in self.fields}
 
+    def read_numbered(self, rows: Sequence[int], numbers: Sequence[int]) -> dict[str, Tensor]:
+        """`read` for samples of these numbers, by which a source may draw one of several captions.
+
+        The same number draws the same one.
+        """
+        return self.read(rows)
+
     def groups(self) -> Int64[Tensor, " n"] | None:
         """Return the group (class) of every row, to stratify validation; None without groups."""
         return None

@@ -3,7 +3,8 @@
 A dataset is a folder with `manifest.json` and shards. A shard holds `latent` [n, c, h, w] (float16,
 float32 or uint8) and `label` [n] (int64). The manifest holds shape, dtype, scale, shift, source and
 count, and the count, bytes and SHA-256 of each shard. In its third version shards have several
-shapes: the rows of each shape, one after another, are a bucket.
+shapes: the rows of each shape, one after another, are a bucket. Beside the shards may lie the
+embeddings of captions (`caption_embeddings`).
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from torch import Tensor
 from titan_dit.config.section import UserError
 from titan_dit.data.base import SampleOrder, Source
 from titan_dit.data.buckets import BucketOrder
+from titan_dit.data.caption_embeddings import CaptionEmbeddings
 from titan_dit.data.folders import LatentFolder
 from titan_dit.data.latent_facts import LatentFacts, VAEFacts
 from titan_dit.data.listing import Listing, few, layout_of, list_folder
 from titan_dit.data.manifest import (
+    BUCKETS_FORMAT,
     FORMAT,
     MANIFEST,
+    SHARD_KEYS,
     agreed,
     check_manifest,
     digest_of,
@@ -142,7 +146,12 @@ class LatentShards(Source):
         shapes = tuple(bucket.shape for bucket in self.buckets)
         scale, shift = manifest["scale"], manifest["shift"]
         units = [] if (scale, shift) == (1.0, 0.0) else [f"scale={scale} shift={shift}"]
-        vae = manifest.get("vae")
+        vae, text = manifest.get("vae"), manifest.get("text")
+        self._text: CaptionEmbeddings | None = None
+        if text is not None:
+            num_pictures = int(self.ends[-1]) // self.copies
+            self._text = CaptionEmbeddings(path, text, num_pictures, verify)
+            units += [entry["sha256"] for entry in (*text["files"], text["index"])]
         self.facts: LatentFacts = LatentFacts(
             shape=max(shapes, key=math.prod),
             bucket_shapes=shapes if self.keeps_groups else (),
@@ -156,6 +165,7 @@ class LatentShards(Source):
             vae=vae and VAEFacts(kind=vae["class"], digest=vae["digest"], factor=vae["factor"]),
             vae_source=vae["source"] if vae else "",
             posterior=manifest.get("posterior") or "",
+            text=self._text.facts if self._text else None,
             digest=digest_of([entry["sha256"] for entry in manifest["shards"]] + units),
         )
         self.fields = self.facts.fields(self.dtype)
@@ -221,10 +231,15 @@ class LatentShards(Source):
             check_labels(labels, num_classes, self.path / entry["file"])
 
     def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Read rows of any shards into new tensors. Raises UserError if a row cannot be read.
+        """Read rows of any shards into new tensors; a row's number draws one of several captions.
 
-        Raises ValueError for rows of several buckets, whose shapes differ.
+        Raises UserError if a row cannot be read, and ValueError for rows of several buckets, whose
+        shapes differ.
         """
+        return self.read_numbered(rows, rows)
+
+    def read_numbered(self, rows: Sequence[int], numbers: Sequence[int]) -> dict[str, Tensor]:
+        """`read` for samples of these numbers, each of which draws one of several captions."""
         at = np.asarray(rows, dtype=np.int64)
         outside = at[(at < 0) | (at >= len(self))]
         if len(outside):
@@ -240,7 +255,8 @@ class LatentShards(Source):
         self._latents.read(shard, within, bytes_of(latents))
         pairs = zip(shard.tolist(), within.tolist(), strict=True)
         labels = np.array([self._labels[number][row] for number, row in pairs], dtype=np.int64)
-        return {"latent": torch.from_numpy(latents), "label": torch.from_numpy(labels)}
+        found = {"latent": torch.from_numpy(latents), "label": torch.from_numpy(labels)}
+        return found | (self._text.read(at // self.copies, numbers) if self._text else {})
 
     def _open_shard(
         self, entry: dict[str, Any], manifest: dict[str, Any], verify: bool
@@ -329,36 +345,7 @@ def write_shards(
     `labels` are int64 [n], from 0 to num_classes - 1. Raises UserError for invalid data, and never
     overwrites a dataset.
     """
-    if (path / MANIFEST).exists():
-        raise UserError(
-            f"[data] {path} already holds a dataset ({MANIFEST}). Delete the folder, or write to "
-            "another one."
-        )
-    if not len(latents):
-        raise UserError(f"[data] {path}: latents {list(latents.shape)} hold no sample.")
-    check_shape(labels, len(latents), path)
-    check_labels(labels, num_classes, path)
-    if latents.dtype not in STORED_DTYPES.values():
-        raise UserError(f"[data] {path}: {latents.dtype} is not one of {', '.join(STORED_DTYPES)}.")
-    if not (finite := latents.flatten(1).isfinite().all(1)).all():
-        row = int((~finite).nonzero()[0])
-        raise UserError(f"[data] {path}: row {row} holds NaN or infinity. Remove such rows.")
-    path.mkdir(parents=True, exist_ok=True)
-    shards = []
-    for number, first in enumerate(range(0, len(latents), shard_size)):
-        rows = slice(first, first + shard_size)
-        file = path / f"{path.name}-{number:05d}.safetensors"
-        tensors = {"latent": latents[rows].contiguous(), "label": labels[rows].contiguous()}
-        data = safetensors.save(tensors)
-        write_whole(file, data)
-        shards.append(
-            {
-                "file": file.name,
-                "count": len(labels[rows]),
-                "bytes": len(data),
-                "sha256": hashlib.sha256(data).hexdigest(),
-            }
-        )
+    shards = write_parts(path, [(latents, labels)], num_classes, shard_size)
     manifest = {
         "format": FORMAT,
         "source": source,
@@ -370,7 +357,90 @@ def write_shards(
         "scale": scale,
         "shift": shift,
         "value_range": value_range,
+        "shards": [{key: shard[key] for key in SHARD_KEYS} for shard in shards],
+    }
+    check_manifest(manifest, path / MANIFEST)
+    write_json(path / MANIFEST, manifest)
+
+
+def write_buckets(
+    path: Path,
+    buckets: Sequence[tuple[Tensor, Tensor]],
+    *,
+    num_classes: int,
+    source: str,
+    scale: float = 1.0,
+    shift: float = 0.0,
+    value_range: tuple[float, float] | None = None,
+    shard_size: int = 1 << 16,
+    about: dict[str, str] | None = None,
+) -> None:
+    """Write a dataset of several shapes, as `write_shards`.
+
+    `buckets`: latents [n, c, h, w] and labels [n] of each shape.
+    """
+    shards = write_parts(path, buckets, num_classes, shard_size)
+    manifest = {
+        "format": BUCKETS_FORMAT,
+        "source": source,
+        **(about or {}),
+        "buckets": [
+            {"shape": list(latents.shape[1:]), "count": len(latents)} for latents, _ in buckets
+        ],
+        "dtype": str(buckets[0][0].dtype).removeprefix("torch."),
+        "count": sum(len(latents) for latents, _ in buckets),
+        "num_classes": num_classes,
+        "scale": scale,
+        "shift": shift,
+        "value_range": value_range,
         "shards": shards,
     }
     check_manifest(manifest, path / MANIFEST)
     write_json(path / MANIFEST, manifest)
+
+
+def write_parts(
+    path: Path, buckets: Sequence[tuple[Tensor, Tensor]], num_classes: int, shard_size: int
+) -> list[dict[str, Any]]:
+    """Write the shards of each bucket; their entries in the manifest. Raises UserError."""
+    if (path / MANIFEST).exists():
+        raise UserError(
+            f"[data] {path} already holds a dataset ({MANIFEST}). Delete the folder, or write to "
+            "another one."
+        )
+    for latents, labels in buckets:
+        check_rows(path, latents, labels, num_classes)
+    if len({latents.dtype for latents, _ in buckets}) > 1:
+        raise UserError(f"[data] {path}: the latents of its buckets differ in dtype.")
+    path.mkdir(parents=True, exist_ok=True)
+    shards: list[dict[str, Any]] = []
+    for bucket, (latents, labels) in enumerate(buckets):
+        for first in range(0, len(latents), shard_size):
+            rows = slice(first, first + shard_size)
+            file = path / f"{path.name}-{len(shards):05d}.safetensors"
+            tensors = {"latent": latents[rows].contiguous(), "label": labels[rows].contiguous()}
+            data = safetensors.save(tensors)
+            write_whole(file, data)
+            shards.append(
+                {
+                    "file": file.name,
+                    "count": len(labels[rows]),
+                    "bytes": len(data),
+                    "sha256": hashlib.sha256(data).hexdigest(),
+                    "bucket": bucket,
+                }
+            )
+    return shards
+
+
+def check_rows(path: Path, latents: Tensor, labels: Tensor, num_classes: int) -> None:
+    """Raise UserError for latents and labels that cannot be written."""
+    if not len(latents):
+        raise UserError(f"[data] {path}: latents {list(latents.shape)} hold no sample.")
+    check_shape(labels, len(latents), path)
+    check_labels(labels, num_classes, path)
+    if latents.dtype not in STORED_DTYPES.values():
+        raise UserError(f"[data] {path}: {latents.dtype} is not one of {', '.join(STORED_DTYPES)}.")
+    if not (finite := latents.flatten(1).isfinite().all(1)).all():
+        row = int((~finite).nonzero()[0])
+        raise UserError(f"[data] {path}: row {row} holds NaN or infinity. Remove such rows.")

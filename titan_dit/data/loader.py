@@ -100,7 +100,8 @@ class NumberedSamples:
         Disruption, which is retried: the files were checked when the source was opened.
         """
         try:
-            fields = self.source.read([row for _, row in pairs])
+            numbers, rows = [number for number, _ in pairs], [row for _, row in pairs]
+            fields = self.source.read_numbered(rows, numbers)
         except BadSampleError as error:
             return error
         except UserError as error:
@@ -113,7 +114,7 @@ class NumberedSamples:
             self.inspect(fields)
         except UserError as error:
             return error
-        stored = StoredBatch(fields, torch.tensor([number for number, _ in pairs]))
+        stored = StoredBatch(fields, torch.tensor(numbers))
         return shared(stored) if get_worker_info() else stored
 
 

@@ -45,6 +45,20 @@ UNITS = ("scale", "shift")
 VAE_KEYS = {"class": str, "source": str, "digest": str, "factor": PositiveInt}
 BUCKET_KEYS = {"shape": tuple[PositiveInt, ...], "count": PositiveInt}
 SHARD_KEYS = {"file": str, "count": PositiveInt, "bytes": PositiveInt, "sha256": str}
+TEXT_KEYS = {
+    "class": str,
+    "source": str,
+    "digest": str,
+    "layer": NonNegativeInt,
+    "template": str,
+    "dtype": Literal["float16", "bfloat16", "float32"],
+    "width": PositiveInt,
+    "tokens": PositiveInt,
+    "captions": PositiveInt,
+    "cut": NonNegativeInt,
+}
+"""Keys of `text`, the embeddings of captions: see `data.caption_embeddings`."""
+INDEX_KEYS = {"file": str, "bytes": PositiveInt, "sha256": str}
 FOLDER_KEYS = {
     "format": str,
     "source": str | None,
@@ -120,7 +134,11 @@ def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
         {"bucket": 0} | conform_keys(entry, keys, f"{file} shards[{number}]")
         for number, entry in enumerate(manifest["shards"])
     ]
-    check_files([entry["file"] for entry in manifest["shards"]], file)
+    files = [entry["file"] for entry in manifest["shards"]]
+    if manifest.get("text") is not None:
+        manifest["text"] = text = check_text(manifest["text"], file)
+        files += [entry["file"] for entry in (*text["files"], text["index"])]
+    check_files(files, file)
     manifest["copies"] = manifest["copies"] or 1
     if any(entry["count"] % manifest["copies"] for entry in manifest["shards"]):
         raise UserError(f"[data] {file}: a shard cuts the {manifest['copies']} rows of a picture.")
@@ -132,6 +150,25 @@ def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
     if in_buckets:
         check_buckets(manifest, file)
     return manifest
+
+
+def check_text(values: Any, file: Path) -> dict[str, Any]:
+    """Check the keys, types and counts of the embeddings of captions."""
+    where = f"{file} text"
+    text = conform_keys(values, TEXT_KEYS, where, ("index", "files"))
+    if not isinstance(text["files"], list):
+        raise UserError(f"[data] {where}: files must be a list.")
+    text["files"] = [
+        conform_keys(entry, SHARD_KEYS, f"{where} files[{number}]")
+        for number, entry in enumerate(text["files"])
+    ]
+    text["index"] = conform_keys(text["index"], INDEX_KEYS, f"{where} index")
+    counted = sum(entry["count"] for entry in text["files"])
+    if counted != text["captions"]:
+        raise UserError(
+            f"[data] {where}: captions={text['captions']}, but its files hold {counted}."
+        )
+    return text
 
 
 def buckets_of(manifest: dict[str, Any], in_buckets: bool, file: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import errno
 import json
 import os
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -131,13 +131,17 @@ class ShardRows:
 
         Rows are read in the order of the files, not of the batch.
         """
+        self.read_each(self.reads(file, row, out))
+
+    def read_each(self, reads: Iterable[tuple[int, int, list[memoryview]]]) -> None:
+        """Fill the buffers of each (file, offset in bytes, buffers). Raises UserError."""
         waiting: list[RowRead] = []
         ahead = 0
-        for number, offset, buffers in self.reads(file, row, out):
+        for number, offset, buffers in reads:
             if self.is_cached(number, offset, buffers):
                 continue
             waiting.append(RowRead(number, offset, buffers))
-            ahead += len(buffers) * self.row_bytes[number]
+            ahead += sum(map(len, buffers))
             if ahead >= AHEAD_BYTES:
                 self.fill(waiting)
                 waiting, ahead = [], 0
@@ -165,7 +169,7 @@ class ShardRows:
     def is_cached(self, number: int, offset: int, buffers: list[memoryview]) -> bool:
         """Read what is in the page cache; if it is not, have the kernel begin to read it."""
         descriptor = self.descriptors.get(number) or self.descriptor(number)
-        size = len(buffers) * self.row_bytes[number]
+        size = sum(map(len, buffers))
         if self.can_ask:
             try:
                 if os.preadv(descriptor, buffers, offset, os.RWF_NOWAIT) == size:

@@ -45,6 +45,28 @@ def diffusers(what: str) -> ModuleType:
     return library
 
 
+def transformers(what: str) -> ModuleType:
+    """Import transformers; `what` needs it. Raises UserError if it is missing."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    try:
+        with quiet():
+            hide_if_broken("torchvision")
+            library = importlib.import_module("transformers")
+            reports = importlib.import_module("transformers.utils.logging")
+            reports.disable_progress_bar()
+            reports.set_verbosity_error()
+            # It imports the modules of a class when that is first named.
+            library.T5EncoderModel, library.PreTrainedTokenizerFast  # noqa: B018
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"{what} needs the library transformers, which cannot be imported "
+            f"({' '.join(str(error).split())[:300]}). " + install_advice("transformers")
+        ) from None
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="huggingface_hub")
+    return library
+
+
 def hide_if_broken(name: str) -> None:
     """Make a package that does not load look absent.
 

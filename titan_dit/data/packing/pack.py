@@ -76,10 +76,10 @@ def claimed(output: Path, digest: str, command: str = "data pack") -> Iterator[N
         os.close(descriptor)
 
 
-def lock(output: Path, command: str = "data pack") -> int:
-    """Open and lock `pack.json`; return its file descriptor."""
+def lock(output: Path, command: str = "data pack", claim: str = CLAIM) -> int:
+    """Open and lock `pack.json`, or another file of an output; return its file descriptor."""
     try:
-        return open_locked(output / CLAIM)
+        return open_locked(output / claim)
     except BlockingIOError:
         raise UserError(
             f"[{command}] another process is packing into {output}. Wait for its end, or give "

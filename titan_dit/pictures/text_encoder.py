@@ -1,0 +1,335 @@
+"""A text encoder of transformers: captions to embeddings of their tokens.
+
+Padding changes no embedding: a caption in a padded batch has the one that it has alone, up to
+rounding. A caption is put into a template first, such as the words of a chat.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from titan_dit.config import user_text
+from titan_dit.config.section import UserError, show
+from titan_dit.data.latent_facts import TextFacts
+from titan_dit.pictures.autoencoder import (
+    CONFIG,
+    check_parameters_fit,
+    digest_of_weights,
+    first_cause,
+)
+from titan_dit.pictures.library import quiet, transformers
+from titan_dit.system import stdio
+from titan_dit.system.launched_as import LaunchedAs
+
+ENCODERS = {
+    "T5EncoderModel": "T5EncoderModel",
+    "T5ForConditionalGeneration": "T5EncoderModel",
+    "UMT5EncoderModel": "UMT5EncoderModel",
+    "UMT5ForConditionalGeneration": "UMT5EncoderModel",
+    "Qwen3Model": "Qwen3Model",
+    "Qwen3ForCausalLM": "Qwen3Model",
+    "CLIPTextModel": "CLIPTextModel",
+    "BertModel": "BertModel",
+}
+"""`architectures` of a config -> the class that is loaded. AutoModel would add T5's decoder."""
+LEARNED_POSITIONS = ("CLIPTextModel", "BertModel")
+"""Classes that cannot read more tokens than their max_position_embeddings."""
+INSIDE, TOKENIZER = "text_encoder", "tokenizer"
+"""Folders of encoder and tokenizer in a pipeline of diffusers."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.json")
+SLOT = "{}"
+MAX_LAYERS = 512
+"""Maximum layers. transformers would build any number before it reads the weights."""
+MAX_TOKENS = 512
+"""Maximum tokens of a caption, if none is given."""
+
+
+def check_template(template: str, where: str) -> None:
+    """Raise UserError unless a template has one place for the caption."""
+    if template.count(SLOT) != 1:
+        raise UserError(
+            f"{where} {show(template)} has {template.count(SLOT)} times {{}}, where the caption "
+            "goes. Write it once."
+        )
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """A text encoder with its weights, in fp32 and eval mode, and its tokenizer."""
+
+    module: nn.Module
+    tokenizer: Any
+    kind: str
+    """The class in transformers."""
+    digest: str
+    """SHA-256 of its weights."""
+    source: str
+    """Name that it was loaded by, or its folder as an absolute path."""
+    num_layers: int
+    layer: int
+    """The hidden state that is an embedding, from 0 (token embeddings) to `num_layers`."""
+    template: str
+    max_tokens: int
+    """Maximum tokens of a caption with its template."""
+
+    @property
+    def width(self) -> int:
+        """Elements of a token's embedding."""
+        return int(self.module.config.hidden_size)  # type: ignore[union-attr, arg-type]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return next(self.module.parameters()).device
+
+    def facts(self, tokens: int, dtype: str, null: Float[Tensor, "n d"]) -> TextFacts:
+        """The facts of a dataset of its embeddings."""
+        return TextFacts(
+            kind=self.kind,
+            digest=self.digest,
+            layer=self.layer,
+            template=self.template,
+            width=self.width,
+            tokens=tokens,
+            dtype=dtype,
+            null=TextFacts.null_text(null),
+        )
+
+    def tokenize(self, captions: Sequence[str]) -> tuple[list[list[int]], list[int]]:
+        """(token ids of each caption in its template, numbers of the captions that were cut)."""
+        before, after = self.template.split(SLOT)
+        texts = [f"{before}{caption}{after}" for caption in captions]
+        if not texts:
+            return [], []
+        found: list[list[int]] = self.tokenizer(texts)["input_ids"]
+        cut = [number for number, ids in enumerate(found) if len(ids) > self.max_tokens]
+        for number in cut:
+            short = self.tokenizer(texts[number], truncation=True, max_length=self.max_tokens)
+            found[number] = short["input_ids"]
+        return found, cut
+
+    def encode(self, captions: Sequence[str]) -> list[Float[Tensor, "_ d"]]:
+        """The embeddings of each caption's tokens, fp32 on the encoder's device."""
+        return self.encode_ids(self.tokenize(captions)[0])
+
+    @torch.no_grad()
+    def encode_ids(self, ids: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ d"]]:
+        """The embeddings of tokens, one padded batch; a caption without tokens has none."""
+        lengths = [len(tokens) for tokens in ids]
+        longest = max(lengths, default=0)
+        if not longest:
+            return [torch.empty(0, self.width, device=self.device) for _ in ids]
+        padded = torch.zeros(len(ids), longest, dtype=torch.int64)
+        # A mask without any token would make NaN; such a row is not used.
+        mask = torch.zeros_like(padded)
+        mask[:, 0] = 1
+        for row, tokens in enumerate(ids):
+            padded[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+            mask[row, : len(tokens)] = 1
+        found = self.module(
+            input_ids=padded.to(self.device),
+            attention_mask=mask.to(self.device),
+            output_hidden_states=self.layer < self.num_layers,
+        )
+        if self.layer == self.num_layers:
+            states = found.last_hidden_state
+        else:
+            states = found.hidden_states[self.layer]
+        return [row[:length] for row, length in zip(states, lengths, strict=True)]
+
+    def check_fits(self, made_by: TextFacts | None, where: str) -> None:
+        """Raise UserError if a dataset's embeddings were made otherwise."""
+        if made_by is None:
+            raise UserError(
+                f"{where} {self.source}: the dataset holds no embeddings of captions. Leave it "
+                "out, or store them: data encode --text-encoder."
+            )
+        own = self.kind, self.digest, self.layer, self.template
+        if own != (made_by.kind, made_by.digest, made_by.layer, made_by.template):
+            this = self.facts(made_by.tokens, made_by.dtype, torch.empty(0, self.width))
+            raise UserError(
+                f"{where} {self.source} is {this}, but the embeddings of captions were made by "
+                f"{made_by}. Give that one, or make the dataset again."
+            )
+
+
+def load(
+    source: str,
+    device: torch.device,
+    *,
+    layer: int | None = None,
+    template: str = SLOT,
+    max_tokens: int | None = None,
+    where: str = "--text-encoder",
+) -> TextEncoder:
+    """Load a text encoder: a folder of transformers, a pipeline's folder, or a name on the hub.
+
+    `layer`: the hidden state, negative from the end; None: the encoder's output. `where` names the
+    flag in errors; those of the other arguments begin with --text too. Raises UserError.
+    """
+    check_template(template, "--text-template")
+    library = transformers(where)
+    folder, words = places(source, where)
+    named, at = (
+        (source, f"{where} {source}") if folder is None else (str(folder), f"{where} {folder}")
+    )
+    if folder is None and LaunchedAs.here().is_first:
+        stdio.write(sys.stderr, f"there is no folder {source}: loading it from the hub\n")
+    try:
+        with quiet():
+            config, kind = config_of(library, folder, named, at)
+            if folder is not None:
+                check_parameters_fit(FromConfig(kind, config), {}, folder, at)
+            module = weights_of(library, kind, named, folder is not None, at)
+            tokenizer = library.AutoTokenizer.from_pretrained(
+                str(words) if words else source,
+                local_files_only=words is not None,
+                trust_remote_code=False,
+            )
+    except UserError:
+        raise
+    except Exception as error:  # A config with values of wrong types can raise anything.
+        told = error if folder is not None else first_cause(error)
+        reason = " ".join(str(told).split())[:300] or type(told).__name__
+        nowhere = "" if folder is not None else "no such folder, and by this name on the hub "
+        raise UserError(
+            f"{at}: {nowhere}no text encoder can be loaded from it ({reason})."
+        ) from None
+    num_layers = int(config.num_hidden_layers)
+    encoder = TextEncoder(
+        module.to(device).eval().requires_grad_(False),
+        tokenizer,
+        kind.__name__,
+        digest_of_weights(module.state_dict()),
+        str(folder.resolve()) if folder is not None else source,
+        num_layers,
+        layer_of(layer, num_layers, at),
+        template,
+        tokens_of(max_tokens, kind.__name__, config, at),
+    )
+    check_encodes(encoder, at)
+    return encoder
+
+
+def places(source: str, where: str) -> tuple[Path | None, Path | None]:
+    """(folder of the encoder, folder of its tokenizer); None, None for a name on the hub."""
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        if folder.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
+            raise UserError(f"{where} {source}: no such folder.")
+        return None, None
+    if not (folder / CONFIG).is_file() and (folder / INSIDE).is_dir():
+        folder = folder / INSIDE
+    for words in (folder, folder.parent / TOKENIZER):
+        if any((words / name).is_file() for name in TOKENIZER_FILES):
+            return folder, words
+    raise UserError(
+        f"{where} {folder} has no tokenizer (tokenizer.json). Save it there: "
+        "tokenizer.save_pretrained(DIR)."
+    )
+
+
+def config_of(library: Any, folder: Path | None, named: str, at: str) -> tuple[Any, Any]:
+    """(config, class) of an encoder. Raises UserError unless the class is one of ENCODERS."""
+    if folder is not None:
+        file = folder / CONFIG
+        if not file.is_file():
+            raise UserError(f"{at} has no {CONFIG}. Give the folder of a text encoder.")
+        values: Any = user_text.read_json(file, f"{at}: {CONFIG}")
+    else:
+        values = library.PretrainedConfig.get_config_dict(named)[0]
+    names = values.get("architectures") if isinstance(values, Mapping) else None
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if name not in ENCODERS or not isinstance(name, str):
+        held = "no architectures" if not names else f"architectures {show(names)}"
+        raise UserError(f"{at}: {CONFIG} has {held}, not one of {', '.join(ENCODERS)}.")
+    if values.get("quantization_config"):
+        # transformers would import the library that it names.
+        raise UserError(f"{at} is quantized (quantization_config). Give it in fp32 or bf16.")
+    for key, value in values.items():
+        if "layers" in key and isinstance(value, int | float) and value > MAX_LAYERS:
+            raise UserError(f"{at}: {CONFIG}: {key}={show(value)} is above {MAX_LAYERS}.")
+    kind = getattr(library, ENCODERS[name])
+    # Not AutoConfig: CLIP's whole config and that of its text model share a folder's file.
+    return kind.config_class.from_pretrained(named, local_files_only=folder is not None), kind
+
+
+@dataclass(frozen=True)
+class FromConfig:
+    """A class of transformers in the form of diffusers', for `check_parameters_fit`."""
+
+    kind: Any
+    config: Any
+
+    def from_config(self, _: dict[str, Any]) -> nn.Module:
+        """The module of the config, on the current device."""
+        module: nn.Module = self.kind(self.config)
+        return module
+
+
+def weights_of(library: Any, kind: Any, named: str, is_local: bool, at: str) -> nn.Module:
+    """The encoder with its weights. Raises UserError if some are missing: they would be random."""
+    module: nn.Module
+    module, loaded = kind.from_pretrained(
+        named,
+        dtype=torch.float32,
+        local_files_only=is_local,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    if missing := sorted(loaded["missing_keys"]):
+        raise UserError(
+            f"{at}: its files lack {len(missing):,} tensors of {kind.__name__}, such as "
+            f"{missing[0]}. Restore the folder, or save the encoder as {kind.__name__}."
+        )
+    return module
+
+
+def layer_of(layer: int | None, num_layers: int, at: str) -> int:
+    """The number of a hidden state, from 0. Raises UserError if there is none."""
+    if layer is None:
+        return num_layers
+    if not -num_layers - 1 <= layer <= num_layers:
+        raise UserError(
+            f"--text-layer {layer}: {at.partition(' ')[2]} has {num_layers} layers, so hidden "
+            f"states 0 to {num_layers}, or {-num_layers - 1} to -1 from the end."
+        )
+    return layer % (num_layers + 1)
+
+
+def tokens_of(max_tokens: int | None, kind: str, config: Any, at: str) -> int:
+    """Maximum tokens of a caption. Raises UserError for more than the encoder has positions."""
+    most = int(config.max_position_embeddings) if kind in LEARNED_POSITIONS else None
+    if most is not None and (max_tokens or 1) > most:
+        raise UserError(
+            f"--text-tokens {max_tokens}: {at.partition(' ')[2]} has positions for {most} tokens. "
+            f"Set --text-tokens {most}."
+        )
+    return max_tokens or min(most or MAX_TOKENS, MAX_TOKENS)
+
+
+def check_encodes(encoder: TextEncoder, at: str) -> None:
+    """Raise UserError unless a caption has embeddings of finite values and the right shape."""
+    ids = encoder.module.config.vocab_size  # type: ignore[union-attr]
+    if len(encoder.tokenizer) > ids:  # type: ignore[operator]
+        raise UserError(
+            f"{at}: its tokenizer has {len(encoder.tokenizer):,} tokens, but the encoder knows "
+            f"{ids:,}. Give the encoder's own tokenizer."
+        )
+    found, reason = [torch.empty(0, 0)], ""
+    try:
+        found = encoder.encode(["a"])
+    except Exception as error:  # Of transformers or torch.
+        reason = f" ({' '.join(str(error).split())[:200]})"
+    if found[0].shape[1:] != (encoder.width,) or not found[0].isfinite().all():
+        raise UserError(
+            f"{at} is {encoder.kind}, but gives no finite embeddings of a caption{reason}."
+        )
