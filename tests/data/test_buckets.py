@@ -78,7 +78,6 @@ def test_rows_of_a_bucket_come_once_in_a_pass_at_every_step():
 def test_a_step_is_found_from_its_cursor_alone():
     walk = list(walked(order_of(*UNEVEN), 6))
     for step, rows in random.Random(0).sample(walk, 60):
-        buckets.steps_of_round.cache_clear()
         alone = order_of(*UNEVEN)
         assert alone.step(step.numbers.start) == step
         assert alone.rows(step.numbers) == rows
@@ -176,7 +175,7 @@ def test_large_rounds_are_computed_in_blocks(monkeypatch):
     order = order_of([400_000, 90_000], [4, 3])
     cursors = [0, order.samples_before(1), order.samples_before(2)]
     found = [list(islice(BucketPlan(order).steps(cursor), 1500)) for cursor in cursors]
-    buckets.steps_of_round.cache_clear()
+    order = order_of([400_000, 90_000], [4, 3])
     monkeypatch.setattr(buckets, "BLOCK", 500)
     again = [list(islice(BucketPlan(order).steps(cursor), 1500)) for cursor in cursors]
     assert again == found
@@ -191,7 +190,8 @@ from titan_dit.data.buckets import BucketOrder, BucketPlan
 
 draw = np.random.default_rng(0)
 sizes = [max(1, int(share * 1e9)) for share in draw.dirichlet(np.ones(40))]
-order = BucketOrder.of(0, ["any"] * 40, sizes, draw.integers(256, 2048, 40).tolist())
+batch_sizes, held_out = draw.integers(256, 2048, 40).tolist(), range(0, sum(sizes), 20_000)
+order = BucketOrder.of(0, ["any"] * 40, sizes, batch_sizes, held_out)
 cursor, kibibytes = order.samples_before(5), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 began = time.process_time()
 order.rows(order.step(cursor).numbers)

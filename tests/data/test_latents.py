@@ -14,7 +14,7 @@ from titan_dit.data import latents as latents_module
 from titan_dit.data import sections
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.data.latents import LatentShards, write_shards
+from titan_dit.data.latents import LatentShards, write_buckets, write_shards
 from titan_dit.data.sections import Digits, Latents
 from titan_dit.diffusion.objective import to_model_units
 from titan_dit.rng import SampleRNG
@@ -220,3 +220,22 @@ def test_only_the_survey_reads_the_labels(tmp_path):
         assert check.call_count == 3
         config.open_surveyed(None)
         assert check.call_count == 3
+
+
+def test_latents_of_several_shapes_are_written_and_read_bucket_by_bucket(tmp_path):
+    shapes = [(3, 4, 6), (3, 6, 4), (3, 5, 5)]
+    buckets = [
+        (torch.randn(n, *shape), torch.arange(n) % 2)
+        for n, shape in zip((5, 3, 2), shapes, strict=True)
+    ]
+    write_buckets(tmp_path / "set", buckets, num_classes=2, source="test", shard_size=2)
+    source = LatentShards(tmp_path / "set", verify=True)
+    assert len(source.shards) == 3 + 2 + 1
+    assert source.facts.bucket_shapes == tuple(shapes)
+    for bucket, (latents, labels) in zip(source.buckets, buckets, strict=True):
+        rows = torch.randperm(bucket.count)
+        found = source.read([bucket.first + row for row in rows.tolist()])
+        assert torch.equal(found["latent"], latents[rows])
+        assert torch.equal(found["label"], labels[rows])
+    assert source.groups().tolist() == [0] * 5 + [1] * 3 + [2] * 2
+    assert source.labels.tolist() == [0, 1, 0, 1, 0, 0, 1, 0, 0, 1]

@@ -190,6 +190,7 @@ PACK_PICTURES = Command(
 )
 ENCODING = {"out": "{o}/set", "image_size": PIXELS, "workers": 1}
 VAE = {"vae": str(makers.ROOT / "examples" / "vae")}
+BUCKETS = {"out": "{o}/set", "buckets": "8x8,8x16", "workers": 1, "no_caption": "empty"}
 TOKENIZE = {"out": "{o}/x", "workers": 1}
 
 
@@ -285,6 +286,11 @@ FORMATS = {
         (SHOW, VERIFY),
         {"set/manifest.json": mutators.any_json, "set/*.safetensors": mutators.any_safetensors},
     ),
+    "buckets": Format(
+        makers.buckets,
+        (SHOW, VERIFY, Command("data report", {"path": "{i}/set"})),
+        {"set/manifest.json": mutators.any_json, "set/pictures.jsonl": mutators.any_json_lines},
+    ),
     "folder of latents": Format(
         makers.latent_folder,
         (SHOW, VERIFY, PACK, PACK),
@@ -339,7 +345,7 @@ FORMATS = {
     ),
     "captioned pictures": Format(
         makers.captioned,
-        (encode("{i}/set"),),
+        (encode("{i}/set"), Command("data encode", {"input": "{i}/set", **BUCKETS, **VAE})),
         {
             "set/*.txt": mutators.any_text,
             "set/*.png": any_picture,

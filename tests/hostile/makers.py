@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from titan_dit.checkpoint import checkpoint
 from titan_dit.commands import evaluate
 from titan_dit.commands.flags import EvaluateFlags
-from titan_dit.data.latents import write_shards
+from titan_dit.data.latents import write_buckets, write_shards
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -221,6 +221,19 @@ def corpora(folder):
     with tarfile.open(folder / "e.tar", "w") as tar:
         for name in ("a.jsonl", "b.txt", "c.jsonl.gz"):
             tar.add(folder / name, name)
+
+
+def buckets(folder):
+    """Shards of two shapes, and a report of the pictures that they were made of."""
+    parts = [
+        (torch.randn(3, 4, *shape), torch.zeros(3, dtype=torch.int64)) for shape in ((4, 8), (8, 4))
+    ]
+    write_buckets(folder / "set", parts, num_classes=1, source="test")
+    line = {"size": "9x9", "bucket": "8x4", "crop": 0.5, "scale": 0.9, "text": "a cat"}
+    lines = [{"file_name": f"{row}.png", "row": row} | line for row in range(6)]
+    lines.append({"file_name": "6.png", "reason": "no caption"})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "set" / "pictures.jsonl").write_text(text)
 
 
 def pictures(folder):

@@ -252,6 +252,28 @@ def test_held_out_rows_come_from_every_bucket_and_leave_it_some(root, data_order
     )
 
 
+def test_mirror_images_stay_with_their_pictures_and_units_are_measured_over_all_buckets(
+    root, tmp_path
+):
+    vae, how = str(root / "vae"), {"flip": True, "units": "measured", "dtype": "float32"}
+    encoded(root / "in", tmp_path / "set", vae, **how)
+    source = LatentShards(tmp_path / "set")
+    assert [bucket.count for bucket in source.buckets] == [6, 6, 4]
+    reports = [report for report in read_report(tmp_path / "set") if not report.reason]
+    assert {report.row for report in reports} == set(range(0, 16, 2))
+    with Image.open(root / "in" / "1.png") as image:
+        wanted = latent_of(root, image.transpose(Image.Transpose.FLIP_LEFT_RIGHT))
+    row = next(report.row for report in reports if report.name == "1.png")
+    torch.testing.assert_close(source[row + 1]["latent"][:2], wanted, atol=1e-5, rtol=1e-5)
+    rows = held_out_rows(source, 7, 6, "feistel")
+    assert all(row ^ 1 in rows for row in rows)
+    assert all(any(row in bucket.rows for row in rows) for bucket in source.buckets)
+    means = [source.read(bucket.rows)["latent"][:, :2].double() for bucket in source.buckets]
+    pixels = torch.cat([mean.transpose(0, 1).flatten(1) for mean in means], 1)
+    shift = torch.tensor(source.facts.shift, dtype=torch.float64)
+    torch.testing.assert_close(shift, pixels.mean(1), atol=1e-12, rtol=1e-12)
+
+
 def test_a_manifest_of_buckets_that_contradicts_itself_is_refused(root, tmp_path):
     def said(change):
         shutil.rmtree(tmp_path / "set", ignore_errors=True)

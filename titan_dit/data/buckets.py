@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 
 import numpy as np
 
@@ -164,7 +164,7 @@ class BucketOrder:
     def located(self, number: int) -> tuple[int, int, int]:
         """(first sample number of a sample's step, its bucket, the step's number in the bucket)."""
         number_of_round = self.round_of(number)
-        found = steps_of_round(self, number_of_round)
+        found = self.round_steps(number_of_round)
         before = self.samples_before(number_of_round)
         first, bucket, step = found.at(number - before)
         return before + first, bucket, step
@@ -181,16 +181,36 @@ class BucketOrder:
             bucket = self.buckets[number]
             inside = left[(numbers[left] >= first) & (numbers[left] < first + bucket.batch_size)]
             places = numbers[inside] - first + step * bucket.batch_size
-            found = self.stream(number).rows(places.tolist())
+            found = self.streams[number].rows(places.tolist())
             rows[inside] = np.array(found) + bucket.first
         found_rows: list[int] = rows.tolist()
         return found_rows
 
-    def stream(self, number: int) -> EpochOrder:
-        """The endless stream of a bucket's rows, a permutation in each pass over them."""
-        bucket = self.buckets[number]
-        seed = derived_seed(self.seed, f"bucket {number}")
-        return EpochOrder(seed, bucket.num_training_rows, bucket.held_out)
+    @cached_property
+    def streams(self) -> tuple[EpochOrder, ...]:
+        """The endless stream of each bucket's rows, a permutation in each pass over them."""
+        return tuple(
+            EpochOrder(
+                derived_seed(self.seed, f"bucket {number}"),
+                bucket.num_training_rows,
+                bucket.held_out,
+            )
+            for number, bucket in enumerate(self.buckets)
+        )
+
+    @cached_property
+    def held_rounds(self) -> dict[int, RoundSteps]:
+        """The last two rounds that were asked for: a rank may read ahead into the next one."""
+        return {}
+
+    def round_steps(self, number: int) -> RoundSteps:
+        """The steps of a round."""
+        held = self.held_rounds
+        if number not in held:
+            while len(held) > 1:
+                del held[next(iter(held))]
+            held[number] = RoundSteps(self, number)
+        return held[number]
 
 
 @dataclass(frozen=True)
@@ -271,9 +291,3 @@ def places_among_equals(values: Numbers) -> Numbers:
     ordered = values[by_value]
     places[by_value] = np.arange(len(values)) - np.searchsorted(ordered, ordered)
     return places
-
-
-@lru_cache(maxsize=2)
-def steps_of_round(order: BucketOrder, number: int) -> RoundSteps:
-    """The steps of a round, kept for the last two rounds."""
-    return RoundSteps(order, number)

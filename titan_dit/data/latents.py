@@ -29,8 +29,10 @@ from titan_dit.data.folders import LatentFolder
 from titan_dit.data.latent_facts import LatentFacts, VAEFacts
 from titan_dit.data.listing import Listing, few, layout_of, list_folder
 from titan_dit.data.manifest import (
+    BUCKETS_FORMAT,
     FORMAT,
     MANIFEST,
+    SHARD_KEYS,
     agreed,
     check_manifest,
     digest_of,
@@ -329,36 +331,7 @@ def write_shards(
     `labels` are int64 [n], from 0 to num_classes - 1. Raises UserError for invalid data, and never
     overwrites a dataset.
     """
-    if (path / MANIFEST).exists():
-        raise UserError(
-            f"[data] {path} already holds a dataset ({MANIFEST}). Delete the folder, or write to "
-            "another one."
-        )
-    if not len(latents):
-        raise UserError(f"[data] {path}: latents {list(latents.shape)} hold no sample.")
-    check_shape(labels, len(latents), path)
-    check_labels(labels, num_classes, path)
-    if latents.dtype not in STORED_DTYPES.values():
-        raise UserError(f"[data] {path}: {latents.dtype} is not one of {', '.join(STORED_DTYPES)}.")
-    if not (finite := latents.flatten(1).isfinite().all(1)).all():
-        row = int((~finite).nonzero()[0])
-        raise UserError(f"[data] {path}: row {row} holds NaN or infinity. Remove such rows.")
-    path.mkdir(parents=True, exist_ok=True)
-    shards = []
-    for number, first in enumerate(range(0, len(latents), shard_size)):
-        rows = slice(first, first + shard_size)
-        file = path / f"{path.name}-{number:05d}.safetensors"
-        tensors = {"latent": latents[rows].contiguous(), "label": labels[rows].contiguous()}
-        data = safetensors.save(tensors)
-        write_whole(file, data)
-        shards.append(
-            {
-                "file": file.name,
-                "count": len(labels[rows]),
-                "bytes": len(data),
-                "sha256": hashlib.sha256(data).hexdigest(),
-            }
-        )
+    shards = write_parts(path, [(latents, labels)], num_classes, shard_size)
     manifest = {
         "format": FORMAT,
         "source": source,
@@ -370,7 +343,90 @@ def write_shards(
         "scale": scale,
         "shift": shift,
         "value_range": value_range,
+        "shards": [{key: shard[key] for key in SHARD_KEYS} for shard in shards],
+    }
+    check_manifest(manifest, path / MANIFEST)
+    write_json(path / MANIFEST, manifest)
+
+
+def write_buckets(
+    path: Path,
+    buckets: Sequence[tuple[Tensor, Tensor]],
+    *,
+    num_classes: int,
+    source: str,
+    scale: float = 1.0,
+    shift: float = 0.0,
+    value_range: tuple[float, float] | None = None,
+    shard_size: int = 1 << 16,
+    about: dict[str, str] | None = None,
+) -> None:
+    """Write a dataset of several shapes, as `write_shards`.
+
+    `buckets`: latents [n, c, h, w] and labels [n] of each shape.
+    """
+    shards = write_parts(path, buckets, num_classes, shard_size)
+    manifest = {
+        "format": BUCKETS_FORMAT,
+        "source": source,
+        **(about or {}),
+        "buckets": [
+            {"shape": list(latents.shape[1:]), "count": len(latents)} for latents, _ in buckets
+        ],
+        "dtype": str(buckets[0][0].dtype).removeprefix("torch."),
+        "count": sum(len(latents) for latents, _ in buckets),
+        "num_classes": num_classes,
+        "scale": scale,
+        "shift": shift,
+        "value_range": value_range,
         "shards": shards,
     }
     check_manifest(manifest, path / MANIFEST)
     write_json(path / MANIFEST, manifest)
+
+
+def write_parts(
+    path: Path, buckets: Sequence[tuple[Tensor, Tensor]], num_classes: int, shard_size: int
+) -> list[dict[str, Any]]:
+    """Write the shards of each bucket; their entries in the manifest. Raises UserError."""
+    if (path / MANIFEST).exists():
+        raise UserError(
+            f"[data] {path} already holds a dataset ({MANIFEST}). Delete the folder, or write to "
+            "another one."
+        )
+    for latents, labels in buckets:
+        check_rows(path, latents, labels, num_classes)
+    if len({latents.dtype for latents, _ in buckets}) > 1:
+        raise UserError(f"[data] {path}: the latents of its buckets differ in dtype.")
+    path.mkdir(parents=True, exist_ok=True)
+    shards: list[dict[str, Any]] = []
+    for bucket, (latents, labels) in enumerate(buckets):
+        for first in range(0, len(latents), shard_size):
+            rows = slice(first, first + shard_size)
+            file = path / f"{path.name}-{len(shards):05d}.safetensors"
+            tensors = {"latent": latents[rows].contiguous(), "label": labels[rows].contiguous()}
+            data = safetensors.save(tensors)
+            write_whole(file, data)
+            shards.append(
+                {
+                    "file": file.name,
+                    "count": len(labels[rows]),
+                    "bytes": len(data),
+                    "sha256": hashlib.sha256(data).hexdigest(),
+                    "bucket": bucket,
+                }
+            )
+    return shards
+
+
+def check_rows(path: Path, latents: Tensor, labels: Tensor, num_classes: int) -> None:
+    """Raise UserError for latents and labels that cannot be written."""
+    if not len(latents):
+        raise UserError(f"[data] {path}: latents {list(latents.shape)} hold no sample.")
+    check_shape(labels, len(latents), path)
+    check_labels(labels, num_classes, path)
+    if latents.dtype not in STORED_DTYPES.values():
+        raise UserError(f"[data] {path}: {latents.dtype} is not one of {', '.join(STORED_DTYPES)}.")
+    if not (finite := latents.flatten(1).isfinite().all(1)).all():
+        row = int((~finite).nonzero()[0])
+        raise UserError(f"[data] {path}: row {row} holds NaN or infinity. Remove such rows.")

@@ -47,16 +47,13 @@ class Survey:
 
     @classmethod
     def joined(cls, parts: Sequence[Survey]) -> Survey:
-        """The survey of a set from those of each rank, which has every len(parts)-th picture."""
-        sizes = np.zeros((sum(len(part.sizes) for part in parts), 2), np.int32)
-        for rank, part in enumerate(parts):
-            sizes[rank :: len(parts)] = part.sizes
-        reasons = {
-            rank + len(parts) * at: reason
-            for rank, part in enumerate(parts)
-            for at, reason in part.reasons.items()
-        }
-        return cls(sizes, dict(sorted(reasons.items())))
+        """The survey of a set from those of its parts, in their order."""
+        reasons: dict[int, str] = {}
+        first = 0
+        for part in parts:
+            reasons |= {first + at: reason for at, reason in part.reasons.items()}
+            first += len(part.sizes)
+        return cls(np.concatenate([part.sizes for part in parts]), reasons)
 
 
 def survey_share(
@@ -66,8 +63,10 @@ def survey_share(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> Survey:
-    """Read the sizes of every `num_ranks`-th picture. `report` gets increments of pictures."""
-    rows = range(rank, len(pictures), num_ranks)
+    """Read the sizes of a rank's share of the pictures. `report` gets increments of pictures."""
+    # Neighbours: a row group of parquet is unpacked as a whole.
+    first, end = (len(pictures) * share // num_ranks for share in (rank, rank + 1))
+    rows = range(first, end)
     sizes = np.zeros((len(rows), 2), np.int32)
     reasons: dict[int, str] = {}
 
