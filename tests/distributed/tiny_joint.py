@@ -1,6 +1,5 @@
 """A tiny text-to-image DiT on random pictures with random captions of random lengths."""
 
-import base64
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +64,7 @@ class Captions(Source):
                 template="{}",
                 width=width,
                 tokens=tokens,
-                null=base64.b64encode(empty.numpy().tobytes()).decode(),
+                null=TextFacts.null_text(empty),
             ),
         )
         self.fields = {

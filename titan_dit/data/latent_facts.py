@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import base64
+import binascii
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeAlias
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from titan_dit.config import schema
 from titan_dit.config.schema import Maybe, OrNone
-from titan_dit.config.section import Finite, PositiveInt
+from titan_dit.config.section import Finite, NonNegativeInt, PositiveInt, UserError
 from titan_dit.data.base import DataFacts, Field
 
 Units: TypeAlias = float | tuple[float, ...]
 """A scale or a shift: one for all channels, or one per channel."""
 
 
+TEXT_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
+"""Dtypes of stored embeddings of captions."""
 CHANNELS = schema.Either(Finite, tuple[Finite, ...])
 SCHEMA = {
     "count": schema.COUNT,
@@ -35,6 +43,20 @@ SCHEMA = {
     "posterior": Maybe(Literal["", "both", "mean"]),
     "bucket_shapes": Maybe(schema.Rows((PositiveInt, PositiveInt, PositiveInt))),
     "bucket_counts": Maybe(tuple[PositiveInt, ...]),
+    "text": Maybe(
+        OrNone(
+            {
+                "kind": str,
+                "digest": str,
+                "layer": NonNegativeInt,
+                "template": str,
+                "width": PositiveInt,
+                "tokens": PositiveInt,
+                "dtype": Literal["float16", "bfloat16", "float32"],
+                "null": str,
+            }
+        )
+    ),
 }
 """Schema of `LatentFacts` in a checkpoint's record."""
 
@@ -57,21 +79,47 @@ class VAEFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class TextFacts:
-    """The embeddings of a dataset's captions."""
+    """The text encoder whose embeddings of captions a dataset holds, and how it was used."""
 
     kind: str
+    """The class in transformers, such as "T5EncoderModel"."""
     digest: str
+    """SHA-256 of its weights, see `pictures.autoencoder.digest_of_weights`."""
     layer: int
+    """The hidden state: 0 is the token embeddings; that of the last layer is the encoder's output,
+    with its final norm."""
     template: str
+    """What the encoder reads, with {} for the caption."""
     width: int
+    """Elements of a token's embedding."""
     tokens: int
-    null: str
+    """Maximum tokens of a caption with its template; samples are padded to it."""
+    dtype: str = "float16"
+    """Dtype of the stored embeddings."""
+    null: str = ""
+    """The embedding of the empty caption as base64 of little-endian float32 [n, width]."""
+
+    def __str__(self) -> str:
+        """Class, digest, layer and template, for messages."""
+        template = "" if self.template == "{}" else f", template {self.template!r}"
+        return f"{self.kind} {self.digest[:12]}, layer {self.layer}{template}"
 
     @property
-    def null_embedding(self) -> Tensor:
-        """The embedding of the empty prompt, fp32 [n, width]."""
-        values = bytearray(base64.b64decode(self.null))
-        return torch.frombuffer(values, dtype=torch.float32).view(-1, self.width)
+    def null_embedding(self) -> Float[Tensor, "n d"]:
+        """The embedding of the empty caption, float32. Raises UserError if it is damaged."""
+        try:
+            values = np.frombuffer(base64.b64decode(self.null, validate=True), "<f4")
+            found = values.reshape(-1, self.width).astype(np.float32)
+        except (binascii.Error, ValueError):
+            raise UserError(
+                f"[checkpoint] its data: text null is no base64 of float32 [n, {self.width}]."
+            ) from None
+        return torch.from_numpy(found)
+
+    @staticmethod
+    def null_text(embedding: Float[Tensor, "n d"]) -> str:
+        """The value of `null` for an embedding."""
+        return base64.b64encode(embedding.float().cpu().numpy().astype("<f4").tobytes()).decode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,17 +150,20 @@ class LatentFacts(DataFacts):
     """Folder or name of the autoencoder when the latents were made."""
     posterior: str = ""
     """Stored part of the posterior: "both" mean and std, "mean", or "" if not known."""
-    text: TextFacts | None = None
     bucket_shapes: tuple[tuple[int, int, int], ...] = ()
     """Shape of the samples of each bucket; empty if all samples have one shape."""
     bucket_counts: tuple[int, ...] = ()
     """Samples of each bucket: with the shapes, all that the order of steps depends on."""
+    text: TextFacts | None = None
+    """The encoder of the captions; None if no embeddings are stored."""
 
     def as_json(self) -> dict[str, Any]:
-        """The fields as JSON values, as older versions have them if there are no buckets."""
+        """The fields as JSON values, as older versions have them without buckets and text."""
         values = super().as_json()
         if not self.bucket_shapes:
             del values["bucket_shapes"], values["bucket_counts"]
+        if self.text is None:
+            del values["text"]
         return values
 
     @property
@@ -144,11 +195,15 @@ class LatentFacts(DataFacts):
         return stored if self.value_range is None else stored.clamp(*self.value_range)
 
     def fields(self, dtype: torch.dtype) -> dict[str, Field]:
-        """Fields of a sample: `latent` in its stored dtype, and `label`."""
+        """Fields of a sample: `latent` in its stored dtype, and `label`.
+
+        With embeddings of captions also `text`, padded with zeros, and `text_length`, its tokens.
+        """
         shape = (self.shape[0], None, None) if self.bucket_shapes else self.shape
         found = {"latent": Field(dtype, shape), "label": Field(torch.int64, ())}
-        if self.text:
-            found["text"] = Field(torch.float16, (self.text.tokens, self.text.width))
+        if self.text is not None:
+            size = (self.text.tokens, self.text.width)
+            found["text"] = Field(TEXT_DTYPES[self.text.dtype], size)
             found["text_length"] = Field(torch.int64, ())
         return found
 
@@ -166,6 +221,8 @@ class LatentFacts(DataFacts):
                 known[key] = tuple(known[key])
         if vae := known.get("vae"):
             known["vae"] = VAEFacts(**{f.name: vae[f.name] for f in fields(VAEFacts)})
+        if text := known.get("text"):
+            known["text"] = TextFacts(**{f.name: text[f.name] for f in fields(TextFacts)})
         return cls(**known)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -165,7 +164,6 @@ def example(model: ModelConfig, objective: str) -> tuple[LatentFacts, dict[str, 
 
 def text_example(model: CaptionedModel) -> TextFacts:
     """Facts of captions that fit a model; the empty prompt is a zero."""
-    null = base64.b64encode(bytes(4 * model.text_dim)).decode()
     return TextFacts(
         kind="",
         digest="",
@@ -173,7 +171,7 @@ def text_example(model: CaptionedModel) -> TextFacts:
         template="{}",
         width=model.text_dim,
         tokens=model.text_tokens,
-        null=null,
+        null=TextFacts.null_text(torch.zeros(1, model.text_dim)),
     )
 
 
