@@ -105,7 +105,7 @@ def test_guidance_compares_the_prompt_with_the_empty_one():
     [
         (
             {"text": None},
-            r"\[model\] takes captions \(text_dim=12\), but \[data\] has none. Encode",
+            r"\[model\] takes captions \(text_dim=12\), but the facts of \[data\] have",
         ),
         (
             {"width": 16},

@@ -51,7 +51,7 @@ UNTIED = {
 POST, PRE = ["post", False], ["pre", False]
 POST_PAIRS, PRE_PAIRS = ["post", True], ["pre", True]
 # Of a text-to-image DiT: keys of [model].
-JOINT, TALL = {}, {"latent_size": [8, 4], "text_tokens": 16}
+JOINT, TALL = {}, {"latent_size": [8, 4], "text_tokens": 4}
 # By model and number of ranks: [parallel], [pipeline], the kind, recomputation mode if any.
 CASES = {
     "dit": {
@@ -417,7 +417,9 @@ def check(model, num_ranks, launched, references, is_long=False):
         seen = set().union(*(errors["names"] for errors in found))
         assert seen == set(references[key_of(*case)][1]), case
         tolerance = TOLERANCE[dtype]
-        if dtype == "fp32" and model != "dit":
+        if (model, dtype) == ("joint_dit", "fp32"):
+            tolerance = 2e-6
+        elif dtype == "fp32" and model != "dit":
             tolerance = max(tolerance, 2 * rounding_of(model, kind, references))
         for errors in found:
             # A loss is reported in fp32.
