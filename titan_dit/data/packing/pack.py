@@ -757,7 +757,8 @@ def check_output(job: ShardJob, output: Path) -> None:
             "--out."
         )
     written = f"{CLAIM}|{DROPPED}|{MANIFEST}|{SOURCES}|{re.escape(CAPTIONS)}|{re.escape(PICTURES)}"
-    known = rf"({re.escape(job.name)}{SHARD_FILES}|{TEXT_FILES}|{written})(\..*\.partial|\.partial)?"
+    written += f"|{TEXT_FILES}"
+    known = rf"({re.escape(job.name)}{SHARD_FILES}|{written})(\..*\.partial|\.partial)?"
     if stated or (output / CLAIM).is_file():
         known += f"|{TEMPORARY}"
     strange = [path.name for path in output.iterdir() if not re.fullmatch(known, path.name)]
