@@ -206,6 +206,7 @@ def test_a_value_outside_the_range_is_refused_by_its_caption(root, copied):
     assert 'the embedding of the caption "' in said
     assert "outside of float16. Choose --text-dtype bfloat16 or float32." in said
     assert "text" not in read_json(copied)
+    assert not (copied / "text-00000.safetensors").exists()
     with torch.no_grad():
         encoder.module.encoder.final_layer_norm.weight.fill_(float("nan"))
     assert "that are not finite" in refused(lambda: add_text(copied, encoder, dtype="float32"))
@@ -294,7 +295,13 @@ def test_data_encode_stores_pictures_and_captions(root, tmp_path):
     again = encode(
         root, tmp_path / "set", text_layer=-2, text_template="a {} of red", text_tokens=6
     )
-    assert "are already encoded" in again.stdout + again.stderr
+    assert f"the captions of {tmp_path / 'set'} are already encoded" in again.stdout
+    for how in ({}, {"text_encoder": None}):
+        other = encode(root, tmp_path / "set", **how)
+        # Without the flags of the text the pictures alone are compared.
+        assert other.returncode == (2 if not how else 0), other.stderr
+        said = "but the embeddings of captions were made by" if not how else "is already encoded"
+        assert said in other.stdout + other.stderr
 
 
 def test_bad_flags_are_refused_before_a_picture_is_encoded(root, tmp_path):
@@ -302,7 +309,7 @@ def test_bad_flags_are_refused_before_a_picture_is_encoded(root, tmp_path):
     said = refused(wrong.check_text)
     assert said == "[data encode] --text-layer without --text-encoder. Give both, or none."
     found = encode(root, tmp_path / "set", text_layer=7)
-    assert found.returncode == 1
+    assert found.returncode == 2
     assert "--text-layer 7: " in found.stderr
     assert not (tmp_path / "set").exists()
 

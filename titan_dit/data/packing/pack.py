@@ -562,6 +562,8 @@ def worker_error(exit_code: int, message: str) -> Exception:
 DROPPED, CAPTIONS, PICTURES = "dropped.json", "captions.jsonl", "pictures.jsonl"
 SHARD_BYTES = 128 << 20
 SHARD_FILES = r"-\d{5,}\.(safetensors|json)"
+TEXT_FILES = r"text(-index\.safetensors|-\d{5,}\.(safetensors|json)|\.json)"
+"""Embeddings of captions, see `data.caption_embeddings`, and the files kept for resuming them."""
 TEMPORARY = r"\.tmp\w{6}"
 """Temporary files that an earlier version left when it was killed."""
 
@@ -755,6 +757,7 @@ def check_output(job: ShardJob, output: Path) -> None:
             "--out."
         )
     written = f"{CLAIM}|{DROPPED}|{MANIFEST}|{SOURCES}|{re.escape(CAPTIONS)}|{re.escape(PICTURES)}"
+    written += f"|{TEXT_FILES}"
     known = rf"({re.escape(job.name)}{SHARD_FILES}|{written})(\..*\.partial|\.partial)?"
     if stated or (output / CLAIM).is_file():
         known += f"|{TEMPORARY}"
