@@ -14,6 +14,7 @@ from PIL import Image
 from refusals import refused
 from tiny_vae import save_vae
 
+from titan_dit.checks.parts import check_source
 from titan_dit.commands.flags import DataEncodeFlags
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.latents import LatentShards
@@ -364,3 +365,9 @@ def test_the_command_encodes_by_buckets_on_any_number_of_ranks(root, tmp_path, r
     assert {k: v for k, v in found.items() if k != "manifest.json"} == {
         k: v for k, v in wanted.items() if k != "manifest.json"
     }
+
+
+def test_a_run_refuses_rows_of_several_shapes_before_it_reads_one(root):
+    said = refused(lambda: check_source(LatentShards(root / "set"), "latents"))
+    assert said.startswith(f"[data] path={root}/set holds latents of 3 shapes: 2x8x4, 2x4x8, ")
+    assert said.endswith("Encode with --image-size, or --buckets of one size.")
