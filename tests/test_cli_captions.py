@@ -37,7 +37,7 @@ microbatch_size = 2
 dtype = "fp32"
 [validation]
 every = 2
-fraction = 0.2
+samples = 8
 [checkpoint]
 every = 2
 [metrics]
