@@ -114,8 +114,8 @@ def captions_of(model: CaptionedModel, facts: LatentFacts) -> Captions:
     if text is None:
         raise UserError(
             f"[model] takes captions (text_dim={model.text_dim}), but the facts of [data] have no "
-            "text. Encode it with `python -m titan_dit data encode --text-encoder DIR`, or describe "
-            "your own data's embeddings (titan_dit/data/latent_facts.py: TextFacts)."
+            "text. Encode it with `python -m titan_dit data encode --text-encoder DIR`, or give "
+            "your own data TextFacts (titan_dit/data/latent_facts.py)."
         )
     if text.width != model.text_dim or text.tokens > model.text_tokens:
         raise UserError(
