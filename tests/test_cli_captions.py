@@ -90,4 +90,5 @@ def test_what_needs_classes_refuses_the_run_in_one_line(folder):
     assert line.startswith('error: [model] name="joint_dit" takes captions: it cannot draw classes')
     done = run(train_command("--sampling.every", 2, config="captioned.toml"), folder)
     assert done.returncode == 2
-    assert "takes captions" in done.stderr
+    assert "Prompts are not there yet: set [sampling] every = 0" in done.stderr
+    assert "step" not in done.stdout, "before the first step"

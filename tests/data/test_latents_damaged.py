@@ -42,6 +42,12 @@ def test_a_manifest_that_is_no_json_is_named(folder, text):
     assert f"{folder / 'manifest.json'} is not valid JSON" in refused(folder)
 
 
+def test_a_bucket_in_a_manifest_without_buckets_is_passed_over(folder):
+    shards = json.loads((folder / "manifest.json").read_text())["shards"]
+    edit_manifest(folder, shards=[shard | {"bucket": 5} for shard in shards])
+    assert len(Latents(path=str(folder)).open().read([0])["label"]) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

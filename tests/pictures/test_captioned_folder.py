@@ -122,6 +122,12 @@ def test_what_cannot_be_read_is_one_line_with_the_file(tmp_path):
     picture(9).save(root / "10.png")
     (root / "1.txt").write_text("one")
     assert "10.png and 10.webp are the same sample. Keep one." in said_of(root)
+    (root / "10.png").unlink()
+    (root / "1.TXT").write_text("two")
+    assert "1.TXT and 1.txt are the same sample. Keep one." in said_of(root)
+    (root / "1.TXT").unlink()
+    (root / "circle").symlink_to("circle")
+    assert ("circle", "not a picture") in listed(root).beside
 
 
 def test_links_in_a_circle_are_read_once(tmp_path):

@@ -6,6 +6,7 @@ import shutil
 import sys
 from contextlib import ExitStack
 
+import numpy as np
 import pytest
 import torch
 from commands import run
@@ -139,7 +140,8 @@ def test_old_facts_keep_their_bytes_and_new_ones_return_from_json(root, copied):
     add_text(copied, load(root))
     after = LatentShards(copied).facts
     assert LatentFacts.from_json(json.loads(json.dumps(after.as_json()))) == after
-    assert after.digest != before.digest
+    assert after.digest == before.digest
+    assert after.text_digest
     assert set(LatentShards(copied).fields) == {"latent", "label", "text", "text_length"}
 
 
@@ -243,7 +245,8 @@ def test_damaged_files_are_refused_by_name(root, copied):
         ({"width": 31}, "do not hold 12 captions of width 31"),
         ({"dtype": "float16"}, "but the manifest says float16"),
         ({"captions": 3}, "captions=3, but its files hold 12"),
-        ({"tokens": 2}, "more than the 2 of the manifest"),
+        ({"tokens": 2}, "but the manifest says at most 2 each"),
+        ({"tokens": 10**14}, "tokens=100000000000000 must be at most 10000"),
         ({"files": 3}, "files must be a list"),
         ({"layer": None}, "layer"),
         ({"index": {"file": "../x", "bytes": 1, "sha256": ""}}, "is not the name of a file"),
@@ -265,6 +268,31 @@ def test_an_index_that_names_no_caption_is_refused(root, copied):
     source = LatentShards(copied)
     source._text._numbers = source._text._numbers + 12
     assert "names a caption outside of the 12" in refused(lambda: source.read([0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("pictures", [1, 1, 2]),
+        ("pictures", [10**12, 2, 3]),
+        ("captions", [1, -2, 2, 6]),
+        ("captions", [1, 2**62, 2**62 + 2, 6]),
+    ],
+)
+def test_ends_out_of_order_are_refused(root, copied, name, ends):
+    add_text(copied, load(root))
+    text = LatentShards(copied)._text
+    if name == "pictures":
+        text._ends = np.array(ends)
+        said = refused(lambda: text.read(np.arange(3), range(3)))
+        assert "text-index.safetensors: its ends do not give every picture a caption" in said
+    else:
+        text._files = [text._files[0]._replace(ends=np.array(ends))]
+        text.file_ends = np.array([len(ends)])
+        for caption in (1, 2):
+            said = refused(lambda c=caption: text.of_captions(np.array([c])))
+            assert "but the manifest says at most" in said
+            assert "text-00000.safetensors: caption" in said
 
 
 def flags(root, output, **how):
@@ -296,6 +324,13 @@ def test_data_encode_stores_pictures_and_captions(root, tmp_path):
         root, tmp_path / "set", text_layer=-2, text_template="a {} of red", text_tokens=6
     )
     assert f"the captions of {tmp_path / 'set'} are already encoded" in again.stdout
+    # A shard that is lost is written again; the text stays.
+    shard, *_ = [p for p in (tmp_path / "set").glob("*.safetensors") if p.name[:4] != "text"]
+    shard.write_bytes(b"")
+    manifest = read_json(tmp_path / "set")
+    found = encode(root, tmp_path / "set", text_encoder=None)
+    assert found.returncode == 0, found.stderr
+    assert read_json(tmp_path / "set") == manifest
     for how in ({}, {"text_encoder": None}):
         other = encode(root, tmp_path / "set", **how)
         # Without the flags of the text the pictures alone are compared.

@@ -251,9 +251,11 @@ def changed(**values):
     return tables
 
 
-def check(tmp_path, tables, digest="abc"):
-    record = {"config": TABLES, "config_format": config_file.FORMAT, "data": {"digest": "abc"}}
-    identity = Identity(tables, {"digest": digest}, num_held_out=0)
+def check(tmp_path, tables, digest="abc", text=(None, None)):
+    data = [{"digest": "abc"}, {"digest": digest}]
+    data = [facts | ({"text_digest": t} if t else {}) for facts, t in zip(data, text, strict=True)]
+    record = {"config": TABLES, "config_format": config_file.FORMAT, "data": data[0]}
+    identity = Identity(tables, data[1], num_held_out=0)
     check_same_mathematics(tmp_path / "step-00000005", record, identity, lambda: "the ways out")
 
 
@@ -263,6 +265,13 @@ def test_the_same_mathematics_may_go_on(tmp_path):
     check(tmp_path, changed(training__steps=20, job__name="b"))
     with pytest.raises(UserError):
         check(tmp_path, changed(job__seed=1))
+
+
+def test_captions_may_be_added_to_the_data_but_not_exchanged(tmp_path):
+    check(tmp_path, TABLES, text=(None, "a"))
+    check(tmp_path, TABLES, text=("a", "a"))
+    with pytest.raises(UserError, match="the contents differ"):
+        check(tmp_path, TABLES, text=("a", "b"))
 
 
 def test_other_mathematics_is_refused_change_by_change(tmp_path):

@@ -97,6 +97,11 @@ class CaptionEmbeddings:
         ends = self._ends[pictures]
         begins = np.where(pictures > 0, self._ends[pictures - 1], 0)
         counts = ends - begins
+        if ((begins < 0) | (counts < 1) | (ends > len(self._numbers))).any():
+            raise UserError(
+                f"[data] {self.path / INDEX}: its ends do not give every picture a caption. "
+                f"{REMEDY}"
+            )
         places = begins
         if (counts > 1).any():
             rng = SampleRNG(0, torch.tensor(list(numbers)))
@@ -131,10 +136,11 @@ class CaptionEmbeddings:
             within = caption - int(self.file_ends[number]) + len(file.ends)
             first = int(file.ends[within - 1]) if within else 0
             lengths[i] = length = int(file.ends[within]) - first
-            if not 0 <= length <= self.tokens:
+            if first < 0 or not 0 <= length <= self.tokens or first + length > file.ends[-1]:
                 raise UserError(
-                    f"[data] {file.rows.path}: caption {within} has {length:,} tokens, more than "
-                    f"the {self.tokens:,} of the manifest. {REMEDY}"
+                    f"[data] {file.rows.path}: caption {within} is tokens {first:,} to "
+                    f"{first + length:,} of {int(file.ends[-1]):,}, but the manifest says at most "
+                    f"{self.tokens:,} each. {REMEDY}"
                 )
             if length:
                 buffer = out[i * size : i * size + length * self.token_bytes]

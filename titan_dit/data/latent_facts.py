@@ -15,7 +15,7 @@ from torch import Tensor
 
 from titan_dit.config import schema
 from titan_dit.config.schema import Maybe, OrNone
-from titan_dit.config.section import Finite, NonNegativeInt, PositiveInt, UserError
+from titan_dit.config.section import Dim, Few, Finite, NonNegativeInt, PositiveInt, UserError
 from titan_dit.data.base import DataFacts, Field
 
 Units: TypeAlias = float | tuple[float, ...]
@@ -43,6 +43,7 @@ SCHEMA = {
     "posterior": Maybe(Literal["", "both", "mean"]),
     "bucket_shapes": Maybe(schema.Rows((PositiveInt, PositiveInt, PositiveInt))),
     "bucket_counts": Maybe(tuple[PositiveInt, ...]),
+    "text_digest": Maybe(str),
     "text": Maybe(
         OrNone(
             {
@@ -50,8 +51,8 @@ SCHEMA = {
                 "digest": str,
                 "layer": NonNegativeInt,
                 "template": str,
-                "width": PositiveInt,
-                "tokens": PositiveInt,
+                "width": Dim,
+                "tokens": Few,
                 "dtype": Literal["float16", "bfloat16", "float32"],
                 "null": str,
             }
@@ -131,6 +132,7 @@ class LatentFacts(DataFacts):
         "vae_source",
         "posterior",
         "bucket_counts",
+        "text_digest",
     }
 
     shape: tuple[int, int, int]
@@ -156,6 +158,9 @@ class LatentFacts(DataFacts):
     """Samples of each bucket: with the shapes, all that the order of steps depends on."""
     text: TextFacts | None = None
     """The encoder of the captions; None if no embeddings are stored."""
+    text_digest: str = ""
+    """SHA-256 of the embeddings' contents; `digest` is that of the latents and labels alone, so
+    that a run on labels goes on when captions are added."""
 
     def as_json(self) -> dict[str, Any]:
         """The fields as JSON values, as older versions have them without buckets and text."""
@@ -163,7 +168,7 @@ class LatentFacts(DataFacts):
         if not self.bucket_shapes:
             del values["bucket_shapes"], values["bucket_counts"]
         if self.text is None:
-            del values["text"]
+            del values["text"], values["text_digest"]
         return values
 
     @property

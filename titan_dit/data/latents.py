@@ -148,10 +148,11 @@ class LatentShards(Source):
         units = [] if (scale, shift) == (1.0, 0.0) else [f"scale={scale} shift={shift}"]
         vae, text = manifest.get("vae"), manifest.get("text")
         self._text: CaptionEmbeddings | None = None
+        texts = list[str]()
         if text is not None:
             num_pictures = int(self.ends[-1]) // self.copies
             self._text = CaptionEmbeddings(path, text, num_pictures, verify)
-            units += [entry["sha256"] for entry in (*text["files"], text["index"])]
+            texts = [entry["sha256"] for entry in (*text["files"], text["index"])]
         self.facts: LatentFacts = LatentFacts(
             shape=max(shapes, key=math.prod),
             bucket_shapes=shapes if self.keeps_groups else (),
@@ -166,6 +167,7 @@ class LatentShards(Source):
             vae_source=vae["source"] if vae else "",
             posterior=manifest.get("posterior") or "",
             text=self._text.facts if self._text else None,
+            text_digest=digest_of(texts) if texts else "",
             digest=digest_of([entry["sha256"] for entry in manifest["shards"]] + units),
         )
         self.fields = self.facts.fields(self.dtype)

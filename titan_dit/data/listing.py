@@ -68,6 +68,14 @@ def kind_of(name: str) -> str | None:
     return None
 
 
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """True for a folder or a link to one; False for a link in a circle."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
 def check_path(root: Path, where: str = PLACE) -> None:
     """Raise UserError, one line, unless `root` is a folder that may be a dataset.
 
@@ -78,7 +86,7 @@ def check_path(root: Path, where: str = PLACE) -> None:
     if not root.is_dir():
         raise not_supported(root, f"it is {kind_of(root.name) or sample(root.name)}", where)
     with os.scandir(root) as found:
-        entries = [(e.name, e.is_dir()) for e in islice(found, MAX_ENTRIES) if e.name[0] != "."]
+        entries = [(e.name, is_folder(e)) for e in islice(found, MAX_ENTRIES) if e.name[0] != "."]
     names = sorted(name for name, _ in entries)
     if not names:
         raise UserError(f"{where}{root}: no dataset found: the folder is empty. {SUPPORTED}.")
@@ -434,7 +442,7 @@ def list_pair(root: Path, num_classes: int | None, classes: Sequence[str] | None
 def entries(root: Path) -> tuple[list[str], list[str]]:
     """Return the sorted names of a folder's subfolders and files, without hidden ones."""
     with os.scandir(root) as found:
-        visible = [(entry.is_dir(), entry.name) for entry in found if entry.name[0] != "."]
+        visible = [(is_folder(entry), entry.name) for entry in found if entry.name[0] != "."]
     visible.sort()
     return [name for is_dir, name in visible if is_dir], [
         name for is_dir, name in visible if not is_dir

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from titan_dit.config import schema, user_text
 from titan_dit.config.section import (
+    Dim,
+    Few,
     Finite,
     NonNegativeInt,
     PositiveInt,
@@ -52,8 +54,8 @@ TEXT_KEYS = {
     "layer": NonNegativeInt,
     "template": str,
     "dtype": Literal["float16", "bfloat16", "float32"],
-    "width": PositiveInt,
-    "tokens": PositiveInt,
+    "width": Dim,
+    "tokens": Few,
     "captions": PositiveInt,
     "cut": NonNegativeInt,
 }
@@ -131,7 +133,8 @@ def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
         )
     keys = SHARD_KEYS | ({"bucket": NonNegativeInt} if in_buckets else {})
     manifest["shards"] = [
-        {"bucket": 0} | conform_keys(entry, keys, f"{file} shards[{number}]")
+        conform_keys(entry, keys, f"{file} shards[{number}]")
+        | ({} if in_buckets else {"bucket": 0})
         for number, entry in enumerate(manifest["shards"])
     ]
     files = [entry["file"] for entry in manifest["shards"]]

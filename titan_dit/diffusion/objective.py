@@ -168,7 +168,7 @@ def text_example(model: CaptionedModel) -> TextFacts:
     return TextFacts(
         kind="",
         digest="",
-        layer=-1,
+        layer=0,
         template="{}",
         width=model.text_dim,
         tokens=model.text_tokens,
@@ -220,7 +220,8 @@ class Diffusion(Objective, ABC):
         if isinstance(self.model, LabelledModel):
             return self.model.num_classes
         raise UserError(
-            f"[model] name={show(self.model.name)} takes captions: it cannot draw classes."
+            f"[model] name={show(self.model.name)} takes captions: it cannot draw classes. Prompts "
+            "are not there yet: set [sampling] every = 0 and [fid] every = 0."
         )
 
     @property
@@ -362,7 +363,11 @@ class Diffusion(Objective, ABC):
             return drawing.preview(forward, self, sampling, seed, share, vae)
 
     def picture_size(self, sampling: SamplingConfig) -> int:
-        """Height of a latent, times the autoencoder's factor. Checks [sampling] vae."""
+        """Height of a latent, times the autoencoder's factor.
+
+        Raises UserError for a network with captions, and for a [sampling] vae that does not fit.
+        """
+        assert self.num_classes
         self.check_autoencoder(sampling)
         height = self.model.sample_shape[1]
         if self.data.value_range is not None:
@@ -417,7 +422,8 @@ class Diffusion(Objective, ABC):
                     yield vae.decode(samples).permute(0, 2, 3, 1), finite
 
     def check_preview(self, sampling: SamplingConfig, generation: GenerationConfig) -> None:
-        """Check [sampling] vae."""
+        """Check [sampling] vae, and that the network draws classes."""
+        assert self.num_classes
         self.check_autoencoder(sampling)
 
     def check_autoencoder(self, sampling: SamplingConfig) -> None:

@@ -14,7 +14,7 @@ from titan_dit.config import user_text
 from titan_dit.config.section import UserError
 from titan_dit.config.user_text import BadTextError
 from titan_dit.data.files import read_whole, stamp_of
-from titan_dit.data.listing import IMAGE_SUFFIXES, few, kind_of, natural, suffix_of
+from titan_dit.data.listing import IMAGE_SUFFIXES, few, is_folder, kind_of, natural, suffix_of
 from titan_dit.data.manifest import CLAIM, MANIFEST
 from titan_dit.pictures.picture_set import ListingOptions, PictureSet, Stamp, make_set
 
@@ -34,7 +34,7 @@ class FolderFiles:
     @property
     def captions(self) -> dict[str, str]:
         """Picture -> its caption's file; pictures without one are left out."""
-        of_stem = {stem_of(name): name for name in self.texts}
+        of_stem = {stem_of(name): name for name in sorted(self.texts)}
         stems = ((name, stem_of(name)) for name in self.pictures)
         return {name: of_stem[stem] for name, stem in stems if stem in of_stem}
 
@@ -55,8 +55,16 @@ def stem_of(name: str) -> str:
 
 
 def files_of(root: Path) -> FolderFiles:
-    """List a folder and those below it, without hidden files. Each folder is read once."""
-    names = list(walk(root, "", set()))
+    """List a folder and those below it, without hidden files. Each folder is read once.
+
+    Raises UserError for a folder that cannot be read.
+    """
+    try:
+        names = list(walk(root, "", set()))
+    except OSError as error:
+        raise UserError(
+            f"[data encode] {error.filename} cannot be read: {error.strerror}."
+        ) from None
     pictures = [name for name in names if suffix_of(name) in IMAGE_SUFFIXES]
     texts = frozenset(name for name in names if suffix_of(name) == CAPTION)
     others = [name for name in names if suffix_of(name) not in (*IMAGE_SUFFIXES, CAPTION)]
@@ -75,7 +83,7 @@ def walk(root: Path, below: str, seen: set[tuple[int, int]]) -> Iterator[str]:
         return
     seen.add((about.st_dev, about.st_ino))
     with os.scandir(root / below) as found:
-        entries = sorted((e.name, e.is_dir()) for e in found if e.name[0] != ".")
+        entries = sorted((e.name, is_folder(e)) for e in found if e.name[0] != ".")
     for name, is_dir in entries:
         path = f"{below}/{name}" if below else name
         if is_dir:
@@ -85,17 +93,21 @@ def walk(root: Path, below: str, seen: set[tuple[int, int]]) -> Iterator[str]:
 
 
 def open_captioned(root: Path, files: FolderFiles, asked: ListingOptions) -> PictureSet:
-    """List the pictures with their captions. Raises UserError for two pictures of one name."""
+    """List the pictures with their captions.
+
+    Raises UserError for two pictures, or two captions, of one name.
+    """
     where = f"{asked.where}{root}"
     if asked.classes:
         raise UserError(
             f"[data encode] classes: {root} holds captioned pictures, whose folders are no "
             "classes. Leave --classes out, or give labels and captions in metadata.jsonl."
         )
-    first: dict[str, str] = {}
-    for name in files.pictures:
-        if (other := first.setdefault(stem_of(name), name)) != name:
-            raise UserError(f"{where}: {other} and {name} are the same sample. Keep one.")
+    for names in (files.pictures, sorted(files.texts)):
+        first: dict[str, str] = {}
+        for name in names:
+            if (other := first.setdefault(stem_of(name), name)) != name:
+                raise UserError(f"{where}: {other} and {name} are the same sample. Keep one.")
     captions = files.captions
     texts = [read_caption(root, captions.get(name), asked) for name in files.pictures]
 

@@ -188,7 +188,7 @@ def load(
             config, kind = config_of(library, folder, named, at)
             if folder is not None:
                 check_parameters_fit(FromConfig(kind, config), {}, folder, at)
-            module = weights_of(library, kind, named, folder is not None, at)
+            module = weights_of(library, kind, config, named, folder is not None, at)
             tokenizer = library.AutoTokenizer.from_pretrained(
                 str(words) if words else source,
                 local_files_only=words is not None,
@@ -259,7 +259,15 @@ def config_of(library: Any, folder: Path | None, named: str, at: str) -> tuple[A
             raise UserError(f"{at}: {CONFIG}: {key}={show(value)} is above {MAX_LAYERS}.")
     kind = getattr(library, ENCODERS[name])
     # Not AutoConfig: CLIP's whole config and that of its text model share a folder's file.
-    return kind.config_class.from_pretrained(named, local_files_only=folder is not None), kind
+    config = kind.config_class.from_pretrained(named, local_files_only=folder is not None)
+    # The file may name an implementation on the hub, which is code.
+    config._attn_implementation = attention_of(kind)
+    return config, kind
+
+
+def attention_of(kind: Any) -> str:
+    """The implementation of a class's attention, of the two that are part of transformers."""
+    return "sdpa" if kind._supports_sdpa else "eager"
 
 
 @dataclass(frozen=True)
@@ -275,11 +283,15 @@ class FromConfig:
         return module
 
 
-def weights_of(library: Any, kind: Any, named: str, is_local: bool, at: str) -> nn.Module:
+def weights_of(
+    library: Any, kind: Any, config: Any, named: str, is_local: bool, at: str
+) -> nn.Module:
     """The encoder with its weights. Raises UserError if some are missing: they would be random."""
     module: nn.Module
     module, loaded = kind.from_pretrained(
         named,
+        config=config,
+        attn_implementation=attention_of(kind),
         dtype=torch.float32,
         local_files_only=is_local,
         use_safetensors=True,

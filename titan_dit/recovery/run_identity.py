@@ -51,7 +51,7 @@ def fits(path: Location, model: Mapping[str, Tensor]) -> bool:
 def changed_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The facts of a dataset that differ, such as its shape or its autoencoder."""
     # A checkpoint holds them as JSON, which has no tuples.
-    found = {key: json.loads(json.dumps(value)) for key, value in now.items() if key != "digest"}
+    found = {key: json.loads(json.dumps(value)) for key, value in now.items() if key not in DIGESTS}
     return [
         f"[data] {key}: {show(before[key])} -> {show(value)}"
         for key, value in found.items()
@@ -64,6 +64,8 @@ WHAT_WEIGHTS_ARE = (
     *("direction", "time_scale"),
 )
 """Keys of [objective] that define the network's prediction."""
+DIGESTS = ("digest", "text_digest")
+"""Facts of a dataset that are digests of its contents."""
 OF_TRAINING = ("[model] dropout:", "[model] init_std:")
 """Keys of [model] that imported weights do not depend on."""
 
@@ -110,9 +112,11 @@ def check_same_mathematics(
             elif not math.isclose(was.scale, now.scale):
                 changed.append(f"[lora] alpha / rank: {was.scale:g} -> {now.scale:g}. {fix}")
     else:
-        if record["data"]["digest"] != identity.data["digest"]:
+        trained, now_data = record["data"], identity.data
+        # A run that began before captions were added to its data has no digest of them.
+        if any(trained[k] != now_data.get(k) for k in DIGESTS if k in trained):
             changed.append("[data]: the contents differ from those the checkpoint was trained on")
-            changed += changed_facts(record["data"], identity.data)
+            changed += changed_facts(trained, now_data)
         if held_out[0] != held_out[1]:
             changed.append(
                 f"[validation] samples (held-out rows of [data]): {held_out[0]} -> {held_out[1]}"

@@ -562,7 +562,9 @@ def worker_error(exit_code: int, message: str) -> Exception:
 DROPPED, CAPTIONS, PICTURES = "dropped.json", "captions.jsonl", "pictures.jsonl"
 SHARD_BYTES = 128 << 20
 SHARD_FILES = r"-\d{5,}\.(safetensors|json)"
-TEXT_FILES = r"text(-index\.safetensors|-\d{5,}\.(safetensors|json)|\.json)"
+KEPT_TEXT = "text-kept.json"
+"""What the manifest said of captions and their embeddings, while lost shards are written again."""
+TEXT_FILES = r"text(-index\.safetensors|-kept\.json|-\d{5,}\.(safetensors|json)|\.json)"
 """Embeddings of captions, see `data.caption_embeddings`, and the files kept for resuming them."""
 TEMPORARY = r"\.tmp\w{6}"
 """Temporary files that an earlier version left when it was killed."""
@@ -707,6 +709,9 @@ def resumed(
             return None
         for chunk, record in records.items():
             write_json(output / f"{job.name}-{chunk:05d}.json", asdict(record))
+        if manifest.get("text"):
+            kept = {key: manifest.get(key) for key in ("captions", "text")}
+            write_json(output / KEPT_TEXT, kept)
         (output / MANIFEST).unlink()
     found = find_finished(job, output, digest)
     check_sources(job, output, digest, found, verify)
@@ -861,6 +866,7 @@ def write_all(
         "count": sum(record.count for record in records),
         "dropped": len(dropped),
         "plan": digest,
+        **kept_text(output, (more or {}).get("captions")),
         "shards": shards,
     }
     check_manifest(manifest, output / MANIFEST)  # The check of opening a dataset.
@@ -868,11 +874,21 @@ def write_all(
     clean(job, output)
 
 
+def kept_text(output: Path, captions: Any) -> dict[str, Any]:
+    """The manifest's `text` before shards were lost; {} if there was none, or of other captions."""
+    try:
+        kept = user_text.read_json(output / KEPT_TEXT, str(output / KEPT_TEXT))
+        return {"text": kept["text"]} if kept["captions"] == captions else {}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
+
+
 def clean(job: ShardJob, output: Path, all_of_it: bool = False) -> None:
     """Delete the files kept for resuming; with `all_of_it`, also the shards and the folder."""
     endings = "json|safetensors" if all_of_it else "json"
     leftover = (
         rf"{re.escape(job.name)}-\d{{5,}}\.({endings})|.*\.partial|{re.escape(CLAIM)}|{TEMPORARY}"
+        rf"|{re.escape(KEPT_TEXT)}"
     )
     if all_of_it:
         leftover += f"|{SOURCES}"
