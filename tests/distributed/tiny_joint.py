@@ -60,7 +60,8 @@ class Captions(Source):
             text=TextFacts(
                 kind="T5EncoderModel",
                 digest="text",
-                layer=-1,
+                tokenizer="words",
+                layer=0,
                 template="{}",
                 width=width,
                 tokens=tokens,

@@ -206,13 +206,15 @@ def test_another_encoder_layer_or_template_than_the_dataset_s_is_refused(root):
     facts = encoder.facts(8, "float16", null)
     torch.testing.assert_close(facts.null_embedding, null, rtol=0, atol=0)
     encoder.check_fits(facts, "--text-encoder")
-    for key, value in (("digest", "0" * 64), ("layer", 1), ("template", "a {}")):
+    for key, value in (("digest", "0"), ("tokenizer", "0"), ("layer", 1), ("template", "a {}")):
         said = refused(lambda k=key, v=value: encoder.check_fits(replace(facts, **{k: v}), "x"))
         assert "but the embeddings of captions were made by" in said
     assert "holds no embeddings of captions" in refused(lambda: encoder.check_fits(None, "x"))
 
 
 def test_a_damaged_null_embedding_is_refused():
-    facts = TextFacts(kind="T", digest="0", layer=1, template="{}", width=3, tokens=4, null="AAAA")
+    facts = TextFacts(
+        kind="T", digest="0", tokenizer="1", layer=1, template="{}", width=3, tokens=4, null="AAAA"
+    )
     assert "text null is no base64 of float32 [n, 3]" in refused(lambda: facts.null_embedding)
     assert replace(facts, null="").null_embedding.shape == (0, 3)

@@ -75,6 +75,7 @@ class CaptionEmbeddings:
         self.facts = TextFacts(
             kind=entry["class"],
             digest=entry["digest"],
+            tokenizer=entry["tokenizer"],
             layer=entry["layer"],
             template=entry["template"],
             width=self.width,

@@ -49,6 +49,7 @@ SCHEMA = {
             {
                 "kind": str,
                 "digest": str,
+                "tokenizer": str,
                 "layer": NonNegativeInt,
                 "template": str,
                 "width": Dim,
@@ -86,6 +87,8 @@ class TextFacts:
     """The class in transformers, such as "T5EncoderModel"."""
     digest: str
     """SHA-256 of its weights, see `pictures.autoencoder.digest_of_weights`."""
+    tokenizer: str
+    """SHA-256 of the tokens that the tokenizer makes of a fixed text."""
     layer: int
     """The hidden state: 0 is the token embeddings; that of the last layer is the encoder's output,
     with its final norm."""
@@ -101,9 +104,10 @@ class TextFacts:
     """The embedding of the empty caption as base64 of little-endian float32 [n, width]."""
 
     def __str__(self) -> str:
-        """Class, digest, layer and template, for messages."""
+        """Class, digests, layer and template, for messages."""
         template = "" if self.template == "{}" else f", template {self.template!r}"
-        return f"{self.kind} {self.digest[:12]}, layer {self.layer}{template}"
+        words = f"tokenizer {self.tokenizer[:12]}"
+        return f"{self.kind} {self.digest[:12]}, {words}, layer {self.layer}{template}"
 
     @property
     def null_embedding(self) -> Float[Tensor, "n d"]:

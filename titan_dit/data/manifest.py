@@ -51,6 +51,7 @@ TEXT_KEYS = {
     "class": str,
     "source": str,
     "digest": str,
+    "tokenizer": str,
     "layer": NonNegativeInt,
     "template": str,
     "dtype": Literal["float16", "bfloat16", "float32"],

@@ -168,6 +168,7 @@ def text_example(model: CaptionedModel) -> TextFacts:
     return TextFacts(
         kind="",
         digest="",
+        tokenizer="",
         layer=0,
         template="{}",
         width=model.text_dim,

@@ -6,9 +6,12 @@ rounding. A caption is put into a template first, such as the words of a chat.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,8 @@ INSIDE, TOKENIZER = "text_encoder", "tokenizer"
 """Folders of encoder and tokenizer in a pipeline of diffusers."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.json")
 SLOT = "{}"
+PROBE = "A red fox's café:  two Über-tall towers, 12345 (七), the UN-believable end...\n"
+"""Text whose tokens tell tokenizers apart."""
 MAX_LAYERS = 512
 """Maximum layers. transformers would build any number before it reads the weights."""
 MAX_TOKENS = 512
@@ -90,11 +95,17 @@ class TextEncoder:
         """Device of the weights."""
         return next(self.module.parameters()).device
 
+    @cached_property
+    def digest_of_tokenizer(self) -> str:
+        """SHA-256 of the tokens of PROBE, which has cases, accents, digits and spaces."""
+        return hashlib.sha256(json.dumps(self.tokenizer(PROBE)["input_ids"]).encode()).hexdigest()
+
     def facts(self, tokens: int, dtype: str, null: Float[Tensor, "n d"]) -> TextFacts:
         """The facts of a dataset of its embeddings."""
         return TextFacts(
             kind=self.kind,
             digest=self.digest,
+            tokenizer=self.digest_of_tokenizer,
             layer=self.layer,
             template=self.template,
             width=self.width,
@@ -152,9 +163,8 @@ class TextEncoder:
                 f"{where} {self.source}: the dataset holds no embeddings of captions. Leave it "
                 "out, or store them: data encode --text-encoder."
             )
-        own = self.kind, self.digest, self.layer, self.template
-        if own != (made_by.kind, made_by.digest, made_by.layer, made_by.template):
-            this = self.facts(made_by.tokens, made_by.dtype, torch.empty(0, self.width))
+        this = self.facts(made_by.tokens, made_by.dtype, torch.empty(0, self.width))
+        if replace(this, null=made_by.null) != made_by:
             raise UserError(
                 f"{where} {self.source} is {this}, but the embeddings of captions were made by "
                 f"{made_by}. Give that one, or make the dataset again."

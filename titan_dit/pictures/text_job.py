@@ -245,6 +245,7 @@ def check_same_encoder(output: Path, encoder: TextEncoder, dtype: str) -> None:
     made_by = TextFacts(
         kind=str(text.get("class")),
         digest=str(text.get("digest")),
+        tokenizer=str(text.get("tokenizer")),
         layer=text.get("layer", -1),
         template=str(text.get("template")),
         width=text.get("width", 0),
@@ -363,6 +364,7 @@ def finish(job: TextJob) -> dict[str, Any]:
         "class": facts.kind,
         "source": job.encoder.source,
         "digest": facts.digest,
+        "tokenizer": facts.tokenizer,
         "layer": facts.layer,
         "template": facts.template,
         "dtype": facts.dtype,
