@@ -19,7 +19,10 @@ WAY = [
     "diffusion/objective.py",
     "models/dit_config.py",
     "models/layers.py",
+    "diffusion/conditions.py",
     "diffusion/rectified_flow.py",
+    "diffusion/sections.py",
+    "diffusion/samplers/ode.py",
     "execution.py",
     "models/dit.py",
     "kernels/linear.py",
@@ -50,7 +53,7 @@ def visited(trainer):
     return list(seen)
 
 
-def test_a_step_of_digits_visits_eleven_files_each_entered_in_turn(tmp_path):
+def test_a_step_of_digits_visits_fourteen_files_each_entered_in_turn(tmp_path):
     config = tiny_config(job={"dir": str(tmp_path), "name": "run"})
     with process_group.start("cpu") as world:
         files = visited(Trainer(config, world))

@@ -227,7 +227,7 @@ class DataEncodeFlags(Section):
     text_encoder: FilePath | None = None
     """Folder of a text encoder of transformers, or of a pipeline; or its name on the hub: store the
     captions' embeddings, too, also for pictures that are encoded already."""
-    text_layer: int | None = None
+    text_layer: Annotated[int, Bound(least=-512, most=512)] | None = None
     """Hidden state that is stored; negative from the end. Default: the encoder's output."""
     text_template: str = "{}"
     """What the text encoder reads, with {} for the caption."""
