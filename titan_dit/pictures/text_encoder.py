@@ -51,6 +51,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "v
 SLOT = "{}"
 PROBE = "A red fox's café:  two Über-tall towers, 12345 (七), the UN-believable end...\n"
 """Text whose tokens tell tokenizers apart."""
+ATTENTION = "eager"
+"""Implementation of attention that all classes have."""
 MAX_LAYERS = 512
 """Maximum layers. transformers would build any number before it reads the weights."""
 MAX_TOKENS = 512
@@ -265,19 +267,14 @@ def config_of(library: Any, folder: Path | None, named: str, at: str) -> tuple[A
         # transformers would import the library that it names.
         raise UserError(f"{at} is quantized (quantization_config). Give it in fp32 or bf16.")
     for key, value in values.items():
+        if "attn_implementation" in key and value not in (None, "eager", "sdpa"):
+            # It may be code on the hub.
+            raise UserError(f"{at}: {CONFIG}: {key}={show(value)} is not eager. Leave it out.")
         if "layers" in key and isinstance(value, int | float) and value > MAX_LAYERS:
             raise UserError(f"{at}: {CONFIG}: {key}={show(value)} is above {MAX_LAYERS}.")
     kind = getattr(library, ENCODERS[name])
     # Not AutoConfig: CLIP's whole config and that of its text model share a folder's file.
-    config = kind.config_class.from_pretrained(named, local_files_only=folder is not None)
-    # The file may name an implementation on the hub, which is code.
-    config._attn_implementation = attention_of(kind)
-    return config, kind
-
-
-def attention_of(kind: Any) -> str:
-    """The implementation of a class's attention, of the two that are part of transformers."""
-    return "sdpa" if kind._supports_sdpa else "eager"
+    return kind.config_class.from_pretrained(named, local_files_only=folder is not None), kind
 
 
 @dataclass(frozen=True)
@@ -301,7 +298,7 @@ def weights_of(
     module, loaded = kind.from_pretrained(
         named,
         config=config,
-        attn_implementation=attention_of(kind),
+        attn_implementation=ATTENTION,
         dtype=torch.float32,
         local_files_only=is_local,
         use_safetensors=True,
