@@ -9,9 +9,10 @@ torchrun, each rank is this command.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -41,6 +42,7 @@ from titan_dit.system.launched_as import LaunchedAs
 from titan_dit.system.progress import ProgressLine, count
 from titan_dit.trained_model import device_of
 
+T = TypeVar("T")
 MOST_WORKERS = 16
 
 
@@ -162,14 +164,13 @@ def encode_captions(options: DataEncodeFlags, encoder: TextEncoder, ranks: Ranks
             return
         mine = todo[ranks.rank :: ranks.count]
         total = sum(len(job.chunks[chunk]) for chunk in todo)
-        progress, failure = ProgressLine(total, "captions"), ""
-        try:
+        progress = ProgressLine(total, "captions")
+
+        def encode_mine() -> None:
             with progress:
                 text_job.encode_texts(job, mine, lambda num: progress.add(num * ranks.count))
-        except UserError as error:
-            failure = str(error)
-        if failures := [text for text in ranks.gather(failure) if text]:
-            raise UserError(failures[0])
+
+        on_all(ranks, encode_mine)
         text = ranks.run_on_first(lambda: text_job.finish(job))
     if ranks.is_first:
         if text["cut"]:
@@ -210,21 +211,34 @@ def threads_of(workers: int | None) -> int:
 def survey_of(pictures: PictureSet, ranks: Ranks, threads: int) -> Survey:
     """The sizes of all pictures; each rank reads its share of the headers. Collective."""
     progress = ProgressLine(len(pictures), "pictures", what="measured")
-    part, failure = Survey.empty(), ""
-    try:
+
+    def share() -> Survey:
         with progress:
-            part = survey_share(
+            return survey_share(
                 pictures,
                 threads,
                 lambda count: progress.add(count * ranks.count),
                 ranks.rank,
                 ranks.count,
             )
+
+    return Survey.joined(on_all(ranks, share))
+
+
+def on_all(ranks: Ranks, action: Callable[[], T]) -> list[T]:
+    """The results of all ranks. If some raise UserError, all raise the first one. Collective.
+
+    Unlike `Ranks.run_on_all`, another error is a bug and keeps its traceback.
+    """
+    result, failure = None, ""
+    try:
+        result = action()
     except UserError as error:
         failure = str(error)
-    if failures := [text for text in ranks.gather(failure) if text]:
+    outcomes: list[tuple[Any, str]] = ranks.gather((result, failure))
+    if failures := [text for _, text in outcomes if text]:
         raise UserError(failures[0])
-    return Survey.joined(ranks.gather(part))
+    return [value for value, _ in outcomes]
 
 
 def shapes_of(plan: EncodeJob) -> str:
@@ -270,14 +284,12 @@ def encode_share(
         progress(total - left + counts[0] * left // own, f"dropped {counts[1]:,}" * bool(counts[1]))
 
     progress(total - left)
-    failure = ""
-    try:
+
+    def encode_mine() -> None:
         with progress:
             encode.encode_chunks(plan, vae, output, mine, threads, report)
-    except UserError as error:
-        failure = str(error)
-    if failures := [text for text in ranks.gather(failure) if text]:
-        raise UserError(failures[0])
+
+    on_all(ranks, encode_mine)
 
 
 def report(
