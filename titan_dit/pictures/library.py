@@ -23,45 +23,33 @@ def install_advice(package: str) -> str:
 
 def diffusers(what: str) -> ModuleType:
     """Import diffusers; `what` needs it, such as "--vae". Raises UserError if it is missing."""
+    return quietly("diffusers", ("AutoencoderKL",), what)
+
+
+def transformers(what: str) -> ModuleType:
+    """Import transformers; `what` needs it. Raises UserError if it is missing."""
+    return quietly("transformers", ("T5EncoderModel", "PreTrainedTokenizerFast"), what)
+
+
+def quietly(name: str, classes: tuple[str, ...], what: str) -> ModuleType:
+    """Import a library with the modules of `classes`, and turn its messages off."""
     # It asks a server for news of itself at its import, which hangs where there is no network.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         with quiet():
             hide_if_broken("torchvision")
-            library = importlib.import_module("diffusers")
-            reports = importlib.import_module("diffusers.utils.logging")
+            library = importlib.import_module(name)
+            reports = importlib.import_module(f"{name}.utils.logging")
             reports.disable_progress_bar()
             reports.set_verbosity_error()
-            # It imports the modules of a class when that is first named.
-            library.AutoencoderKL  # noqa: B018
-    except ImportError as error:
-        raise UserError(
-            f"{what} needs the library diffusers, which cannot be imported ({error}). "
-            + install_advice("diffusers")
-        ) from None
-    # Of the hub: a line for each try without a network, a warning of how diffusers calls it.
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="huggingface_hub")
-    return library
-
-
-def transformers(what: str) -> ModuleType:
-    """Import transformers; `what` needs it. Raises UserError if it is missing."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    try:
-        with quiet():
-            hide_if_broken("torchvision")
-            library = importlib.import_module("transformers")
-            reports = importlib.import_module("transformers.utils.logging")
-            reports.disable_progress_bar()
-            reports.set_verbosity_error()
-            # It imports the modules of a class when that is first named.
-            library.T5EncoderModel, library.PreTrainedTokenizerFast  # noqa: B018
+            for kind in classes:  # It imports the modules of a class when that is first named.
+                getattr(library, kind)
     except (ImportError, AttributeError) as error:
         raise UserError(
-            f"{what} needs the library transformers, which cannot be imported "
-            f"({' '.join(str(error).split())[:300]}). " + install_advice("transformers")
+            f"{what} needs the library {name}, which cannot be imported "
+            f"({' '.join(str(error).split())[:300]}). " + install_advice(name)
         ) from None
+    # Of the hub: a line for each try without a network, a warning of how diffusers calls it.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="huggingface_hub")
     return library

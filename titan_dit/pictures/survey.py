@@ -41,11 +41,6 @@ class Survey:
         return Size(width, height)
 
     @classmethod
-    def empty(cls) -> Survey:
-        """The survey of no pictures."""
-        return cls(np.zeros((0, 2), np.int32), {})
-
-    @classmethod
     def joined(cls, parts: Sequence[Survey]) -> Survey:
         """The survey of a set from those of its parts, in their order."""
         reasons: dict[int, str] = {}
