@@ -171,3 +171,17 @@ def test_half_a_note_of_a_rank_that_is_killed_is_none(tmp_path, monkeypatch):
         failure.leave_note({"message": {"message": "lost a rank", "extraInfo": {}}})
     assert written
     assert not note.exists()
+
+
+def test_a_crash_in_native_code_shows_where_python_was():
+    program = """
+import ctypes
+from titan_dit.ranks.failure import run_and_exit
+def reads_nothing():
+    ctypes.string_at(0)
+run_and_exit(reads_nothing)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == -11
+    assert "Segmentation fault" in ended.stderr
+    assert "in reads_nothing" in ended.stderr

@@ -1,5 +1,7 @@
 """Timeouts of all process groups, and groups that cannot be opened."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,11 +43,28 @@ def test_no_group_ends_a_run_that_the_watchdog_allows(step_timeout_s, tmp_path):
         for moment in (start, first_step, later):
             assert moment.pop(process_group.CHECKPOINTS) == PATIENCE.total_seconds()
         allowed = max(step_timeout_s, SLOW_S) + LAST_RESORT_S
-        assert set(start.values()) == {process_group.STARTING_S}
+        assert set(start.values()) == {process_group.STARTING.total_seconds()}
         late = first_step.pop("late")
         assert late != later["late"]
         (before,), (after,) = set(first_step.values()), set(later.values())
         assert before > after > allowed
+
+
+def threads_of_collectives(world):
+    """The threads of this rank that run gloo's collectives, and its groups, after some of each."""
+    groups = [dist.group.WORLD, dist.new_group([0]), dist.new_group([0])]
+    for group in groups:
+        works = [dist.all_reduce(torch.zeros(1), group=group, async_op=True) for _ in range(8)]
+        for work in works:
+            work.wait()
+    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    return names.count("pt_gloo_runloop"), len(groups)
+
+
+def test_one_thread_runs_the_collectives_of_a_gloo_group():
+    """Two threads write the last collective's name at once, and the rank dies."""
+    [(threads, groups)] = on_ranks(1, threads_of_collectives)
+    assert threads == groups
 
 
 def test_a_group_that_cannot_be_opened_is_one_line_and_may_be_tried_again(monkeypatch):

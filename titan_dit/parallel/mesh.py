@@ -116,7 +116,7 @@ class Mesh:
         self.sizes = sizes
         with process_group.opening(f"the process groups of {sizes}"):
             self.open(device_type)
-        process_group.set_timeouts(process_group.STARTING_S)
+        process_group.set_timeouts(process_group.STARTING.total_seconds())
 
     def open(self, device_type: str) -> None:
         """Open the process groups of the axes and of the flattened submeshes. Collective."""

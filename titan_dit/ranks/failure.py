@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import json
 import os
 import re
@@ -59,6 +60,7 @@ def run_and_exit(main: Callable[[], int | None]) -> None:
     thread of an intact process group can abort a finished run.
     """
     stdio.prepare()
+    faulthandler.enable(2)  # A crash in native code shows where Python was.
     try:
         code = returned(main)
         atexit._run_exitfuncs()  # Handlers of loggers and worker processes.

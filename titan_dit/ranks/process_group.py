@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +29,7 @@ from titan_dit.ranks import hosts, open_files
 from titan_dit.ranks.failure import NetworkFailure
 from titan_dit.system.launched_as import LaunchedAs
 
-STARTING_S = 3600.0
+STARTING = timedelta(hours=1)
 """Timeout of every group before the watchdog runs: one rank may list a dataset for all others."""
 CHECKPOINTS = "checkpoints"
 """Description of the group of the thread that saves; it keeps its own timeout."""
@@ -75,6 +76,7 @@ def start(device_type: str | None = None) -> Iterator[World]:
     # gloo for CPU tensors: checkpoints and small objects.
     backend = "cuda:nccl,cpu:gloo" if device_type == "cuda" else "gloo"
     connect_lazily()
+    use_one_gloo_thread()
     here = LaunchedAs.here()
     if here.is_rank:
         rank, size = here.rank, here.world_size
@@ -82,7 +84,7 @@ def start(device_type: str | None = None) -> Iterator[World]:
         open_files.raise_limit(need, f"rank {rank} of {size:,}")
         with opening("the default process group"):
             wait_for_address(here.address)
-            dist.init_process_group(backend, timeout=timedelta(seconds=STARTING_S))
+            dist.init_process_group(backend, timeout=STARTING)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield World(dist.get_rank(), dist.get_world_size(), device)
@@ -212,6 +214,36 @@ def connect_lazily() -> None:
     Otherwise each rank holds a socket per group and other rank. Call before init_process_group.
     """
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
+def use_one_gloo_thread() -> None:
+    """Have one thread run the collectives of a gloo group. Call before init_process_group.
+
+    torch has two of them for each network interface. When both have ended a collective, both write
+    its name into the same string, without a lock (`ProcessGroupGloo::runLoop`, in 2.11 to 2.15). A
+    name of more than 15 characters, as DTensor's collectives have, is then freed twice now and
+    then, and the rank dies of a segmentation fault.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    if hasattr(gloo.__init__, "__wrapped__"):
+        return
+
+    @wraps(gloo.__init__)
+    def init(group: Any, *where: Any, timeout: timedelta = STARTING, **more: Any) -> None:
+        options = gloo._Options()
+        options._timeout, options._threads = timeout, 1
+        # As torch chooses them.
+        names = os.environ.get("GLOO_SOCKET_IFNAME")
+        options._devices = (
+            [gloo.create_device(interface=name) for name in names.split(",")]
+            if names
+            else [gloo.create_default_device()]
+        )
+        for name, value in more.items():
+            setattr(options, name, value)
+        init.__wrapped__(group, *where, options)
+
+    gloo.__init__ = init
 
 
 @contextmanager
