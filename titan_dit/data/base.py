@@ -136,6 +136,20 @@ class Source:
         """
         return self.read(rows)
 
+    @property
+    def bucket_rows(self) -> Sequence[range]:
+        """The rows of each bucket, one after another; one if all samples have the same shape."""
+        return (range(len(self)),)
+
+    @property
+    def bucket_names(self) -> Sequence[str]:
+        """A name for each bucket, such as its shape."""
+        return ("",)
+
+    def bucket_fields(self, bucket: int) -> Mapping[str, Field]:
+        """Dtypes and shapes of the samples of one bucket."""
+        return self.fields
+
     def groups(self) -> Int64[Tensor, " n"] | None:
         """Return the group (class) of every row, to stratify validation; None without groups."""
         return None
@@ -145,8 +159,17 @@ class Source:
         groups = self.groups()
         yield from () if groups is None else torch.split(groups, 1 << 16)
 
-    def order(self, seed: int, held_out: tuple[int, ...], data_order: str) -> SampleOrder:
-        """Return the order of training, without the `held_out` rows."""
+    def order(
+        self,
+        seed: int,
+        held_out: tuple[int, ...],
+        data_order: str,
+        batch_sizes: Sequence[int] = (),
+    ) -> SampleOrder:
+        """Return the order of training, without the `held_out` rows.
+
+        `batch_sizes`: samples of a step, by bucket. They do not change an order of one bucket.
+        """
         # Here: the interface needs no numpy, and benchmarks/gpu.py has none.
         from titan_dit.data.order import EpochOrder
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -132,6 +132,10 @@ class JointDiTConfig(Section):
         pairs = self.shape[0] // self.shape[2] // 2
         side = max(1, 3 * pairs // 8)
         return 2 * (pairs - 2 * side), 2 * side, 2 * side
+
+    def at_size(self, height: int, width: int) -> JointDiTConfig:
+        """The same network for latents of another size."""
+        return replace(self, latent_size=(height, width))
 
     def flops(self, output_channels: int, text_tokens: int, tokens: int) -> Mapping[str, int]:
         """FLOPs of forward and backward per sample, of `embed`, one of the `blocks` and `head`.
