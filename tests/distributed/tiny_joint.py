@@ -47,7 +47,9 @@ class Captioned(DataConfig):
 
     def open(self):
         sizes = (self.latent_size, *self.others)
-        return Captions([(self.channels, *size) for size in sizes], (self.text_tokens, self.text_dim))
+        return Captions(
+            [(self.channels, *size) for size in sizes], (self.text_tokens, self.text_dim)
+        )
 
 
 class Captions(Source):
@@ -59,7 +61,7 @@ class Captions(Source):
         # The empty prompt has two tokens.
         empty = torch.randn(2, width, generator=torch.Generator().manual_seed(1000))
         self.facts = LatentFacts(
-            count=64,
+            count=each * len(shapes),
             digest="captions",
             shape=latent,
             bucket_shapes=tuple(shapes) if several else (),
@@ -85,7 +87,7 @@ class Captions(Source):
     @property
     def bucket_rows(self):
         each = 64 // len(self.shapes)
-        return [range(first, first + each) for first in range(0, 64, each)]
+        return [range(first, first + each) for first in range(0, len(self), each)]
 
     @property
     def bucket_names(self):
@@ -106,7 +108,9 @@ class Captions(Source):
         length = index % (self.text[0] + 1)
         words[length:] = 0
         return {
-            "latent": torch.randn(self.shapes[index * len(self.shapes) // 64], generator=generator),
+            "latent": torch.randn(
+                self.shapes[index // (64 // len(self.shapes))], generator=generator
+            ),
             "text": words.half(),
             "text_length": torch.tensor(length),
         }
