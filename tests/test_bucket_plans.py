@@ -1,13 +1,11 @@
 """Runs on data in buckets: their plans, steps, validation and what is refused."""
 
-import math
-
 import pytest
 import torch
 from refusals import refused
 from tiny_joint import joint_config
 
-from titan_dit.opening import small_buckets
+from titan_dit.opening import plan_buckets, plan_run, small_buckets
 from titan_dit.ranks import process_group
 from titan_dit.trainer import Trainer
 
@@ -106,8 +104,15 @@ def test_what_does_not_fit_is_refused_before_the_first_step(sections, line, trai
     assert said.startswith(line)
 
 
+def test_a_bucket_that_the_layout_does_not_divide_is_named(trainer_of):
+    source = trainer_of().source
+    config = config_of(parallel={"cp": 8})
+    said = refused(lambda: plan_buckets(config, plan_run(config, 8), source))
+    assert said.startswith("bucket 2x4x4: [parallel] cp=8 ")
+
+
 def test_a_bucket_smaller_than_a_step_is_named(trainer_of):
     plan = trainer_of().plan
     [line] = small_buckets([(7, 8), (16, 16)], plan)
     assert line.startswith("hint    the bucket 2x4x8 has 7 samples to train on, a step 8: ")
-    assert math.isclose(sum(1 for _ in small_buckets([(8, 8), (16, 16)], plan)), 0)
+    assert list(small_buckets([(8, 8), (16, 16)], plan)) == []
