@@ -38,6 +38,7 @@ from titan_dit.rng import SampleRNG
 
 if TYPE_CHECKING:
     from titan_dit.pipeline.recording import PipelineRecording
+    from titan_dit.pipeline.run_time import Links
     from titan_dit.pipeline.stage import Shapes
 
 
@@ -227,15 +228,42 @@ def run_executor(
     plan: RunPlan, objective: Objective, mesh: Mesh, parts: dict[int, Model], device: torch.device
 ) -> Executor:
     """The executor of a run: that of its data's one shape, or of every bucket over the parts."""
-    found = [executor_of(each, objective, mesh, parts, device) for each in plan.shapes]
+    links = links_of(plan, mesh, device)
+    found = [executor_of(each, objective, mesh, parts, device, links) for each in plan.shapes]
     specs = [each.spec for each in plan.shapes]
     return BucketedExecutor(found, specs) if plan.buckets else found[0]
 
 
+def links_of(plan: RunPlan, mesh: Mesh, device: torch.device) -> Links | None:
+    """The connections of a run in run-time order, for the largest messages; else None."""
+    if not plan.decides_at_run_time:
+        return None
+    # Lazy imports: most runs have no run-time order.
+    from titan_dit.pipeline.run_time import Decisions, Links
+    from titan_dit.pipeline.transports.choice import open_transport
+    from titan_dit.pipeline.transports.shared_memory import Layout
+
+    streams = [shapes_of(each).stream for each in plan.shapes]
+    largest = max(streams, key=lambda stream: Layout(stream).num_bytes)
+    pipeline = plan.pipeline
+    transport, line = open_transport(
+        mesh.p2p, plan.stage_ranks, largest, device, pipeline.transport, pipeline.network
+    )
+    return Links(transport, line, Decisions(mesh.same_work))
+
+
 def executor_of(
-    plan: RunPlan, objective: Objective, mesh: Mesh, parts: dict[int, Model], device: torch.device
+    plan: RunPlan,
+    objective: Objective,
+    mesh: Mesh,
+    parts: dict[int, Model],
+    device: torch.device,
+    links: Links | None = None,
 ) -> Executor:
-    """The executor of the parts, on all tokens or on a cp rank's slice of them."""
+    """The executor of the parts, on all tokens or on a cp rank's slice of them.
+
+    `links`: see `links_of`.
+    """
     executor = whole_token_executor(
         plan,
         mesh,
@@ -246,6 +274,7 @@ def executor_of(
             plan.tokens_per_rank,
         ),
         device,
+        links,
     )
     executor.score = compile_score(executor.score, objective, plan.compile, device)
     if mesh.sizes.cp > 1:
@@ -257,7 +286,12 @@ def executor_of(
 
 
 def whole_token_executor(
-    plan: RunPlan, mesh: Mesh, parts: dict[int, Model], loss: TokenLoss, device: torch.device
+    plan: RunPlan,
+    mesh: Mesh,
+    parts: dict[int, Model],
+    loss: TokenLoss,
+    device: torch.device,
+    links: Links | None,
 ) -> Executor:
     """The pipelined executor, or the local one without pp."""
     if mesh.sizes.pp == 1:
@@ -265,13 +299,12 @@ def whole_token_executor(
     # Lazy imports: most runs have no pipeline.
     from titan_dit.pipeline.pipelined import PipelinedExecutor
 
-    shapes, pipeline = shapes_of(plan), plan.pipeline
     given = (
         parts,
         mesh.p2p,
         plan.order(plan.num_microbatches),
         plan.stage_ranks,
-        shapes,
+        shapes_of(plan),
         loss,
         plan.microbatch_size,
         device,
@@ -284,24 +317,10 @@ def whole_token_executor(
         from titan_dit.pipeline.torch_runtime import TorchExecutor
 
         return TorchExecutor(*given, runtime=plan.runtime, notes=notes)
-    from titan_dit.pipeline.run_time import DecidingExecutor, Decisions
-    from titan_dit.pipeline.transports.choice import open_transport
+    from titan_dit.pipeline.run_time import DecidingExecutor
 
-    transport, line = open_transport(
-        mesh.p2p,
-        plan.stage_ranks,
-        shapes.stream,
-        device,
-        pipeline.transport,
-        pipeline.network,
-    )
-    return DecidingExecutor(
-        *given,
-        memory=pipeline.memory,
-        transport=transport,
-        decisions=Decisions(mesh.same_work),
-        notes=[line],
-    )
+    assert links
+    return DecidingExecutor(*given, memory=plan.pipeline.memory, links=links)
 
 
 def shapes_of(plan: RunPlan) -> Shapes:
