@@ -280,6 +280,7 @@ def open_run(config: JobConfig, world: World) -> OpenedRun:
     objective = open_objective(config, plan, source, previews=bool(config.sampling.every))
     if config.sampling.every:
         objective.check_preview(config.sampling, config.generation)
+    objective.open_drawing(config.sampling, source, Ranks().run_on_first)
     held_out = rows_held_out(config, source)
     sample_order = source.order(job.seed, held_out, job.data_order)
     config = replace(config, training=config.training.resolved(sample_order.num_rows))

@@ -136,6 +136,15 @@ class Source:
         """
         return self.read(rows)
 
+    def read_fields(self, names: Sequence[str], rows: Sequence[int]) -> dict[str, Tensor]:
+        """Some fields of `rows`. Override it to read no others, as for the captions of a score."""
+        found = self.read(rows)
+        return {name: found[name] for name in names}
+
+    def captions(self, rows: Sequence[int]) -> list[str]:
+        """The text of the caption that `read` gives of each row; empty if texts are not stored."""
+        return []
+
     def groups(self) -> Int64[Tensor, " n"] | None:
         """Return the group (class) of every row, to stratify validation; None without groups."""
         return None

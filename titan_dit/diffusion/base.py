@@ -67,6 +67,14 @@ class LatentModel(Protocol):
 
 
 @runtime_checkable
+class SizedModel(Protocol):
+    """What a model has besides that draws samples of other sizes with the same weights."""
+
+    def at_size(self, height: int, width: int) -> LatentModel:
+        """The section for latents of this size. Raises UserError if the network cannot."""
+
+
+@runtime_checkable
 class LabelledModel(Protocol):
     """What a model with class labels has besides: its input `labels` is int64 [b]."""
 
