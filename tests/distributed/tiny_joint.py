@@ -57,6 +57,8 @@ class Captions(Source):
             digest="captions",
             shape=latent,
             num_classes=1,
+            # Three channels are pixels.
+            value_range=(-1.0, 1.0) if latent[0] == 3 else None,
             text=TextFacts(
                 kind="T5EncoderModel",
                 digest="text",
@@ -73,6 +75,9 @@ class Captions(Source):
             "text": Field(torch.float16, text),
             "text_length": Field(torch.int64, ()),
         }
+
+    def captions(self, rows):
+        return [f"caption {row}" for row in rows]
 
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)

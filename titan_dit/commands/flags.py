@@ -592,7 +592,8 @@ class PredictFlags(Section):
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
     input: Annotated[FilePath, Aliases("--inputs")]
     """FILE.safetensors with `x` [b, c, h, w], `t` [b] (0-based timesteps, as in the original) and
-    `y` [b] (labels; -1 or the number of classes is unconditional). With `noise` of x's shape, x is
+    `y` [b] (labels; -1 or the number of classes is unconditional), or of a network that takes
+    captions `text` [b, m, d] and `text_length` [b]. With `noise` of x's shape, x is
     the clean latents, and the objective computes the network's noisy input at t. Of a language
     model `tokens` [b, n], n up to sequence_length; of a BERT also `types` [b, n], else 0, and
     after training on pairs `lengths` [b], else n."""

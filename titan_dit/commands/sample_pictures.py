@@ -236,7 +236,9 @@ def job_of(
         diffusion = at_size(diffusion, flags.size, vae)
     noise = None
     if flags.noise is not None:
-        noise, labels = read_noise(Path(flags.noise), diffusion, captions and captions.numbers)
+        noise, labels = read_noise(
+            Path(flags.noise), diffusion, captions.numbers if captions else None
+        )
     guide = None if flags.guide is None else load_guide(flags.guide, run.device, flags.trust)
     weak = None if guide is None else weak_network(guide, diffusion)
     guidance = drawing.guidance_of(flags, weak)

@@ -19,11 +19,6 @@ BATCH = 32
 """Prompts that are encoded at once."""
 
 
-def needs_encoder(prompts: Sequence[str]) -> bool:
-    """False if all prompts are blank: the empty prompt's embedding is stored with the data."""
-    return any(prompt.strip() for prompt in prompts)
-
-
 @dataclass(frozen=True)
 class PromptEncoder:
     """Embeds prompts as the captions of a dataset were embedded."""
@@ -80,7 +75,7 @@ def open_encoder(
     device: torch.device,
     where: str,
 ) -> PromptEncoder:
-    """What embeds prompts: with an encoder, unless all prompts are blank.
+    """What embeds prompts: with an encoder, unless none is given and all prompts are blank.
 
     `source`: a folder or name; None takes the recorded one that embedded the captions of `data`.
     `tokens`: those that the network takes. `where` names the flag or key of `source` in errors.
@@ -88,7 +83,8 @@ def open_encoder(
     """
     text = data.text
     assert text is not None
-    if not needs_encoder(prompts):
+    # The empty prompt's embedding is stored with the data.
+    if not source and not any(prompt.strip() for prompt in prompts):
         return PromptEncoder(text, tokens, None)
     if not source and not data.text_source:
         raise UserError(
