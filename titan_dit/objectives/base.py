@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -26,6 +26,7 @@ Forward: TypeAlias = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tens
 """(inputs, static) -> prediction: `Executor.predict`, or the network itself."""
 
 
+@runtime_checkable
 class OnFirst(Protocol):
     """Runs an action on rank 0, and returns its result on every rank; raises its UserError."""
 
