@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from titan_dit.config.section import UserError, show
 from titan_dit.data.base import Batch
 from titan_dit.execution import (
+    BucketedExecutor,
     Executor,
     LocalExecutor,
     SlicedExecutor,
@@ -54,7 +55,9 @@ class BuiltNetwork:
     num_parameters: int
     """Parameters of the whole network."""
     flops_per_sample: int
-    """FLOPs of forward and backward of the whole network."""
+    """FLOPs of forward and backward of the whole network; of buckets for the largest."""
+    flops_by_bucket: tuple[int, ...]
+    """The same for a sample of each bucket; one number if all data has one shape."""
     notes: Sequence[str]
     """Console lines about the build."""
     recording: PipelineRecording | None
@@ -72,14 +75,15 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
     parameters = own_parameters(parts)
     if plan.num_stages - 1 in parts:  # The last stage computes the loss.
         parameters |= place_modules(plan, objective, mesh, device)
-    executor = executor_of(plan, objective, mesh, parts, device)
+    executor = run_executor(plan, objective, mesh, parts, device)
     return BuiltNetwork(
         executor=executor,
         prepare=compile_prepare(objective, plan.compile, device),
         parameters=parameters,
         copies=copies_of(parts),
         num_parameters=count,
-        flops_per_sample=flops,
+        flops_per_sample=max(flops),
+        flops_by_bucket=flops,
         notes=[*float8_lines(plan, parts), *executor.notes],
         recording=recording_of(executor, plan, mesh),
     )
@@ -95,8 +99,11 @@ def float8_lines(plan: RunPlan, parts: Mapping[int, Model]) -> list[str]:
 
 
 def recording_of(executor: Executor, plan: RunPlan, mesh: Mesh) -> PipelineRecording | None:
-    """The recording of a run's first pipeline; None without pp. On every rank."""
-    if mesh.sizes.pp == 1:
+    """The recording of a run's first pipeline, on every rank.
+
+    None without pp, and of buckets, whose steps run in different orders.
+    """
+    if mesh.sizes.pp == 1 or plan.buckets:
         return None
     from titan_dit.pipeline.pipelined import PipelinedExecutor
     from titan_dit.pipeline.recording import PipelineRecording
@@ -128,10 +135,10 @@ def copies_of(parts: Mapping[int, Model]) -> dict[str, nn.Parameter]:
     return {name: copy for part in parts.values() for name, copy in tied.copies_of(part).items()}
 
 
-def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]:
+def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, tuple[int, ...]]:
     """This rank's stages on the meta device, parallelized.
 
-    Also returns the parameters and FLOPs of the whole network, as in `BuiltNetwork`.
+    Also returns the parameters and FLOPs by bucket of the whole network, as in `BuiltNetwork`.
     """
     last = plan.num_stages - 1
     parts: dict[int, Model] = {}
@@ -141,7 +148,8 @@ def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]
         check_model(model, plan.spec)
         mesh.p2p.open(neighbours(plan.stage_ranks, joins_ends=bool(model.tied)))
         count = sum(parameter.numel() for parameter in model.parameters())
-        flops = model.flops_per_sample(plan.spec.num_attended_tokens)
+        tokens = [each.spec.num_attended_tokens for each in plan.shapes]
+        flops = tuple(model.flops_per_sample(number) for number in tokens)
         if plan.sizes.tp > 1:
             tensor.check_tied(model, mesh.axis("tp"), plan.tensor_plan)
         model.cut(plan.stage_layers[stage], is_first=stage == 0, is_last=stage == last)
@@ -211,6 +219,15 @@ def place_modules(
     }
     initialize(holder, initializers, plan.seed, device, plan.initial_weights)
     return dict(holder.named_parameters())
+
+
+def run_executor(
+    plan: RunPlan, objective: Objective, mesh: Mesh, parts: dict[int, Model], device: torch.device
+) -> Executor:
+    """The executor of a run: that of its data's one shape, or of every bucket over the parts."""
+    found = [executor_of(each, objective, mesh, parts, device) for each in plan.shapes]
+    specs = [each.spec for each in plan.shapes]
+    return BucketedExecutor(found, specs) if plan.buckets else found[0]
 
 
 def executor_of(

@@ -36,7 +36,13 @@ from titan_dit.diffusion import drawing
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.objectives.base import DataShare
 from titan_dit.observe import console
-from titan_dit.opening import open_objective, open_source, plan_run, rows_held_out
+from titan_dit.opening import (
+    open_objective,
+    open_source,
+    plan_buckets,
+    plan_run,
+    rows_held_out,
+)
 from titan_dit.parallel.mesh import Mesh, solve
 from titan_dit.pictures import output
 from titan_dit.pictures.parts import FinishedParts
@@ -451,11 +457,15 @@ def evaluate(options: EvaluateFlags, keys: Sequence[str], world: World) -> dict[
         training=replace(
             config.training,
             microbatch_size=batch_size,
+            tokens_per_step=None,
+            batch_multiple=None,
+            tokens_per_microbatch=None,
             global_batch_size=batch_size * size.pp * size.data,
         ),
     )
     plan = plan_run(config, world.size, device=world.device)
     source = open_source(config.data)
+    plan = plan_buckets(config, plan, source)
     objective = open_objective(config, plan, source)
     chosen = validation_set(path, record, config, source)
     mesh = Mesh(plan.sizes, world.device.type)
@@ -471,7 +481,7 @@ def evaluate(options: EvaluateFlags, keys: Sequence[str], world: World) -> dict[
         share,
         alive=lambda: None,
         seed=config.job.seed,
-        batch_size=plan.padded_samples_per_rank,
+        batch_sizes=[each.padded_samples_per_rank for each in plan.shapes],
     )
     about = {"checkpoint": str(path), "step": record["step"], "weights": saved.what}
     where = {"samples": len(chosen.rows), "layout": str(mesh.sizes), "device": world.device.type}

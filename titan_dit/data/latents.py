@@ -30,7 +30,7 @@ from titan_dit.data.buckets import BucketOrder
 from titan_dit.data.caption_embeddings import CAPTIONS, INDEX, CaptionEmbeddings, texts_of
 from titan_dit.data.folders import LatentFolder
 from titan_dit.data.latent_facts import LatentFacts, VAEFacts
-from titan_dit.data.listing import Listing, few, layout_of, list_folder
+from titan_dit.data.listing import Listing, layout_of, list_folder
 from titan_dit.data.manifest import (
     BUCKETS_FORMAT,
     FORMAT,
@@ -183,6 +183,20 @@ class LatentShards(Source):
         return {name: value[0] for name, value in self.read([index]).items()}
 
     @property
+    def bucket_rows(self) -> Sequence[range]:
+        """See `Source.bucket_rows`."""
+        return [bucket.rows for bucket in self.buckets]
+
+    @property
+    def bucket_names(self) -> Sequence[str]:
+        """See `Source.bucket_names`."""
+        return [bucket.name for bucket in self.buckets]
+
+    def bucket_fields(self, bucket: int) -> dict[str, Field]:
+        """See `Source.bucket_fields`."""
+        return {**self.fields, "latent": Field(self.dtype, self.buckets[bucket].shape)}
+
+    @property
     def labels(self) -> Int64[Tensor, " n"]:
         """The labels of all rows, copied into memory."""
         return torch.cat([shard.labels for shard in self.shards])
@@ -210,20 +224,16 @@ class LatentShards(Source):
             with safe_open(self.path / entry["file"], framework="pt") as file:
                 yield file.get_tensor("label")
 
-    def order(self, seed: int, held_out: tuple[int, ...], data_order: str) -> SampleOrder:
-        """The order of epochs. Raises UserError for rows of several shapes: see `bucket_order`."""
-        if self.keeps_groups:
-            names = few([bucket.name for bucket in self.buckets])
-            raise UserError(
-                f"[data] path={self.path} holds latents of {len(self.buckets)} shapes: {names}. A "
-                "step has one shape. Encode with --image-size, or --buckets of one size."
-            )
-        return super().order(seed, held_out, data_order)
-
-    def bucket_order(
-        self, seed: int, held_out: tuple[int, ...], batch_sizes: Sequence[int]
-    ) -> BucketOrder:
-        """The order of steps of one bucket each; `batch_sizes`: samples of a step, by bucket."""
+    def order(
+        self,
+        seed: int,
+        held_out: tuple[int, ...],
+        data_order: str,
+        batch_sizes: Sequence[int] = (),
+    ) -> SampleOrder:
+        """The order of training; of several buckets, steps of one bucket each."""
+        if not self.keeps_groups:
+            return super().order(seed, held_out, data_order, batch_sizes)
         names = [bucket.name for bucket in self.buckets]
         sizes = [bucket.count for bucket in self.buckets]
         return BucketOrder.of(seed, names, sizes, batch_sizes, held_out)

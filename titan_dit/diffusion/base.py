@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -68,10 +68,10 @@ class LatentModel(Protocol):
 
 @runtime_checkable
 class SizedModel(Protocol):
-    """What a model has besides that draws samples of other sizes with the same weights."""
+    """What a model that takes latents of any size has besides."""
 
-    def at_size(self, height: int, width: int) -> LatentModel:
-        """The section for latents of this size. Raises UserError if the network cannot."""
+    def at_size(self, height: int, width: int) -> Any:
+        """The same network for latents of another size: equal parameters, other tokens."""
 
 
 @runtime_checkable

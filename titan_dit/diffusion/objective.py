@@ -74,6 +74,20 @@ def what_fits(facts: LatentFacts) -> str:
     return f"{held}. Set in_channels = {c}, latent_size = {h}{other}."
 
 
+def sized_models(model: ModelConfig, facts: DataFacts) -> Sequence[tuple[str, ModelConfig]]:
+    """See `ObjectiveConfig.sized_models`."""
+    shapes = facts.bucket_shapes if isinstance(facts, LatentFacts) else ()
+    if not shapes:
+        return ()
+    if not isinstance(model, SizedModel):
+        raise UserError(
+            f"[model] name={show(model.name)} takes latents of one shape, but [data] holds "
+            f"{len(shapes)}: {few([list(shape) for shape in shapes])}. Choose a model that has "
+            'at_size, such as name = "joint_dit", or encode pictures of one size (--image-size).'
+        )
+    return [("x".join(map(str, shape)), model.at_size(*shape[1:])) for shape in shapes]
+
+
 def check_data(facts: DataFacts, model: LatentModel, objective: str) -> LatentFacts:
     """Raise UserError if the samples of a dataset, or their conditions, do not fit the model.
 
@@ -199,6 +213,8 @@ class Diffusion(Objective, ABC):
         default_factory=dict, repr=False
     )
     """Cache of the model's static inputs, which are equal in every step."""
+    by_size: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict, repr=False)
+    """Cache of `sized`: (height, width) -> the objective."""
     autoencoders: dict[str, Autoencoder] = dataclasses.field(default_factory=dict, repr=False)
     """Cache: [sampling] vae -> the autoencoder of previews."""
     opened: OpenedData = dataclasses.field(default_factory=OpenedData, repr=False, compare=False)
@@ -239,7 +255,9 @@ class Diffusion(Objective, ABC):
                 f"[model] name={show(self.model.name)} has no at_size: it draws samples of "
                 f"{list(self.model.sample_shape)} only."
             )
-        return dataclasses.replace(self, model=self.model.at_size(height, width), static_inputs={})
+        return dataclasses.replace(
+            self, model=self.model.at_size(height, width), static_inputs={}, by_size={}
+        )
 
     @property
     @abstractmethod
@@ -294,19 +312,38 @@ class Diffusion(Objective, ABC):
         middles = [round((number + 0.5) * width) for number in range(bins)]
         return {f"t{middle}": float(middle) for middle in middles}
 
+    def sized(self: Kind, latents: Shaped[Tensor, "b k h w"]) -> Kind:
+        """This objective for latents of the size of `latents`, which are of one bucket."""
+        height, width = latents.shape[-2:]
+        if (height, width) == self.model.sample_shape[1:]:
+            return self
+        if (height, width) not in self.by_size:
+            assert isinstance(self.model, SizedModel)
+            # All at once: the compiler reads the cache.
+            sizes = {(height, width), *(shape[1:] for shape in self.data.bucket_shapes)}
+            for size in sorted(sizes):
+                model = self.model.at_size(*size)
+                # Static inputs are of a size.
+                own = dataclasses.replace(self, model=model, static_inputs={}, by_size={})
+                self.by_size[size] = own
+        found: Kind = self.by_size[height, width]
+        return found
+
     def clean_tokens(self, fields: Fields, rng: SampleRNG) -> Float[Tensor, "b n d"]:
         """Stored latents in the model's units, cut into tokens."""
         return self.model.tokenize(to_model_units(fields["latent"], self.data, self.channels, rng))
 
     def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:
         """Draw timestep, noise and condition dropout by sample number."""
-        clean = self.clean_tokens(batch.fields, rng)
+        own = self.sized(batch.fields["latent"])
+        self.static(batch.weight.device)
+        clean = own.clean_tokens(batch.fields, rng)
         # The name of the draws as it always was: runs go on with the same ones.
         dropped = rng.uniform("label_dropout") < self.config.condition_dropout
         null = self.condition.null(len(clean), clean.device)
         given = without(self.condition.given(batch.fields), null, dropped)
         noise = rng.normal("noise", tuple(clean.shape[1:]))
-        return self.corrupted(batch, clean, self.timesteps_of(rng), noise, given)
+        return own.corrupted(batch, clean, own.timesteps_of(rng), noise, given)
 
     def corrupted(
         self,
@@ -330,12 +367,17 @@ class Diffusion(Objective, ABC):
         """The model's static inputs."""
         if device not in self.static_inputs:
             self.static_inputs[device] = self.model.static(device)
+            for other in self.by_size.values():
+                other.static(device)
         return self.static_inputs[device]
 
     def describe(self, fields: Fields, rng: SampleRNG) -> dict[str, Tensor]:
         """The timestep in the network's unit and, if fields were read, the label."""
         labels = {"label": fields["label"]} if "label" in self.takes and fields else {}
-        return {**labels, "timestep": self.timesteps_of(rng)}
+        if not fields and self.data.bucket_shapes:
+            return {}  # Timesteps may depend on the size, which is not known.
+        own = self.sized(fields["latent"]) if fields else self
+        return {**labels, "timestep": own.timesteps_of(rng)}
 
     def inspect(self, fields: Fields) -> None:
         """Refuse a std below 0."""
@@ -343,12 +385,13 @@ class Diffusion(Objective, ABC):
 
     def evaluations(self, batch: Batch, rng: SampleRNG) -> dict[str, Prepared]:
         """The batch, without condition dropout, at the middle timestep of every bin."""
-        clean, found = self.clean_tokens(batch.fields, rng), {}
+        own, found = self.sized(batch.fields["latent"]), dict[str, Prepared]()
+        clean = own.clean_tokens(batch.fields, rng)
         noise = rng.normal("noise", tuple(clean.shape[1:]))
         given = self.condition.given(batch.fields)
         for name, middle in self.validation_timesteps(VALIDATION_BINS).items():
             timestep = torch.full_like(batch.weight, middle)
-            found[name] = self.corrupted(batch, clean, timestep, noise, given)
+            found[name] = own.corrupted(batch, clean, timestep, noise, given)
         return found
 
     def hints(self, source: Source) -> Sequence[str]:
@@ -545,8 +588,9 @@ def scale_hint(source: Source, facts: LatentFacts, channels: int, num: int = 64)
 
     Noise has std 1: for data of another scale the noise levels are too low or too high.
     """
-    num = min(num, len(source))
-    stored = source.read([i * len(source) // num for i in range(num)])["latent"]
+    rows = max(source.bucket_rows, key=len)
+    num = min(num, len(rows))
+    stored = source.read([rows[i * len(rows) // num] for i in range(num)])["latent"]
     check_std(stored, facts, channels)
     rng = SampleRNG(0, torch.arange(num))
     std = to_model_units(stored, facts, channels, rng).std().item()
