@@ -111,9 +111,8 @@ class CaptionEmbeddings:
     ) -> Int64[np.ndarray, " b"]:
         """The caption of each picture: its only one, or one drawn by the sample number."""
         begins = np.where(pictures > 0, self._ends[pictures - 1], 0)
-        chosen: Int64[np.ndarray, " b"] = self._numbers[
-            begins + self.choices(pictures, numbers)
-        ].astype(np.int64)
+        places = begins + self.choices(pictures, numbers)
+        chosen: Int64[np.ndarray, " b"] = self._numbers[places].astype(np.int64)
         return chosen
 
     def choices(
