@@ -27,7 +27,7 @@ from titan_dit.models.layers import Attention
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.parallel import fsdp, tensor
 from titan_dit.parallel.apply import parallelize
-from titan_dit.parallel.compile import compile_prepare, compile_score
+from titan_dit.parallel.compile import compile_prepare, compile_score, expect_shapes
 from titan_dit.parallel.context import slicing_of
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import AxisSizes, Mesh
@@ -66,6 +66,8 @@ class BuiltNetwork:
 
 def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device) -> BuiltNetwork:
     """Build this rank's part of the network, parallelized, with initial weights."""
+    if plan.compile.enabled:
+        expect_shapes(len(plan.shapes))
     parts, count, flops = build_stages(plan, mesh)
     modules = objective.modules()
     count += sum(p.numel() for p in modules.parameters()) if modules is not None else 0

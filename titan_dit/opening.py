@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -218,6 +218,7 @@ class OpenedRun:
         batch = "to ".join(f"{size} " for size in sorted({min(sizes), max(sizes)}))
         if plan.buckets:
             yield f"buckets {few([shown(each) for each in plan.buckets])}"
+            yield from small_buckets(buckets.rows_and_sizes(self.sample_order, 0), plan)
         yield f"steps   {step} of {steps} done, {batch}samples each"
         if step >= steps:
             yield (
@@ -283,6 +284,16 @@ class OpenedRun:
             order_hint(self.plan),
         )
         yield from (hint for hint in found if hint)
+
+
+def small_buckets(sizes: Sequence[tuple[int, int]], plan: RunPlan) -> Iterator[str]:
+    """Console lines about buckets that hold less than a step; `sizes`: `rows_and_sizes`."""
+    for each, (rows, size) in zip(plan.buckets, sizes, strict=True):
+        if rows < size:
+            yield (
+                f"hint    the bucket {each.bucket} has {rows} samples to train on, a step {size}: "
+                "they repeat within it. Merge it with another one, or set fewer tokens_per_step"
+            )
 
 
 def shown(plan: RunPlan) -> str:

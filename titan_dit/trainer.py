@@ -125,7 +125,7 @@ class Trainer:
             self.profile.begin(self.step)
             with self.meter.waiting(), self.profile.mark(DATA_WAIT):
                 batch = next(batches)
-            with self.recompiles:
+            with self.recompiles.during(batch):
                 _, _, lr = self.train_step(batch)
             if self.sample_log:
                 self.sample_log.write(self.step, batch)

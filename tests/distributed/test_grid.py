@@ -285,7 +285,6 @@ def measure(world, config):
     trainer = Trainer(config, world)
     randomize(trainer.parameters)
     batches = one_of_each_bucket(trainer)
-    batch = batches[0]
     # Three rows, which microbatches of two do not divide; the same ones on every rank.
     rows, inspect = [(number, number) for number in range(3)], trainer.objective.inspect
     first = loader.load_samples(trainer.source, rows, inspect, world.device, 3.0)

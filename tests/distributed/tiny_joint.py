@@ -61,7 +61,7 @@ class Captions(Source):
         # The empty prompt has two tokens.
         empty = torch.randn(2, width, generator=torch.Generator().manual_seed(1000))
         self.facts = LatentFacts(
-            count=64,
+            count=each * len(shapes),
             digest="captions",
             shape=latent,
             bucket_shapes=tuple(shapes) if several else (),
@@ -92,7 +92,7 @@ class Captions(Source):
     @property
     def bucket_rows(self):
         each = 64 // len(self.shapes)
-        return [range(first, first + each) for first in range(0, 64, each)]
+        return [range(first, first + each) for first in range(0, len(self), each)]
 
     @property
     def bucket_names(self):
@@ -113,7 +113,9 @@ class Captions(Source):
         length = index % (self.text[0] + 1)
         words[length:] = 0
         return {
-            "latent": torch.randn(self.shapes[index * len(self.shapes) // 64], generator=generator),
+            "latent": torch.randn(
+                self.shapes[index // (64 // len(self.shapes))], generator=generator
+            ),
             "text": words.half(),
             "text_length": torch.tensor(length),
         }

@@ -457,9 +457,6 @@ def evaluate(options: EvaluateFlags, keys: Sequence[str], world: World) -> dict[
         training=replace(
             config.training,
             microbatch_size=batch_size,
-            tokens_per_step=None,
-            batch_multiple=None,
-            tokens_per_microbatch=None,
             global_batch_size=batch_size * size.pp * size.data,
         ),
     )

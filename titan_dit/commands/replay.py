@@ -129,7 +129,8 @@ def main(options: ReplayFlags) -> None:
     is_shown = check_taken(run, options.step, config.metrics.every, config.training.num_steps)
     saved = tables_of(run, options.step)
     # A run of before the key `objective` compiled only its blocks.
-    compiled = CompileConfig(**{"objective": False} | saved.get("compile", {}))
+    compile_keys: dict[str, Any] = {"objective": False} | saved.get("compile", {})
+    compiled = CompileConfig(**compile_keys)
     config = replace(config, job=job_of(saved, config.job), compile=compiled)
     source = open_source(config.data)
     held_out = rows_held_out(config, source)
@@ -299,9 +300,7 @@ def on_one_rank(config: JobConfig, microbatch_size: int, device: torch.device) -
         parallel=ParallelConfig(),
         compile=CompileConfig(),
         precision=replayable_precision(config.precision, device),
-        training=replace(
-            config.training, microbatch_size=microbatch_size, tokens_per_microbatch=None
-        ),
+        training=config.training.with_microbatches(microbatch_size),
     )
 
 

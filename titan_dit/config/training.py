@@ -137,6 +137,10 @@ class TrainingConfig(Section):
         most = max(1, min(share, self.tokens_per_microbatch // tokens))
         return next(size for size in range(most, 0, -1) if share % size == 0)
 
+    def with_microbatches(self, size: int) -> TrainingConfig:
+        """The same with microbatches of `size` samples."""
+        return replace(self, microbatch_size=size, tokens_per_microbatch=None)
+
     @property
     def num_steps(self) -> int:
         """Optimizer steps of the whole run; 0 while only epochs are set, see `resolved`."""

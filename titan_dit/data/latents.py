@@ -25,7 +25,7 @@ from safetensors import torch as safetensors
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.data.base import SampleOrder, Source
+from titan_dit.data.base import Field, SampleOrder, Source
 from titan_dit.data.buckets import BucketOrder
 from titan_dit.data.caption_embeddings import CAPTIONS, INDEX, CaptionEmbeddings, texts_of
 from titan_dit.data.folders import LatentFolder

@@ -17,6 +17,7 @@ from titan_dit.config.section import UserError, show
 from titan_dit.config.training import GenerationConfig, SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.data.latent_facts import LatentFacts, TextFacts, shown
+from titan_dit.data.listing import few
 from titan_dit.diffusion.base import (
     CaptionedModel,
     Corrupted,
