@@ -67,6 +67,8 @@ class Captions(Source):
             bucket_shapes=tuple(shapes) if several else (),
             bucket_counts=(each,) * len(shapes) if several else (),
             num_classes=1,
+            # Three channels are pixels.
+            value_range=(-1.0, 1.0) if latent[0] == 3 else None,
             text=TextFacts(
                 kind="T5EncoderModel",
                 digest="text",
@@ -83,6 +85,9 @@ class Captions(Source):
             "text": Field(torch.float16, text),
             "text_length": Field(torch.int64, ()),
         }
+
+    def captions(self, rows):
+        return [f"caption {row}" for row in rows]
 
     @property
     def bucket_rows(self):

@@ -324,7 +324,8 @@ class SamplingConfig(Section):
     every: NonNegativeInt = 0
     """Steps between previews; the last step has one, too. 0 disables previews."""
     num: Few | None = None
-    """Samples per preview. Unset: 40 pictures, or 4 texts."""
+    """Samples per preview. Unset: 40 pictures, or as many as are equally many of each prompt; 4
+    texts."""
     sampler: str = "auto"
     """heun, euler or dpmpp_2m for rectified_flow; ddim, ddpm or dpmpp_2m for ddpm; auto takes the
     first. Or "diffusers:CLASS", a scheduler of diffusers."""
@@ -346,6 +347,12 @@ class SamplingConfig(Section):
     vae: FilePath | None = None
     """Pictures of a latent model: folder or name of the autoencoder (diffusers) that decodes
     previews. Unset: channels of the latents are shown."""
+    prompts: tuple[str, ...] = ()
+    """Prompts of the previews of a network that takes captions. Unset: the captions of up to ten
+    rows of [data]."""
+    text_encoder: FilePath | None = None
+    """Folder or name of the text encoder (transformers) that embeds the prompts, once before the
+    first step. Unset: the one that `data encode` used."""
 
 
 @dataclass(frozen=True, kw_only=True)

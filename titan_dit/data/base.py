@@ -136,6 +136,18 @@ class Source:
         """
         return self.read(rows)
 
+    def read_fields(self, names: Sequence[str], rows: Sequence[int]) -> dict[str, Tensor]:
+        """Some fields of `rows`, for the captions of previews and scores.
+
+        Override it to read no others, and for rows of several buckets.
+        """
+        found = self.read(rows)
+        return {name: found[name] for name in names}
+
+    def captions(self, rows: Sequence[int]) -> list[str]:
+        """The text of the caption that `read` gives of each row; empty if texts are not stored."""
+        return []
+
     @property
     def bucket_rows(self) -> Sequence[range]:
         """The rows of each bucket, one after another; one if all samples have the same shape."""

@@ -13,6 +13,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from torch import Tensor
 from titan_dit.config.section import UserError
 from titan_dit.data.base import Field, SampleOrder, Source
 from titan_dit.data.buckets import BucketOrder
-from titan_dit.data.caption_embeddings import CaptionEmbeddings
+from titan_dit.data.caption_embeddings import CAPTIONS, INDEX, CaptionEmbeddings, texts_of
 from titan_dit.data.folders import LatentFolder
 from titan_dit.data.latent_facts import LatentFacts, VAEFacts
 from titan_dit.data.listing import Listing, layout_of, list_folder
@@ -168,6 +169,7 @@ class LatentShards(Source):
             posterior=manifest.get("posterior") or "",
             text=self._text.facts if self._text else None,
             text_digest=digest_of(texts) if texts else "",
+            text_source=text["source"] if text else "",
             digest=digest_of([entry["sha256"] for entry in manifest["shards"]] + units),
         )
         self.fields = self.facts.fields(self.dtype)
@@ -269,6 +271,32 @@ class LatentShards(Source):
         labels = np.array([self._labels[number][row] for number, row in pairs], dtype=np.int64)
         found = {"latent": torch.from_numpy(latents), "label": torch.from_numpy(labels)}
         return found | (self._text.read(at // self.copies, numbers) if self._text else {})
+
+    def read_fields(self, names: Sequence[str], rows: Sequence[int]) -> dict[str, Tensor]:
+        """See `Source.read_fields`; of the embeddings of captions alone, no latents are read."""
+        if self._text is None or not set(names) <= {"text", "text_length"}:
+            return super().read_fields(names, rows)
+        found = self._text.read(np.asarray(rows, dtype=np.int64) // self.copies, rows)
+        return {name: found[name] for name in names}
+
+    def captions(self, rows: Sequence[int]) -> list[str]:
+        """See `Source.captions`. Raises UserError for a damaged captions.jsonl."""
+        file = self.path / CAPTIONS
+        if self._text is None or not file.is_file():
+            return []
+        pictures = np.asarray(rows, dtype=np.int64) // self.copies
+        choices = self._text.choices(pictures, rows).tolist()
+        wanted, found = set(pictures.tolist()), dict[int, list[str]]()
+        with file.open("rb") as lines:
+            for number, line in enumerate(islice(lines, max(wanted, default=-1) + 1)):
+                if number in wanted:
+                    found[number] = texts_of(line, f"[data] {file}, line {number + 1}")
+        try:
+            return [found[n][k] for n, k in zip(pictures.tolist(), choices, strict=True)]
+        except (KeyError, IndexError):
+            raise UserError(
+                f"[data] {file}: holds other captions than {self.path / INDEX}. Restore it."
+            ) from None
 
     def _open_shard(
         self, entry: dict[str, Any], manifest: dict[str, Any], verify: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,8 +30,9 @@ from titan_dit.diffusion.conditions import (
     Captions,
     ClassLabels,
     Condition,
+    Conditions,
     Given,
-    rows_of,
+    OpenedData,
     without,
 )
 from titan_dit.diffusion.sections import DiffusionConfig
@@ -40,6 +41,7 @@ from titan_dit.objectives.base import (
     DataShare,
     Forward,
     Objective,
+    OnFirst,
     Prepared,
     Preview,
     missing_members,
@@ -216,6 +218,8 @@ class Diffusion(Objective, ABC):
     """Cache of `sized`: (height, width) -> the objective."""
     autoencoders: dict[str, Autoencoder] = dataclasses.field(default_factory=dict, repr=False)
     """Cache: [sampling] vae -> the autoencoder of previews."""
+    opened: OpenedData = dataclasses.field(default_factory=OpenedData, repr=False, compare=False)
+    """What previews and scores take of the data."""
 
     @classmethod
     def of(cls: type[Kind], config: Any, model: ModelConfig, facts: DataFacts) -> Kind:
@@ -238,9 +242,22 @@ class Diffusion(Objective, ABC):
         """Classes of a network with labels. Raises UserError for one with captions."""
         if isinstance(self.model, LabelledModel):
             return self.model.num_classes
-        raise UserError(
-            f"[model] name={show(self.model.name)} takes captions: it cannot draw classes. Prompts "
-            "are not there yet: set [sampling] every = 0 and [fid] every = 0."
+        raise UserError(f"[model] name={show(self.model.name)} takes captions, not classes.")
+
+    @property
+    def captions(self) -> Captions | None:
+        """The condition of a network that takes captions, else None."""
+        return self.condition if isinstance(self.condition, Captions) else None
+
+    def at_size(self: Kind, height: int, width: int) -> Kind:
+        """The objective for latents of another size. Raises UserError if the network cannot."""
+        if not isinstance(self.model, SizedModel):
+            raise UserError(
+                f"[model] name={show(self.model.name)} has no at_size: it draws samples of "
+                f"{list(self.model.sample_shape)} only."
+            )
+        return dataclasses.replace(
+            self, model=self.model.at_size(height, width), static_inputs={}, by_size={}
         )
 
     @property
@@ -379,9 +396,9 @@ class Diffusion(Objective, ABC):
         return found
 
     def hints(self, source: Source) -> Sequence[str]:
-        """Warn about latents of an unusual scale."""
+        """Warn about latents of an unusual scale, and about prompts that were cut."""
         line = scale_hint(source, self.data, self.channels)
-        return () if line is None else (line,)
+        return (*(() if line is None else (line,)), *self.opened.notes)
 
     def imported(self, sampling: SamplingConfig) -> Mapping[str, object]:
         """The sampler, if [sampling] every turns previews on."""
@@ -399,7 +416,10 @@ class Diffusion(Objective, ABC):
         seed: int,
         share: DataShare,
     ) -> Preview:
-        """One picture with samples of up to ten classes; with [sampling] vae they are decoded."""
+        """One picture with samples of up to ten classes, or of each prompt.
+
+        With [sampling] vae they are decoded.
+        """
         from titan_dit.diffusion import drawing
 
         decodes = self.decoder(sampling, share.device) if sampling.vae else nullcontext()
@@ -409,11 +429,16 @@ class Diffusion(Objective, ABC):
     def picture_size(self, sampling: SamplingConfig) -> int:
         """Height of a latent, times the autoencoder's factor.
 
-        Raises UserError for a network with captions, and for a [sampling] vae that does not fit.
+        Raises UserError for pictures that are not square, and for a [sampling] vae that does not
+        fit.
         """
-        assert self.num_classes
         self.check_autoencoder(sampling)
-        height = self.model.sample_shape[1]
+        _, height, width = self.model.sample_shape
+        if height != width:
+            raise UserError(
+                f"[fid] compares squares, but the network draws samples of {height} x {width} "
+                "(height x width). Set [fid] every = 0."
+            )
         if self.data.value_range is not None:
             return height
         if not sampling.vae:
@@ -424,27 +449,38 @@ class Diffusion(Objective, ABC):
         return height * self.autoencoder(sampling).facts.factor
 
     def knows_classes(self, like: Mapping[str, int]) -> bool:
-        """True if all keys of `like` are classes of the data, by name or number."""
+        """True if all keys of `like` are classes of the data, by name or number.
+
+        True of a network that takes captions: it is asked for no classes.
+        """
         from titan_dit.diffusion import drawing
 
+        if self.captions:
+            return True
         names = self.data.class_names
         return drawing.labels_like(like, 1, self.num_classes, names) is not None
 
-    def picture_conditions(self, num: int, like: Mapping[str, int]) -> Given:
-        """Labels in the proportions of `like`; evenly over all classes if one is unknown."""
+    def picture_conditions(self, num: int, like: Mapping[str, int]) -> Conditions:
+        """Labels in the proportions of `like`; evenly over all classes if one is unknown.
+
+        Of a network that takes captions: those of rows evenly spaced over the data.
+        """
         from titan_dit.diffusion import drawing
 
+        if self.captions:
+            assert self.opened.source is not None
+            return drawing.captions_of_rows(self.captions, self.opened.source, num)
         classes = self.num_classes
         found = drawing.labels_like(like, num, classes, self.data.class_names)
         spread = drawing.spread_labels(num, list(range(classes))) if found is None else found
-        return {"labels": spread}
+        return lambda numbers: {"labels": spread.to(numbers.device)[numbers]}
 
     def pictures(
         self,
         forward: Forward,
         sampling: SamplingConfig,
         seed: int,
-        given: Given,
+        conditions: Conditions,
         batches: Iterable[Int64[Tensor, " b"]],
     ) -> Iterator[tuple[UInt8[Tensor, "b h w 3"], Bool[Tensor, " b"]]]:
         """Draw pictures, decoded if they are latents, and whether each sample is finite."""
@@ -453,11 +489,12 @@ class Diffusion(Objective, ABC):
         from titan_dit.pictures import output
 
         value_range = self.data.value_range
-        device = next(iter(given.values())).device
-        decodes = nullcontext() if value_range else self.decoder(sampling, device)
-        with decodes as vae:
+        with ExitStack() as stack:
+            vae: Autoencoder | None = None
             for numbers in batches:
-                of_batch = rows_of(given, numbers)
+                if vae is None and not value_range:
+                    vae = stack.enter_context(self.decoder(sampling, numbers.device))
+                of_batch = conditions(numbers)
                 samples = drawing.samples(forward, self, sampling, seed, of_batch, numbers)
                 finite = samples.isfinite().flatten(1).all(1)
                 if vae is None:
@@ -466,9 +503,26 @@ class Diffusion(Objective, ABC):
                     yield vae.decode(samples).permute(0, 2, 3, 1), finite
 
     def check_preview(self, sampling: SamplingConfig, generation: GenerationConfig) -> None:
-        """Check [sampling] vae, and that the network draws classes."""
-        assert self.num_classes
+        """Check [sampling] vae, and that prompts are given to a network that takes them."""
         self.check_autoencoder(sampling)
+        if not self.captions and (sampling.prompts or sampling.text_encoder):
+            key = "prompts" if sampling.prompts else "text_encoder"
+            raise UserError(
+                f"[sampling] {key} is for networks that take captions, but [model] "
+                f"name={show(self.model.name)} takes classes. Leave it out."
+            )
+
+    def open_drawing(self, sampling: SamplingConfig, source: Source, on_first: OnFirst) -> None:
+        """Embed the prompts of previews, on one rank and on the CPU: memory of GPUs stays free."""
+        from titan_dit.diffusion import drawing
+
+        self.opened.source = source
+        if self.captions and sampling.every:
+            data, tokens = self.data, self.captions.tokens
+            found = on_first(lambda: drawing.prompts_of(sampling, data, tokens, source))
+            self.opened.prompts, self.opened.fields = found.prompts, found.fields
+            self.opened.notes = found.notes
+            drawing.shown(self, sampling)
 
     def check_autoencoder(self, sampling: SamplingConfig) -> None:
         """Load [sampling] vae; UserError if it did not make the data's latents."""

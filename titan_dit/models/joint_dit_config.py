@@ -111,6 +111,10 @@ class JointDiTConfig(Section):
         height, width = self.latent_size
         return height // self.shape[3], width // self.shape[3]
 
+    def at_size(self, height: int, width: int) -> JointDiTConfig:
+        """The same network for latents of another size. Raises UserError if the patch misfits."""
+        return replace(self, latent_size=(height, width))
+
     @property
     def sample_shape(self) -> tuple[int, int, int]:
         """[c, h, w] of one latent."""
@@ -132,10 +136,6 @@ class JointDiTConfig(Section):
         pairs = self.shape[0] // self.shape[2] // 2
         side = max(1, 3 * pairs // 8)
         return 2 * (pairs - 2 * side), 2 * side, 2 * side
-
-    def at_size(self, height: int, width: int) -> JointDiTConfig:
-        """The same network for latents of another size."""
-        return replace(self, latent_size=(height, width))
 
     def flops(self, output_channels: int, text_tokens: int, tokens: int) -> Mapping[str, int]:
         """FLOPs of forward and backward per sample, of `embed`, one of the `blocks` and `head`.
