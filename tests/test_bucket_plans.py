@@ -1,11 +1,15 @@
 """Runs on data in buckets: their plans, steps, validation and what is refused."""
 
+from itertools import islice
+
 import pytest
 import torch
 from refusals import refused
 from tiny_joint import joint_config
 
-from titan_dit.opening import plan_buckets, plan_run, small_buckets
+from titan_dit.opening import bucket_lines, plan_buckets, plan_run, small_buckets
+from titan_dit.planner import hardware
+from titan_dit.planner.candidates import Space
 from titan_dit.ranks import process_group
 from titan_dit.trainer import Trainer
 
@@ -109,6 +113,29 @@ def test_a_bucket_that_the_layout_does_not_divide_is_named(trainer_of):
     config = config_of(parallel={"cp": 8})
     said = refused(lambda: plan_buckets(config, plan_run(config, 8), source))
     assert said.startswith("bucket 2x4x4: [parallel] cp=8 ")
+
+
+def test_a_dry_run_counts_the_steps_and_flops_of_every_bucket(trainer_of):
+    config, work = config_of(), trainer_of().work
+    lines = list(bucket_lines(config, plan_run(config, 1)))
+    each = [8 * work[0].flops_per_sample, 16 * work[1].flops_per_sample]
+    shares = ["66.7%", "33.3%"]  # 32 rows each, in steps of 8 and of 16.
+    for line, share, flops in zip(lines, shares, each, strict=False):
+        assert f": {share} of the steps, {flops:.3g} FLOP each" in line
+    assert lines[2].endswith(f"a mean step has {(2 * each[0] + each[1]) / 3:.3g} FLOP")
+    assert list(bucket_lines(joint_config(), plan_run(joint_config(), 1))) == []
+
+
+def test_the_planner_takes_microbatches_that_divide_every_bucket():
+    config = config_of(training={"tokens_per_step": 96, "batch_multiple": 4})
+    space = Space(config, 2, hardware.device_of("h100"))
+    assert [each.global_batch_size for each in space.base.shapes] == [12, 24]
+    assert space.unit == 12
+    sizes = {each.microbatch_size for each in space if each.dp_shard == 2}
+    assert sizes == {1, 2, 3, 6}
+    for candidate in islice(space, 40):
+        found = space.config_of(candidate)
+        plan_buckets(found, plan_run(found, 2), config.data.open())
 
 
 def test_a_bucket_smaller_than_a_step_is_named(trainer_of):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ from titan_dit.config.section import UserError, show
 from titan_dit.data import buckets
 from titan_dit.data.base import DataFacts, Field, SampleOrder, Source
 from titan_dit.data.held_out import held_out_rows
+from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.listing import few
 from titan_dit.data.sections import DataConfig
 from titan_dit.execution import Executor
@@ -129,13 +131,52 @@ def plan_buckets(config: JobConfig, plan: RunPlan, source: Source) -> RunPlan:
 
     Raises UserError for a bucket that does not fit the layout.
     """
-    found = with_buckets(plan, config, source.facts)
+    return checked_buckets(config, plan, source.facts)
+
+
+def checked_buckets(config: JobConfig, plan: RunPlan, facts: DataFacts) -> RunPlan:
+    """`plan_buckets` by the facts of a dataset."""
+    found = with_buckets(plan, config, facts)
     for each in found.buckets:
         try:
             check_plan(each)
         except UserError as error:
             raise UserError(f"bucket {each.bucket}: {error}") from None
     return found
+
+
+def bucket_facts(config: JobConfig) -> LatentFacts | None:
+    """Facts with the buckets of [data], where it is there and has several; for dry runs."""
+    counts = config.data.bucket_counts()
+    example = config.objective.example(config.model) if counts else None
+    if not example or not isinstance(example[0], LatentFacts):
+        return None
+    shapes: Any = tuple(counts)
+    return replace(example[0], bucket_shapes=shapes, bucket_counts=tuple(counts.values()))
+
+
+def bucket_lines(config: JobConfig, plan: RunPlan) -> Iterator[str]:
+    """Console lines of a dry run about the buckets of data that is there: steps, tokens and FLOPs.
+
+    Raises UserError for a bucket that does not fit the layout.
+    """
+    facts = bucket_facts(config)
+    if facts is None:
+        return
+    found, counts = checked_buckets(config, plan, facts).buckets, facts.bucket_counts
+    with torch.device("meta"):
+        model = plan.spec.build()
+    steps = [rows / each.global_batch_size for each, rows in zip(found, counts, strict=True)]
+    work = []
+    for each, number in zip(found, steps, strict=True):
+        flops = model.flops_per_sample(each.spec.num_attended_tokens) * each.global_batch_size
+        work.append(flops)
+        yield (
+            f"bucket  {shown(each)}: {number / sum(steps):.1%} of the steps, {flops:.3g} FLOP "
+            f"each, {each.num_microbatches} microbatches of {each.microbatch_size} on a rank"
+        )
+    mean = sum(map(operator.mul, work, steps)) / sum(steps)
+    yield f"note    the rest is of the largest bucket; a mean step has {mean:.3g} FLOP"
 
 
 def training_order(

@@ -45,6 +45,10 @@ class Captioned(DataConfig):
     others: tuple[HeightWidth, ...] = ()
     """Sizes of further buckets, which share the rows evenly."""
 
+    def bucket_counts(self):
+        facts = self.open().facts
+        return dict(zip(facts.bucket_shapes, facts.bucket_counts, strict=True))
+
     def open(self):
         sizes = (self.latent_size, *self.others)
         return Captions(

@@ -17,7 +17,7 @@ from titan_dit.config import catalog, config_file, flags
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
 from titan_dit.observe import console
-from titan_dit.opening import example_of, open_objective, plan_run
+from titan_dit.opening import bucket_lines, example_of, open_objective, plan_run
 from titan_dit.plan import resolve
 from titan_dit.planner import hardware, links, report
 from titan_dit.planner.candidates import KEYS, Space, all_on_dp_shard
@@ -45,13 +45,14 @@ def main(options: PlanFlags, keys: Sequence[str]) -> None:
     check_gpus(options.gpus, device)
     config, fixed = config_of(options, keys)
     choice = plan(config, options.gpus, device, fixed, options.top)
-    for line in report.lines(choice, options.top, options.config):
+    best = choice.space.config_of(choice.best.candidate)
+    of_buckets = bucket_lines(best, plan_run(best, options.gpus))
+    for line in (*report.lines(choice, options.top, options.config), *of_buckets):
         console.say(line)
     if options.out:
         found = report.as_json(choice, options.top, options.config)
         results_file.write("--out", Path(options.out), json.dumps(found, indent=2) + "\n")
     if options.write:
-        best = choice.space.config_of(choice.best.candidate)
         text = config_file.to_toml(config_file.to_tables(best))
         results_file.write("--write", Path(options.write), text)
 
@@ -135,6 +136,8 @@ def plan(
 ) -> Recommendation:
     """Search, then rehearse. Raises UserError if nothing can run or fits."""
     device.peak(config.precision.dtype)
+    # The microbatch size is searched.
+    config = replace(config, training=replace(config.training, tokens_per_microbatch=None))
     space = Space(config, gpus, device, fixed)
     data = example_of(config)
     open_objective(config, resolve(config_alone(config), 1), data)

@@ -6,6 +6,7 @@ Nothing here imports torch when it is imported, so that `--help` is quick.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -71,6 +72,13 @@ class DataConfig(Named):
         """Return the part kept apart for validation, if `has_validation_part`."""
         raise NotImplementedError
 
+    def bucket_counts(self) -> Mapping[tuple[int, ...], int]:
+        """Shape -> rows of each bucket of data that is there; {} for other data.
+
+        For dry runs: it must be quick.
+        """
+        return {}
+
     def at(self, path: str) -> DataConfig:
         """Return this section for a dataset at another path, for [validation] path."""
         if "path" not in hints_of(type(self)):
@@ -94,6 +102,16 @@ class Latents(DataConfig):
     """Unset: the manifest's, else 0."""
     verify: bool = False
     """Check all data at the start: the SHA-256 of every shard, or every file of a folder."""
+
+    def bucket_counts(self) -> Mapping[tuple[int, ...], int]:
+        """See `DataConfig.bucket_counts`; reads the manifest."""
+        from titan_dit.data.manifest import MANIFEST, read_manifest
+
+        path = Path(self.path)
+        if not (path / MANIFEST).is_file():
+            return {}
+        found = read_manifest(path)["buckets"]
+        return {bucket["shape"]: bucket["count"] for bucket in found} if len(found) > 1 else {}
 
     def open(self) -> LatentShards | LatentFolder:
         """Open the shards, or list the files."""

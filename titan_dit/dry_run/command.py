@@ -12,7 +12,7 @@ from titan_dit.config.layout import ParallelConfig
 from titan_dit.dry_run import report, simpler
 from titan_dit.dry_run.fake_step import Report, take_fake_step
 from titan_dit.observe import console
-from titan_dit.opening import example_of, open_objective, plan_run
+from titan_dit.opening import bucket_lines, example_of, open_objective, plan_run
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.plan import RunPlan
 
@@ -36,6 +36,8 @@ def dry_run(config: JobConfig, world_size: int | None) -> None:
         own = config.objective.build(config.model, data.facts)
         return take_fake_step(plan, own, data.fields, config.training, config.optimizer, config.ema)
 
+    for line in bucket_lines(config, plan):
+        console.say(line)
     found = take(config, plan)
     for line in report.lines(found):
         console.say(line)

@@ -7,6 +7,7 @@ for the values that it reads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -23,11 +24,11 @@ from titan_dit.config.layout import (
 )
 from titan_dit.config.section import UserError
 from titan_dit.dry_run.simpler import word
-from titan_dit.opening import plan_run
+from titan_dit.opening import bucket_facts, plan_run
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.parallel.tensor import TensorPlan
 from titan_dit.pipeline.schedules.schedule import schedule_of
-from titan_dit.plan import RunPlan, resolve
+from titan_dit.plan import RunPlan, resolve, with_buckets
 from titan_dit.planner.hardware import Device
 
 MIN_TOKENS = 256
@@ -95,7 +96,11 @@ class Space:
         # The layers of a stage and the order of a file belong to one number of stages.
         self.pipeline = replace(pipeline, split=()) if "pipeline.split" not in fixed else pipeline
         base = resolve(replace(config, parallel=all_on_dp_shard(config.parallel)), gpus)
-        self.base = replace(base, device=device.torch_name)
+        base = replace(base, device=device.torch_name)
+        facts = bucket_facts(config)
+        self.base = with_buckets(base, config, facts) if facts else base
+        self.unit = math.gcd(*(each.global_batch_size for each in self.base.shapes))
+        """Divisor of the samples of every step; microbatches must divide a rank's share of it."""
         self.tensor_plans: dict[bool, TensorPlan] = {}
         self._parallel: dict[tuple[Any, ...], ParallelConfig] = {}
         self._sections: dict[tuple[str, ...] | tuple[str, int], Any] = {}
@@ -109,10 +114,11 @@ class Space:
             for staged in self._pipelines(start):
                 yield from self._formats(staged)
 
-    def plan(self, candidate: Candidate) -> RunPlan:
-        """The plan of a run with this layout."""
+    def plan(self, candidate: Candidate, base: RunPlan | None = None) -> RunPlan:
+        """The plan of a run with this layout; `base`: of one of the buckets, or the largest."""
         return replace(
-            self.base,
+            base or self.base,
+            buckets=(),
             sizes=candidate.sizes,
             parallel=self.parallel_of(candidate),
             pipeline=self.pipeline_of(candidate),
@@ -229,7 +235,8 @@ class Space:
         key = (check.__name__, *read)
         if key not in self._verdicts:
             try:
-                check(self.plan(candidate))
+                for base in self.base.shapes:
+                    check(self.plan(candidate, base))
                 self._verdicts[key] = True
             except UserError as error:
                 self._verdicts[key], self.refusal = False, str(error)
@@ -286,7 +293,7 @@ class Space:
 
     def _pipelines(self, mesh: Candidate) -> Iterator[Candidate]:
         """Schedules, stages per rank and microbatch sizes."""
-        share = self.base.global_batch_size // (mesh.dp_replicate * mesh.dp_shard)
+        share = self.unit // (mesh.dp_replicate * mesh.dp_shard)
         most = max(1, MAX_TOKENS * mesh.cp // self.base.spec.num_attended_tokens)
         free = [size for size in divisors(share) if size <= most]
         sizes = self._options("training.microbatch_size", free)
