@@ -43,8 +43,9 @@ name = "latents"
 path = "latents"
 [training]
 steps = 4
-global_batch_size = 8
-microbatch_size = 2
+tokens_per_step = 192  # 8 wide pictures, or 12 square ones.
+batch_multiple = 4
+tokens_per_microbatch = 48
 [precision]
 dtype = "fp32"
 [validation]
@@ -60,11 +61,12 @@ tensorboard = false
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Forty pictures with a caption beside each, encoded, and a config."""
+    """Forty pictures in two shapes with a caption beside each, encoded, and a config."""
     folder = tmp_path_factory.mktemp("captioned")
     (folder / "pictures").mkdir()
     for number in range(40):
-        pixels = np.random.default_rng(number).integers(0, 256, (8, 12, 3), dtype=np.uint8)
+        size = (8, 12 if number % 4 else 8, 3)
+        pixels = np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
         Image.fromarray(pixels).save(folder / "pictures" / f"{number}.png")
         caption = CAPTIONS[number % len(CAPTIONS)]
         (folder / "pictures" / f"{number}.txt").write_text(caption)
@@ -72,7 +74,7 @@ def folder(tmp_path_factory):
     save_encoder(folder / "t5")
     save_encoder(folder / "other", seed=1)
     (folder / "captioned.toml").write_text(CONFIG)
-    words = ["--input", "pictures", "--out", "latents", "--vae", "vae", "--buckets", "12x8"]
+    words = ["--input", "pictures", "--out", "latents", "--vae", "vae", "--buckets", "12x8,8x8"]
     words += ["--text-encoder", "t5", "--text-tokens", "10", "--device", "cpu"]
     done = run([sys.executable, "-m", "titan_dit", "data", "encode", *words], folder)
     assert done.returncode == 0, done.stderr
@@ -96,6 +98,8 @@ def test_a_run_on_captions_resumes_on_a_pipeline_with_the_same_losses_and_previe
     trained(folder, "--job.dir", "parts", "--parallel.pp", 2, *PREVIEWS, *prompts, ranks=2)
     whole, parts = ([r["loss"] for r in metrics(folder / name)] for name in ("whole", "parts"))
     assert len(whole) == 4
+    validated = metrics(folder / "parts")[-1]
+    assert {"validation_loss_4x4x6", "validation_loss_4x4x4"} <= validated.keys()
     assert parts == pytest.approx(whole, rel=1e-5)
     drawn = [picture(folder / name / "samples/step-00000004.png") for name in ("whole", "parts")]
     assert np.abs(drawn[0] - drawn[1]).max() <= 2
