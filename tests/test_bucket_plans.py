@@ -31,7 +31,7 @@ def trainer_of(tmp_path):
 
 def test_each_bucket_has_its_own_sizes_of_steps_and_microbatches(trainer_of):
     trainer = trainer_of(training={"tokens_per_microbatch": 33})
-    big, small = trainer.plan.shapes
+    big, small = trainer.plan.each_bucket
     assert [each.spec.num_tokens for each in (big, small)] == [8, 4]
     assert [each.global_batch_size for each in (big, small)] == [8, 16]
     assert [each.microbatch_size for each in (big, small)] == [4, 8]
@@ -98,8 +98,8 @@ def evaluated(trainer, fields, places):
         ),
         (
             {"training": {"microbatch_size": 3}},
-            "[training] global_batch_size=8 does not divide into microbatch_size=3 x 1 "
-            "data-parallel ranks. Set global_batch_size = 6 or 9.",
+            "[training] tokens_per_step gives 8 samples, which do not divide into "
+            "microbatch_size=3 x 1 data-parallel ranks. Set batch_multiple = 3 or a multiple.",
         ),
     ],
 )
@@ -129,7 +129,7 @@ def test_a_dry_run_counts_the_steps_and_flops_of_every_bucket(trainer_of):
 def test_the_planner_takes_microbatches_that_divide_every_bucket():
     config = config_of(training={"tokens_per_step": 96, "batch_multiple": 4})
     space = Space(config, 2, hardware.device_of("h100"))
-    assert [each.global_batch_size for each in space.base.shapes] == [12, 24]
+    assert [each.global_batch_size for each in space.base.each_bucket] == [12, 24]
     assert space.unit == 12
     sizes = {each.microbatch_size for each in space if each.dp_shard == 2}
     assert sizes == {1, 2, 3, 6}

@@ -20,6 +20,7 @@ from titan_dit.execution import (
     TokenDims,
     TokenLoss,
     by_name,
+    shapes_of_spec,
 )
 from titan_dit.models import lora
 from titan_dit.models.base import Model, ModelSpec, TensorSpec, default_initializer
@@ -68,7 +69,7 @@ class BuiltNetwork:
 def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device) -> BuiltNetwork:
     """Build this rank's part of the network, parallelized, with initial weights."""
     if plan.compile.enabled:
-        expect_shapes(len(plan.shapes))
+        expect_shapes(len(plan.each_bucket))
     parts, count, flops = build_stages(plan, mesh)
     modules = objective.modules()
     count += sum(p.numel() for p in modules.parameters()) if modules is not None else 0
@@ -151,7 +152,7 @@ def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, tupl
         check_model(model, plan.spec)
         mesh.p2p.open(neighbours(plan.stage_ranks, joins_ends=bool(model.tied)))
         count = sum(parameter.numel() for parameter in model.parameters())
-        tokens = [each.spec.num_attended_tokens for each in plan.shapes]
+        tokens = [each.spec.num_attended_tokens for each in plan.each_bucket]
         flops = tuple(model.flops_per_sample(number) for number in tokens)
         if plan.sizes.tp > 1:
             tensor.check_tied(model, mesh.axis("tp"), plan.tensor_plan)
@@ -164,12 +165,22 @@ def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, tupl
             plan.precision,
             plan.activation_checkpoint,
             plan.compile,
-            tokens=plan.microbatch_size * plan.attended_per_rank,
+            tokens=microbatch_tokens(plan),
             adapters=plan.lora,
             device=plan.device,
         )
         parts[stage] = model
     return parts, count, flops
+
+
+def microbatch_tokens(plan: RunPlan) -> int:
+    """Tokens of a microbatch on a rank, of the largest bucket; of one that float8 does not fit."""
+    tokens = [each.microbatch_size * each.attended_per_rank for each in plan.each_bucket]
+    if plan.precision.float8 == "off":
+        return max(tokens)
+    from titan_dit.parallel.float8 import UNIT
+
+    return max(tokens, key=lambda number: (number % UNIT != 0, number))
 
 
 def check_model(model: Model, model_spec: ModelSpec) -> None:
@@ -229,9 +240,13 @@ def run_executor(
 ) -> Executor:
     """The executor of a run: that of its data's one shape, or of every bucket over the parts."""
     links = links_of(plan, mesh, device)
-    found = [executor_of(each, objective, mesh, parts, device, links) for each in plan.shapes]
-    specs = [each.spec for each in plan.shapes]
-    return BucketedExecutor(found, specs) if plan.buckets else found[0]
+    # Wide and tall pictures of as many tokens share one.
+    by_shapes = {shapes_of_spec(each.spec): each for each in plan.each_bucket}
+    found = {
+        shapes: executor_of(each, objective, mesh, parts, device, links)
+        for shapes, each in by_shapes.items()
+    }
+    return BucketedExecutor(found) if plan.buckets else next(iter(found.values()))
 
 
 def links_of(plan: RunPlan, mesh: Mesh, device: torch.device) -> Links | None:
@@ -243,7 +258,7 @@ def links_of(plan: RunPlan, mesh: Mesh, device: torch.device) -> Links | None:
     from titan_dit.pipeline.transports.choice import open_transport
     from titan_dit.pipeline.transports.shared_memory import Layout
 
-    streams = [shapes_of(each).stream for each in plan.shapes]
+    streams = [shapes_of(each).stream for each in plan.each_bucket]
     largest = max(streams, key=lambda stream: Layout(stream).num_bytes)
     pipeline = plan.pipeline
     transport, line = open_transport(

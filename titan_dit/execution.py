@@ -144,13 +144,18 @@ class Executor(ABC):
         """
 
 
-class BucketedExecutor(Executor):
-    """An executor per bucket, all over the same parts of the model; the inputs' shapes choose."""
+InputShapes: TypeAlias = frozenset[tuple[str, tuple[int, ...]]]
+"""(name, shape without the batch dim) of every input."""
 
-    def __init__(self, executors: Sequence[Executor], specs: Sequence[ModelSpec]) -> None:
-        """`specs`: of each executor."""
-        self.notes = list(dict.fromkeys(note for each in executors for note in each.notes))
-        self.by_shapes = dict(zip(map(shapes_of_spec, specs), executors, strict=True))
+
+class BucketedExecutor(Executor):
+    """Executors of several buckets, all over the same parts of the model; inputs choose one."""
+
+    def __init__(self, by_shapes: Mapping[InputShapes, Executor]) -> None:
+        """`by_shapes`: shapes of the inputs -> the executor of such buckets."""
+        self.by_shapes = by_shapes
+        notes = (note for each in by_shapes.values() for note in each.notes)
+        self.notes = list(dict.fromkeys(notes))
 
     def for_inputs(self, inputs: Tensors) -> Executor:
         """See `Executor.for_inputs`. Raises UserError for inputs of no bucket."""
@@ -179,7 +184,7 @@ class BucketedExecutor(Executor):
         return self.for_inputs(prepared.inputs).evaluate(prepared)
 
 
-def shapes_of_spec(spec: ModelSpec) -> frozenset[tuple[str, tuple[int, ...]]]:
+def shapes_of_spec(spec: ModelSpec) -> InputShapes:
     """(name, shape without the batch dim) of a model's inputs."""
     return frozenset((name, tuple(each.shape)) for name, each in spec.inputs.items())
 

@@ -131,7 +131,14 @@ def plan_buckets(config: JobConfig, plan: RunPlan, source: Source) -> RunPlan:
 
     Raises UserError for a bucket that does not fit the layout.
     """
-    return checked_buckets(config, plan, source.facts)
+    found, count = checked_buckets(config, plan, source.facts), len(source.bucket_rows)
+    if count != len(found.each_bucket):
+        raise UserError(
+            f"[data] name={show(config.data.name)} holds {count} buckets, but [objective] "
+            f"name={show(config.objective.name)} has models for {len(found.each_bucket)}. Choose "
+            "data of one shape, or define `sized_models` (docs/extending.md)."
+        )
+    return found
 
 
 def checked_buckets(config: JobConfig, plan: RunPlan, facts: DataFacts) -> RunPlan:
@@ -145,6 +152,13 @@ def checked_buckets(config: JobConfig, plan: RunPlan, facts: DataFacts) -> RunPl
     return found
 
 
+def rows_of_a_rank(plan: RunPlan, source: Source) -> dict[str, int]:
+    """Name of each bucket -> samples of a rank's batch; "" if all data has one shape."""
+    names = source.bucket_names if plan.buckets else ("",)
+    pairs = zip(names, plan.each_bucket, strict=True)
+    return {name: each.padded_samples_per_rank for name, each in pairs}
+
+
 def bucket_facts(config: JobConfig) -> LatentFacts | None:
     """Facts with the buckets of [data], where it is there and has several; for dry runs."""
     counts = config.data.bucket_counts()
@@ -153,6 +167,20 @@ def bucket_facts(config: JobConfig) -> LatentFacts | None:
         return None
     shapes: Any = tuple(counts)
     return replace(example[0], bucket_shapes=shapes, bucket_counts=tuple(counts.values()))
+
+
+def largest_bucket(config: JobConfig, plan: RunPlan) -> JobConfig:
+    """The config for the bucket with most tokens in a microbatch, which takes most memory.
+
+    Unchanged unless [data] is there and has several.
+    """
+    facts = bucket_facts(config)
+    if facts is None:
+        return config
+    models = [model for _, model in config.objective.sized_models(config.model, facts)]
+    plans = checked_buckets(config, plan, facts).buckets
+    tokens = [each.microbatch_size * each.attended_per_rank for each in plans]
+    return replace(config, model=models[tokens.index(max(tokens))])
 
 
 def bucket_lines(config: JobConfig, plan: RunPlan) -> Iterator[str]:
@@ -176,7 +204,10 @@ def bucket_lines(config: JobConfig, plan: RunPlan) -> Iterator[str]:
             f"each, {each.num_microbatches} microbatches of {each.microbatch_size} on a rank"
         )
     mean = sum(map(operator.mul, work, steps)) / sum(steps)
-    yield f"note    the rest is of the largest bucket; a mean step has {mean:.3g} FLOP"
+    yield (
+        f"note    the rest is of the bucket with most tokens in a microbatch; a mean step has "
+        f"{mean:.3g} FLOP"
+    )
 
 
 def training_order(
@@ -186,7 +217,14 @@ def training_order(
     given = config.job.seed, held_out, config.job.data_order
     if not plan.buckets:  # An order of the user's need not know of sizes.
         return source.order(*given)
-    return source.order(*given, [each.global_batch_size for each in plan.buckets])
+    found = source.order(*given, [each.global_batch_size for each in plan.buckets])
+    if not isinstance(found, buckets.BucketOrder) or len(found.buckets) != len(plan.buckets):
+        raise UserError(
+            f"[data] name={show(config.data.name)} holds {len(plan.buckets)} buckets, but its "
+            "`order` returns no titan_dit.data.buckets.BucketOrder of them. A step takes samples "
+            "of one bucket."
+        )
+    return found
 
 
 def open_objective(
@@ -204,8 +242,8 @@ def open_objective(
         validate_parts(plan, objective, data.fields, name, source, previews=previews)
     else:
         for number, bucket in enumerate(plan.buckets):
-            fields, read = source.bucket_fields(number), None if number else source
-            validate_parts(bucket, objective, fields, name, read, previews=previews)
+            fields, row = source.bucket_fields(number), source.bucket_rows[number].start
+            validate_parts(bucket, objective, fields, name, source, row, previews=previews)
     check_optimizer(plan, objective, config.optimizer)
     return objective
 
@@ -255,7 +293,7 @@ class OpenedRun:
         count = f"{len(self.source):,} samples{apart}"
         yield f"data    {config.data.name}: {count}{f', {about}' if about else ''}"
         yield from optimizer_lines(plan, self.objective, config.optimizer)
-        steps, sizes = self.steps, {each.global_batch_size for each in plan.shapes}
+        steps, sizes = self.steps, {each.global_batch_size for each in plan.each_bucket}
         batch = "to ".join(f"{size} " for size in sorted({min(sizes), max(sizes)}))
         if plan.buckets:
             yield f"buckets {few([shown(each) for each in plan.buckets])}"
@@ -295,7 +333,7 @@ class OpenedRun:
                 ema,
                 alive,
                 seed,
-                batch_sizes=[each.padded_samples_per_rank for each in self.plan.shapes],
+                batch_sizes=rows_of_a_rank(self.plan, self.source),
             )
         if self.evaluation and scores:
             with ema.swapped_in():

@@ -67,6 +67,8 @@ class RunPlan:
     global_batch_size: int
     wanted_microbatch_size: int | None
     """[training] microbatch_size, or that of tokens_per_microbatch."""
+    sized_by_tokens: bool
+    """[training] tokens_per_step gives the global batch size."""
     parallel: ParallelConfig
     pipeline: PipelineConfig
     precision: PrecisionConfig
@@ -82,9 +84,14 @@ class RunPlan:
     if all data has one shape."""
 
     @property
-    def shapes(self) -> tuple[RunPlan, ...]:
-        """The plan of each shape of the data, in the order of its buckets."""
+    def each_bucket(self) -> tuple[RunPlan, ...]:
+        """The plans of the data's buckets, in their order; this plan if all data has one shape."""
         return self.buckets or (self,)
+
+    @property
+    def samples_per_step(self) -> tuple[int, ...]:
+        """Samples of a step of each bucket; () if all data has one shape."""
+        return tuple(each.global_batch_size for each in self.buckets)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -276,7 +283,10 @@ def resolve(config: JobConfig, world_size: int, resuming: bool = False) -> RunPl
         spec=spec,
         tensor_plan_function=catalog.tensor_plan(config.model, config.parallel.tensor_plan),
         global_batch_size=batch,
-        wanted_microbatch_size=microbatch_size(config.training, spec, sizes, batch),
+        wanted_microbatch_size=microbatch_size(
+            config.training, spec, sizes, batch, resuming=resuming
+        ),
+        sized_by_tokens=config.training.tokens_per_step is not None,
         parallel=config.parallel,
         pipeline=config.pipeline,
         precision=config.precision,
@@ -287,10 +297,11 @@ def resolve(config: JobConfig, world_size: int, resuming: bool = False) -> RunPl
 
 
 def microbatch_size(
-    training: TrainingConfig, spec: ModelSpec, sizes: AxisSizes, batch: int
+    training: TrainingConfig, spec: ModelSpec, sizes: AxisSizes, batch: int, *, resuming: bool
 ) -> int | None:
     """The microbatch size that [training] asks for, of `batch` samples per step; None if none."""
-    return training.samples_per_microbatch(spec.num_tokens, -(-batch // sizes.data))
+    share = -(-batch // sizes.data)
+    return training.samples_per_microbatch(spec.num_tokens, share, pads=resuming)
 
 
 def with_buckets(plan: RunPlan, config: JobConfig, facts: DataFacts) -> RunPlan:
@@ -299,7 +310,7 @@ def with_buckets(plan: RunPlan, config: JobConfig, facts: DataFacts) -> RunPlan:
     for name, model in config.objective.sized_models(config.model, facts):
         spec = config.objective.model_spec(model)
         batch = config.training.samples_per_step(spec.num_tokens, name)
-        size = microbatch_size(config.training, spec, plan.sizes, batch)
+        size = microbatch_size(config.training, spec, plan.sizes, batch, resuming=plan.resuming)
         found.append(
             replace(
                 plan,

@@ -19,7 +19,7 @@ from titan_dit.data.order import RankOrder, StepPlan
 from titan_dit.hooks import KEY as HOOKS
 from titan_dit.hooks import Run
 from titan_dit.objectives.base import DataShare
-from titan_dit.observe.meter import Meter, Throughput, mean_of, peak_gib, peak_tflops
+from titan_dit.observe.meter import Meter, Throughput, mean_step, peak_gib, peak_tflops
 from titan_dit.observe.metrics import Row, row_of
 from titan_dit.observe.profile import DATA_WAIT, OPTIMIZER, StepProfiler
 from titan_dit.observe.run_log import RunLog
@@ -71,7 +71,7 @@ class Trainer:
         peak = peak_tflops(device, plan.precision.dtype)
         self.work = [
             Throughput(each.global_batch_size, each.spec.num_tokens, flops, world.size, peak)
-            for each, flops in zip(plan.shapes, built.flops_by_bucket, strict=True)
+            for each, flops in zip(plan.each_bucket, built.flops_by_bucket, strict=True)
         ]
 
         self.optimizer = build_optimizer(self.parameters, config.optimizer, plan.spec, built.copies)
@@ -212,7 +212,7 @@ class Trainer:
 
     def batches(self) -> Iterator[Batch]:
         """This rank's share of every global batch from the cursor on."""
-        share, shapes = self.data_share, self.plan.shapes
+        share, shapes = self.data_share, self.plan.each_bucket
         sizes = tuple(each.padded_samples_per_rank for each in shapes)
         order = RankOrder(self.step_plan, self.sample_order, share.rank, share.num_ranks, sizes)
         return loader.load(
@@ -265,7 +265,7 @@ class Trainer:
 
     def report(self, reading: Reading, lr: float, validated: Row) -> None:
         """Log and print a row of metrics; `validated` holds its validation losses, if any."""
-        work = mean_of(self.work, self.meter.steps_of)
+        work = mean_step(self.work, self.meter.steps_of)
         row = self.row = validated | row_of(
             self.step,
             self.cursor,
@@ -345,7 +345,8 @@ class Trainer:
             if self.guard.unread:
                 self.read_guard()
             replicas.check(self.config.faults, self.parameters, self.mesh, self.step)
-            progress = Progress(self.step, self.cursor, self.ledger, self.guard.state())
+            sizes = self.plan.samples_per_step
+            progress = Progress(self.step, self.cursor, self.ledger, self.guard.state(), sizes)
             layout = {"layout": str(self.mesh.sizes), "versions": VERSIONS}
             num_rows = self.sample_order.num_rows
             record = progress.as_record(num_rows) | self.identity.as_record() | layout
@@ -386,6 +387,7 @@ class Trainer:
 
     def continue_from(self, progress: Progress) -> None:
         """Continue from the progress of a checkpoint whose tensors are loaded."""
+        progress.check_buckets(self.plan.samples_per_step)
         self.step, self.cursor, self.ledger = progress.step, progress.cursor, progress.ledger
         self.guard.load(progress.guard)
 

@@ -93,7 +93,7 @@ def test_a_flag_for_epochs_replaces_the_files_steps(tmp_path):
     assert (config.training.steps, config.training.epochs) == (None, 2.5)
     resolved = config.training.resolved([(7, 4)])
     assert (resolved.steps, resolved.epochs) == (5, None)
-    assert config.training.resolved([(7, 4), (3, 8)]).steps == 6
+    assert config.training.resolved([(7, 4), (3, 8)]).steps == 6  # 4.4 + 0.9
     both = TABLES | {"training": {"steps": 10, "epochs": 2.5, "global_batch_size": 4}}
     with pytest.raises(UserError, match=r"\[training\] steps=10 and epochs=2\.5 are both set"):
         config_file.build(both, catalog.variant)

@@ -182,6 +182,8 @@ def test_microbatches_divide_a_ranks_share():
     config = TrainingConfig(steps=1, global_batch_size=48, tokens_per_microbatch=1000)
     sizes = [config.samples_per_microbatch(tokens, 12) for tokens in (64, 100, 180, 2000)]
     assert sizes == [12, 6, 4, 1]
+    assert config.samples_per_microbatch(180, 11) == 1
+    assert config.samples_per_microbatch(180, 11, pads=True) == 5
     assert TrainingConfig(steps=1, global_batch_size=4).samples_per_microbatch(64, 4) is None
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from refusals import refused
 from tiny_joint import Captions, joint_config
 
 from titan_dit.data.base import Batch
@@ -57,5 +58,14 @@ def test_wide_and_tall_pictures_of_as_many_tokens_have_other_positions():
 
 
 def test_a_fault_without_its_fields_says_nothing_of_a_timestep_that_depends_on_the_size():
+    rng = SampleRNG(3, torch.arange(6))
+    whole, _ = objective_of(SHAPES[0], shift_by_tokens="exponential")
+    assert whole.describe({}, rng) == {}
     whole, _ = objective_of(SHAPES[0])
-    assert whole.describe({}, SampleRNG(3, torch.arange(6))) == {}
+    assert whole.describe({}, rng).keys() == {"timestep"}
+
+
+def test_a_batch_of_no_bucket_is_refused():
+    whole, _ = objective_of(SHAPES[0])
+    said = refused(lambda: whole.sized(torch.zeros(6, 2, 6, 6)))
+    assert said.startswith("[data] a batch has latents of 6 x 6, which is no bucket's size.")

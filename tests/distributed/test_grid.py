@@ -305,7 +305,7 @@ def one_of_each_bucket(trainer):
     found = {}
     for step, batch in zip(steps_from(trainer.step_plan, 0), trainer.batches(), strict=False):
         found.setdefault(step.bucket, batch)
-        if len(found) == len(trainer.plan.shapes):
+        if len(found) == len(trainer.plan.each_bucket):
             return [found[bucket] for bucket in sorted(found)]
 
 
@@ -329,7 +329,7 @@ def beside(trainer, runtime):
     pipeline = replace(trainer.plan.pipeline, runtime=runtime)
     buckets = tuple(replace(each, pipeline=pipeline) for each in trainer.plan.buckets)
     plan = replace(trainer.plan, pipeline=pipeline, buckets=buckets)
-    assert all((each.runtime.torch is None) == (runtime == "own") for each in plan.shapes)
+    assert all((each.runtime.torch is None) == (runtime == "own") for each in plan.each_bucket)
     every = getattr(trainer.executor, "by_shapes", {"": trainer.executor}).values()
     stages = getattr(next(iter(every)), "inner", next(iter(every))).stages
     parts = {index: stage.part for index, stage in stages.items()}

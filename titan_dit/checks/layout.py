@@ -128,6 +128,11 @@ def check_batch(plan: RunPlan) -> None:
         below, above = batch // unit * unit, (batch // unit + 1) * unit
         valid = " or ".join(str(size) for size in (below, above) if size)
         per_rank = f"microbatch_size={micro} x " if micro else ""
+        if plan.sized_by_tokens:
+            raise UserError(
+                f"[training] tokens_per_step gives {batch} samples, which do not divide into "
+                f"{per_rank}{ranks} data-parallel ranks. Set batch_multiple = {unit} or a multiple."
+            )
         raise UserError(
             f"[training] global_batch_size={batch} does not divide into {per_rank}"
             f"{ranks} data-parallel ranks. Set global_batch_size = {valid}."

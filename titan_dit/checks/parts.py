@@ -55,17 +55,19 @@ def validate_parts(
     fields: Mapping[str, Field],
     data: str,
     source: Source | None = None,
+    row: int = 0,
     *,
     previews: bool = False,
 ) -> None:
-    """Raise a UserError if the parts do not fit; with a source, its first row is read.
+    """Raise a UserError if the parts do not fit; with a source, one row is read.
 
-    `data`: the name of [data]. `previews`: True if the objective must implement `preview`.
+    `data`: the name of [data]. `row`: the row that is read, which has these `fields`. `previews`:
+    True if the objective must implement `preview`.
     """
     check_members(objective, previews)
     check_fields(fields, objective, data)
     if source is not None:
-        check_row(source, objective, data)
+        check_row(source, objective, data, row, fields)
     check_modules(plan, objective)
     rng = SampleRNG(plan.seed, torch.arange(ROWS))
     zeros = {name: rows_of(field) for name, field in fields.items()}
@@ -118,11 +120,14 @@ def check_source(source: Source, data: str) -> None:
         )
 
 
-def check_row(source: Source, objective: Objective, data: str) -> None:
-    """Refuse a source whose first row does not match its declared fields."""
-    row = load_samples(source, [(0, 0)], objective.inspect, torch.device("cpu"), 1.0).fields
-    for name, field in source.fields.items():
-        found = row.get(name)
+def check_row(
+    source: Source, objective: Objective, data: str, row: int, fields: Mapping[str, Field]
+) -> None:
+    """Refuse a source of which a row does not match its declared fields."""
+    cpu = torch.device("cpu")
+    stored = load_samples(source, [(0, row)], objective.inspect, cpu, 1.0).fields
+    for name, field in fields.items():
+        found = stored.get(name)
         declared = f"{name} {field}"
         if found is None:
             raise UserError(f"[data] name={show(data)} declares {declared}, but reads no {name}.")

@@ -42,6 +42,7 @@ from titan_dit.opening import (
     plan_buckets,
     plan_run,
     rows_held_out,
+    rows_of_a_rank,
 )
 from titan_dit.parallel.mesh import Mesh, solve
 from titan_dit.pictures import output
@@ -478,7 +479,7 @@ def evaluate(options: EvaluateFlags, keys: Sequence[str], world: World) -> dict[
         share,
         alive=lambda: None,
         seed=config.job.seed,
-        batch_sizes=[each.padded_samples_per_rank for each in plan.shapes],
+        batch_sizes=rows_of_a_rank(plan, source),
     )
     about = {"checkpoint": str(path), "step": record["step"], "weights": saved.what}
     where = {"samples": len(chosen.rows), "layout": str(mesh.sizes), "device": world.device.type}

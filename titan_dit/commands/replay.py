@@ -28,7 +28,7 @@ from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
 from titan_dit.data import loader
 from titan_dit.data.base import SampleOrder, Source
-from titan_dit.data.buckets import step_plan
+from titan_dit.data.buckets import BucketOrder, step_plan
 from titan_dit.data.order import SampleRange, StepPlan, numbers_of, ranges_of
 from titan_dit.execution import LocalExecutor, Output, first_of
 from titan_dit.objectives.base import Objective
@@ -111,8 +111,6 @@ class Origin:
     weights: Location | None
     """The newest checkpoint before the step; None for the initial weights."""
     weights_step: int
-    data_digest: str | None
-    """Digest of the dataset that the weights were trained on."""
     loss_scale: float | None
     """fp16's loss scale at the step, or in the weights' checkpoint; None if neither is known."""
 
@@ -138,8 +136,10 @@ def main(options: ReplayFlags) -> None:
     plan = with_buckets(resolve(alone, 1, resuming=True), alone, source.facts)
     order = training_order(alone, plan, source, held_out)
     steps = partial(step_plan, order, plan.global_batch_size)
-    origin = origin_of(run, options.step, config, steps)
-    size = options.microbatch_size or config.training.microbatch_size or MICROBATCH
+    origin = origin_of(run, options.step, config, source.facts.digest, steps)
+    bucket = order.located(origin.numbers[0])[1] if isinstance(order, BucketOrder) else 0
+    of_run = plan.each_bucket[bucket].wanted_microbatch_size
+    size = options.microbatch_size or of_run or MICROBATCH
     chosen = chosen_microbatches(len(origin.numbers), size, options.microbatch)
     samples_shown = f"samples {shown(origin.numbers)} (from {origin.found_in})"
     console.say(f"step {options.step} of {run}: {samples_shown}")
@@ -157,11 +157,6 @@ def main(options: ReplayFlags) -> None:
         scaling.value.fill_(origin.loss_scale)
     if scaling:
         console.say(f"loss scale {scaling.value.item():g}")
-    if origin.data_digest not in (None, source.facts.digest):
-        raise UserError(
-            f"[data] of {run} differs from the dataset that the run was trained on (another "
-            "digest). Restore that dataset."
-        )
     with process_group.start(device_of(options.device).type) as world:
         alone = on_one_rank(config, size, world.device)
         plan = with_buckets(resolve(alone, 1, resuming=True), alone, source.facts)
@@ -246,11 +241,13 @@ def origin_of(
     run: Path,
     step: int,
     config: JobConfig,
+    digest: str,
     steps: Callable[[tuple[SampleRange, ...]], StepPlan],
 ) -> Origin:
     """Return a step's samples: from the fault log if it was bad, else from the plan of steps.
 
-    `steps`: the plan without some ranges of samples.
+    `digest`: of the data. `steps`: the plan without some ranges of samples. Raises UserError for
+    other data than that of the run.
     """
     before = [path for path in named_by(run).checkpoints.complete() if step_of(path) < step]
     if not before and (begun := begun_at(config.job, config.checkpoint)):
@@ -261,7 +258,12 @@ def origin_of(
     if weights_step >= step:
         raise UserError(f"--step {step}: {run} went on from {weights}, after step {weights_step}.")
     has_data = before and not record.get("imported")
-    digest = record["data"]["digest"] if has_data else None
+    trained_on = record["data"]["digest"] if has_data else None
+    if trained_on not in (None, digest):
+        raise UserError(
+            f"[data] of {run} differs from the dataset that the run was trained on (another "
+            "digest). Restore that dataset."
+        )
     scale = progress.guard.get("loss_scale", {}).get("value")
     lines = bad_steps.read_faults(run)
     # Ignore lines before the last rollback to before the step: the run repeated or skipped it.
@@ -270,14 +272,12 @@ def origin_of(
         if line["step"] == step and line["kind"] != "rollback":
             seen = tuple(numbers_of(line["sample_numbers"]))
             found_in = f"{run_files.FAULTS}: {line['kind']}"
-            return Origin(
-                seen, found_in, weights, weights_step, digest, loss_scale=line.get("loss_scale")
-            )
+            return Origin(seen, found_in, weights, weights_step, line.get("loss_scale"))
     plan = steps(progress.ledger.skipped_ranges)
     cursor = progress.cursor
     for _ in range(step - weights_step):
         numbers, cursor, _ = plan(cursor)
-    return Origin(tuple(numbers), "the plan of batches", weights, weights_step, digest, scale)
+    return Origin(tuple(numbers), "the plan of batches", weights, weights_step, scale)
 
 
 def chosen_microbatches(num_samples: int, size: int, chosen: int | None) -> Sequence[int]:

@@ -49,20 +49,20 @@ class TrainingConfig(Section):
     epochs: PositiveFloat | None = None
     """Passes over the training rows, in place of steps. The run's config.toml has the steps."""
     global_batch_size: BatchSize | None = None
-    """Samples per step over all ranks = microbatch_size x microbatches x data-parallel ranks. Of
-    data in buckets each step has as many samples of one bucket. Or set tokens_per_step."""
+    """Samples per step over all ranks = microbatch_size x microbatches x data-parallel ranks; with
+    data in buckets the same for every bucket. Or set tokens_per_step."""
     tokens_per_step: Tokens | None = None
     """Predicted tokens per step, in place of global_batch_size: a step takes as many samples of its
     bucket as they hold, rounded down to a multiple of batch_multiple."""
     batch_multiple: BatchSize | None = None
-    """Divisor of the samples of every step, with tokens_per_step; unset is 8. A multiple of the
-    data-parallel ranks of all layouts that the run may have."""
+    """Divisor of the samples of every step, with tokens_per_step; unset is 8. Set a multiple of the
+    data-parallel ranks times the microbatch size."""
     microbatch_size: BatchSize | None = None
     """Samples per forward pass on one rank; unset is the rank's whole share, or 1 if pp is above
     1."""
     tokens_per_microbatch: Tokens | None = None
     """Predicted tokens per forward pass on one rank, at most, in place of microbatch_size: as many
-    samples as divide the rank's share."""
+    samples as divide the rank's share, and at least one."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Clip the gradient to this global L2 norm; 0 disables clipping."""
     frozen: tuple[str, ...] = ()
@@ -127,14 +127,17 @@ class TrainingConfig(Section):
             )
         return found
 
-    def samples_per_microbatch(self, tokens: int, share: int) -> int | None:
+    def samples_per_microbatch(self, tokens: int, share: int, *, pads: bool = False) -> int | None:
         """[training] microbatch_size, or that of tokens_per_microbatch; None if neither is set.
 
-        `share`: samples of a rank and step, with `tokens` predicted tokens each.
+        `share`: samples of a rank and step, with `tokens` predicted tokens each. `pads`: the last
+        microbatch may be filled up, so the others need not divide the share.
         """
         if self.tokens_per_microbatch is None:
             return self.microbatch_size
         most = max(1, min(share, self.tokens_per_microbatch // tokens))
+        if pads:
+            return most
         return next(size for size in range(most, 0, -1) if share % size == 0)
 
     def with_microbatches(self, size: int) -> TrainingConfig:
@@ -147,13 +150,13 @@ class TrainingConfig(Section):
         return self.steps or 0
 
     def resolved(self, buckets: Iterable[tuple[int, int]]) -> TrainingConfig:
-        """Replace `epochs` by `steps`: of each bucket ceil(epochs x rows / samples per step).
+        """Replace `epochs` by `steps`: epochs x rows / samples per step of each bucket, rounded up.
 
         `buckets`: rows to train on and samples per step of each; one pair without buckets.
         """
         if self.steps:
             return self
-        steps = sum(math.ceil((self.epochs or 0) * rows / size) for rows, size in buckets)
+        steps = math.ceil(sum((self.epochs or 0) * rows / size for rows, size in buckets))
         return replace(self, steps=steps, epochs=None)
 
 

@@ -231,6 +231,7 @@ def load(
         for read, share in zip(with_killed_workers(shares), order.shares(cursor), strict=False):
             if isinstance(read, UserError):
                 break
+            assert read.sample_numbers[: len(share.numbers)].tolist() == list(share.numbers)
             weight = weights(len(share.numbers), share.size)
             total = float(share.step_size)
             yield Batch(read.fields, read.sample_numbers, weight, total).to(device)

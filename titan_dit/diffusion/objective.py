@@ -65,14 +65,16 @@ def as_latent_model(model: ModelConfig, objective: str) -> LatentModel:
     )
 
 
-def what_fits(facts: LatentFacts) -> str:
+def what_fits(facts: LatentFacts, model: LatentModel) -> str:
     """Ending of a message about shapes: the shape of [data], and the keys of [model] to set."""
     (c, h, w), *half = facts.latent_shapes
     held = f"mean and std of {[c, h, w]}" if facts.posterior == "both" else f"{[c, h, w]}"
-    if h != w:
-        return f"{held}. Latents must be square."
     other = f", or in_channels = {half[0][0]} if half of its channels are a std" if half else ""
-    return f"{held}. Set in_channels = {c}, latent_size = {h}{other}."
+    largest = " in its largest bucket" if facts.bucket_shapes else ""
+    if h != w and not isinstance(model, SizedModel):
+        return f"{held}{largest}. Latents must be square."
+    size = show([h, w]) if isinstance(model, SizedModel) else h
+    return f"{held}{largest}. Set in_channels = {c}, latent_size = {size}{other}."
 
 
 def sized_models(model: ModelConfig, facts: DataFacts) -> Sequence[tuple[str, ModelConfig]]:
@@ -86,7 +88,14 @@ def sized_models(model: ModelConfig, facts: DataFacts) -> Sequence[tuple[str, Mo
             f"{len(shapes)}: {few([list(shape) for shape in shapes])}. Choose a model that has "
             'at_size, such as name = "joint_dit", or encode pictures of one size (--image-size).'
         )
-    return [("x".join(map(str, shape)), model.at_size(*shape[1:])) for shape in shapes]
+    found = []
+    for shape in shapes:
+        name = "x".join(map(str, shape))
+        try:
+            found.append((name, model.at_size(*shape[1:])))
+        except UserError as error:
+            raise UserError(f"bucket {name}: {error}") from None
+    return found
 
 
 def check_data(facts: DataFacts, model: LatentModel, objective: str) -> LatentFacts:
@@ -103,9 +112,10 @@ def check_data(facts: DataFacts, model: LatentModel, objective: str) -> LatentFa
         )
     shape = model.sample_shape
     if shape not in facts.latent_shapes:
+        size = show(shape[1:]) if isinstance(model, SizedModel) else shape[1]
         raise UserError(
-            f"[model] in_channels={shape[0]} and latent_size={shape[1]} make samples of "
-            f"{list(shape)}, but [data] holds {what_fits(facts)}"
+            f"[model] in_channels={shape[0]} and latent_size={size} make samples of "
+            f"{list(shape)}, but [data] holds {what_fits(facts, model)}"
         )
     condition_of(model, facts, objective)
     return facts
@@ -314,20 +324,23 @@ class Diffusion(Objective, ABC):
         return {f"t{middle}": float(middle) for middle in middles}
 
     def sized(self: Kind, latents: Shaped[Tensor, "b k h w"]) -> Kind:
-        """This objective for latents of the size of `latents`, which are of one bucket."""
-        height, width = latents.shape[-2:]
-        if (height, width) == self.model.sample_shape[1:]:
+        """This objective for latents of the size of `latents`, which are of one bucket.
+
+        Raises UserError for a size of no bucket.
+        """
+        if not self.data.bucket_shapes:
             return self
-        if (height, width) not in self.by_size:
-            assert isinstance(self.model, SizedModel)
+        if not self.by_size:
             # All at once: the compiler reads the cache.
-            sizes = {(height, width), *(shape[1:] for shape in self.data.bucket_shapes)}
-            for size in sorted(sizes):
-                model = self.model.at_size(*size)
-                # Static inputs are of a size.
-                own = dataclasses.replace(self, model=model, static_inputs={}, by_size={})
-                self.by_size[size] = own
-        found: Kind = self.by_size[height, width]
+            sizes = {shape[1:] for shape in self.data.bucket_shapes}
+            self.by_size.update({size: self.at_size(*size) for size in sorted(sizes)})
+        height, width = latents.shape[-2:]
+        found: Kind | None = self.by_size.get((height, width))
+        if found is None:
+            raise UserError(
+                f"[data] a batch has latents of {height} x {width}, which is no bucket's size. Let "
+                "every step take the samples of one bucket."
+            )
         return found
 
     def clean_tokens(self, fields: Fields, rng: SampleRNG) -> Float[Tensor, "b n d"]:
@@ -375,8 +388,9 @@ class Diffusion(Objective, ABC):
     def describe(self, fields: Fields, rng: SampleRNG) -> dict[str, Tensor]:
         """The timestep in the network's unit and, if fields were read, the label."""
         labels = {"label": fields["label"]} if "label" in self.takes and fields else {}
-        if not fields and self.data.bucket_shapes:
-            return {}  # Timesteps may depend on the size, which is not known.
+        by_size = getattr(self.config, "shift_by_tokens", "off") != "off"
+        if not fields and self.data.bucket_shapes and by_size:
+            return {}  # The size is not known.
         own = self.sized(fields["latent"]) if fields else self
         return {**labels, "timestep": own.timesteps_of(rng)}
 

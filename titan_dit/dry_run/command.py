@@ -12,7 +12,13 @@ from titan_dit.config.layout import ParallelConfig
 from titan_dit.dry_run import report, simpler
 from titan_dit.dry_run.fake_step import Report, take_fake_step
 from titan_dit.observe import console
-from titan_dit.opening import bucket_lines, example_of, open_objective, plan_run
+from titan_dit.opening import (
+    bucket_lines,
+    example_of,
+    largest_bucket,
+    open_objective,
+    plan_run,
+)
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.plan import RunPlan
 
@@ -22,7 +28,9 @@ def dry_run(config: JobConfig, world_size: int | None) -> None:
 
     The last line names a simpler layout that fits the same device, if there is one.
     """
-    plan = plan_run(config, world_size or smallest_world(config.parallel))
+    world_size = world_size or smallest_world(config.parallel)
+    config = largest_bucket(config, plan_run(config, world_size))
+    plan = plan_run(config, world_size)
     data = example_of(config)
     objective = open_objective(config, plan, data)
     own = {"model": config.model, "objective": config.objective, "data": config.data}

@@ -67,7 +67,7 @@ class Throughput:
         }
 
 
-def mean_of(work: Sequence[Throughput], steps: Mapping[int, int]) -> Throughput:
+def mean_step(work: Sequence[Throughput], steps: Mapping[int, int]) -> Throughput:
     """The mean step of some of each bucket; `steps`: bucket -> steps."""
     taken = [(work[bucket], number) for bucket, number in steps.items()] or [(work[0], 1)]
     total = sum(number for _, number in taken)

@@ -182,7 +182,7 @@ minutes before the first step, for 2 kernels instead of 7."""
 def compile_prepare(
     objective: Objective, config: CompileConfig, device: torch.device
 ) -> Callable[[Batch, SampleRNG], Prepared]:
-    """`Objective.prepare` for training, whose batches all have the same shapes."""
+    """`Objective.prepare` for training, whose batches have the same shapes in each bucket."""
     if not compiles(config):
         return objective.prepare
     compiled = compile_function(objective.prepare, objective, device)

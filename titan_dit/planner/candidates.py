@@ -99,7 +99,7 @@ class Space:
         base = replace(base, device=device.torch_name)
         facts = bucket_facts(config)
         self.base = with_buckets(base, config, facts) if facts else base
-        self.unit = math.gcd(*(each.global_batch_size for each in self.base.shapes))
+        self.unit = math.gcd(*(each.global_batch_size for each in self.base.each_bucket))
         """Divisor of the samples of every step; microbatches must divide a rank's share of it."""
         self.tensor_plans: dict[bool, TensorPlan] = {}
         self._parallel: dict[tuple[Any, ...], ParallelConfig] = {}
@@ -235,7 +235,7 @@ class Space:
         key = (check.__name__, *read)
         if key not in self._verdicts:
             try:
-                for base in self.base.shapes:
+                for base in self.base.each_bucket:
                     check(self.plan(candidate, base))
                 self._verdicts[key] = True
             except UserError as error:

@@ -80,6 +80,11 @@ def measured_run(run: Path, flag: str = "--run", trust: bool = False) -> Measure
     tables = config_file.of_run(tables_file)
     dotted_names.check_trusted(tables, f"{flag} {run}", trust)
     config = config_file.build(tables, catalog.variant)
+    if config.training.tokens_per_step or config.data.bucket_counts():
+        raise UserError(
+            f"{flag} {run}: its steps are of several buckets, a plan is of one. Give a run of one "
+            "shape with global_batch_size."
+        )
     try:
         rows, ranks = rows_of_last_world_size(config, rows)
     except KeyError as error:

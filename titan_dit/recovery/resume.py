@@ -29,7 +29,7 @@ from titan_dit.config.config_file import read_toml
 from titan_dit.config.job import JobSection
 from titan_dit.config.operation import CheckpointConfig, FaultsConfig
 from titan_dit.config.parameter_groups import listed
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, show
 from titan_dit.config.training import EMAConfig
 from titan_dit.data.order import SampleRange
 from titan_dit.models import lora
@@ -418,6 +418,8 @@ class Progress:
     """Status of the samples before the cursor."""
     guard: Mapping[str, Any] = field(default_factory=dict)
     """The values of `Guard.state`."""
+    samples_per_step: tuple[int, ...] = ()
+    """Samples of a step of each bucket; () if all data has one shape."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any], rollbacks: Rollbacks | None = None) -> Progress:
@@ -431,11 +433,27 @@ class Progress:
             record.get("cursor", 0),
             ledger.skip(rollbacks.skipped) if rollbacks else ledger,
             {"nan_steps": record.get("nan_steps", 0), **record.get("guard", {})},
+            tuple(record.get("samples_per_step", ())),
         )
+
+    def check_buckets(self, samples_per_step: tuple[int, ...]) -> None:
+        """Raise UserError unless a run's steps are of these sizes; () without buckets.
+
+        Others would skip some samples of a bucket and repeat others.
+        """
+        if self.cursor and self.samples_per_step != samples_per_step:
+            was, now = (show(list(sizes)) for sizes in (self.samples_per_step, samples_per_step))
+            raise UserError(
+                f"[training] samples of a step, by bucket: {was} in the checkpoint, {now} in this "
+                "run. The order of samples depends on them. Set global_batch_size, or "
+                "tokens_per_step and batch_multiple, as they were; or start a new run at its "
+                "weights with --checkpoint.init."
+            )
 
     def as_record(self, num_rows: int) -> dict[str, Any]:
         """The keys that `of` reads; `num_rows`, the rows per epoch, give the epoch."""
-        return {
+        buckets = {"samples_per_step": list(self.samples_per_step)}
+        return (buckets if self.samples_per_step else {}) | {
             "step": self.step,
             "cursor": self.cursor,
             "nan_steps": self.guard["nan_steps"],

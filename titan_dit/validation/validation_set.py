@@ -19,7 +19,7 @@ from titan_dit.config.job import JobSection
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import ValidationConfig
 from titan_dit.data import loader
-from titan_dit.data.base import Source
+from titan_dit.data.base import Field, Source
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.sections import DataConfig
 from titan_dit.execution import Executor
@@ -147,24 +147,42 @@ def open_set(
 
 
 def check_alike(where: str, other: Source, source: Source) -> None:
-    """Raise UserError unless fields, units and classes equal the training data's."""
-    if dict(other.fields) != dict(source.fields):
+    """Raise UserError unless fields, units and classes equal the training data's.
+
+    Of data in buckets some buckets are enough.
+    """
+    ours, its = fields_by_bucket(source), fields_by_bucket(other)
+    several = len(ours) > 1
+    if several and (new := sorted(its.keys() - ours.keys())):
         raise UserError(
-            f"{where} holds {spelled(other)}, but [data] holds {spelled(source)}. Give a dataset "
-            "of the same kind."
+            f"{where} holds the buckets {', '.join(new)}, but [data] only {', '.join(ours)}. "
+            "Encode both with the same --buckets."
         )
-    its, ours = other.facts.as_json(), source.facts.as_json()
-    for key in sorted(its.keys() - source.facts.differing):
-        if its[key] != ours.get(key):
+    for name, fields in its.items():
+        wanted = ours[name] if several else source.fields
+        if dict(fields) != dict(wanted):
             raise UserError(
-                f"{where} has {key}={show(its[key])}, but [data] has {key}={show(ours.get(key))}. "
-                "Give a dataset of the same kind."
+                f"{where} holds {spelled(fields)}, but [data] holds {spelled(wanted)}. Give a "
+                "dataset of the same kind."
+            )
+    of_buckets = {"shape", "bucket_shapes"} if several else set[str]()
+    theirs, known = other.facts.as_json(), source.facts.as_json()
+    for key in sorted(theirs.keys() - source.facts.differing - of_buckets):
+        if theirs[key] != known.get(key):
+            raise UserError(
+                f"{where} has {key}={show(theirs[key])}, but [data] has {key}="
+                f"{show(known.get(key))}. Give a dataset of the same kind."
             )
 
 
-def spelled(source: Source) -> str:
-    """Format the fields of a source: "latent float32 [4, 32, 32], label int64 []"."""
-    return ", ".join(f"{name} {field}" for name, field in source.fields.items())
+def fields_by_bucket(source: Source) -> dict[str, Mapping[str, Field]]:
+    """Name of each bucket -> the fields of its samples."""
+    return {name: source.bucket_fields(i) for i, name in enumerate(source.bucket_names)}
+
+
+def spelled(fields: Mapping[str, Field]) -> str:
+    """Format the fields of a sample: "latent float32 [4, 32, 32], label int64 []"."""
+    return ", ".join(f"{name} {field}" for name, field in fields.items())
 
 
 def open_checked(
@@ -202,24 +220,25 @@ def losses(
     alive: Callable[[], None],
     *,
     seed: int,
-    batch_sizes: Sequence[int],
+    batch_sizes: Mapping[str, int],
 ) -> dict[str, float]:
     """Mean loss over all rows, the objective's summary, and the losses of evaluations and terms.
 
     Of data in buckets also the loss of each. Each data rank evaluates its share of a bucket in
-    batches of its entry in `batch_sizes`. Sample i has sample number i, so its random draws are the
-    same every time and in every layout. `alive` is called after each batch.
+    batches of at most its size in `batch_sizes`, by the bucket's name. Sample i has sample number
+    i, so its random draws are the same every time and in every layout. `alive` is called after each
+    batch.
     """
     parts: Sums = {}
     terms: Sums = {}
     named: dict[str, float] = {}
     groups = by_bucket(chosen)
     for bucket, numbers in groups.items():
-        size = batch_sizes[bucket]
+        name = chosen.source.bucket_names[bucket]
+        size = batch_sizes[name if name in batch_sizes else ""]
         found = bucket_sums(chosen, numbers, objective, executor, share, alive, seed, size)
         if len(groups) > 1:
-            shape = chosen.source.bucket_names[bucket]
-            named[f"{LOSS}_{shape}"] = mean_of(means_of(found[0]))
+            named[f"{LOSS}_{name}"] = mean_of(means_of(found[0]))
         parts, terms = added(parts, found[0]), added(terms, found[1])
     means = means_of(parts)
     shown = means | means_of(terms)
@@ -235,7 +254,10 @@ Sums: TypeAlias = Mapping[str, Float[Tensor, "2"]]
 
 def added(first: Sums, second: Sums) -> Sums:
     """The sums over two sets of samples."""
-    return {name: first[name] + value if name in first else value for name, value in second.items()}
+    whole = dict(first)
+    for name, value in second.items():
+        whole[name] = whole[name] + value if name in whole else value
+    return whole
 
 
 def means_of(sums: Sums) -> dict[str, float]:
@@ -268,6 +290,8 @@ def bucket_sums(
 ) -> tuple[Sums, Sums]:
     """(sums of the evaluations, sums of their terms) over the rows at some places of the set."""
     count = -(-len(places) // share.num_ranks)
+    if len(chosen.source.bucket_rows) > 1:
+        batch_size = min(batch_size, count)  # A bucket may have few rows.
     parts: dict[str, list[Tensor]] = {}
     terms: dict[str, list[Tensor]] = {}
     for first in range(0, count, batch_size):
@@ -301,7 +325,7 @@ def losses_with_averages(
     ema: EMA,
     alive: Callable[[], None],
     seed: int,
-    batch_sizes: Sequence[int],
+    batch_sizes: Mapping[str, int],
 ) -> dict[str, float]:
     """`losses` of the weights; for each EMA, too, with names that end in _ema_DECAY."""
 
