@@ -17,7 +17,7 @@ from titan_dit.models.base import Stream
 from titan_dit.parallel.p2p_groups import P2PGroups
 from titan_dit.pipeline.events import PipelineEvent
 from titan_dit.pipeline.pipelined import PipelinedExecutor, Planned
-from titan_dit.pipeline.run_time import DecidingExecutor, Decisions
+from titan_dit.pipeline.run_time import DecidingExecutor, Decisions, Links
 from titan_dit.pipeline.schedules.placement import pipeline_order, rank_of_stage, stages_of_rank
 from titan_dit.pipeline.schedules.schedule import Action, Kind, neighbours
 from titan_dit.pipeline.stage import Shapes
@@ -228,7 +228,7 @@ class Contender:
         opened, _ = open_transport(links, ranks, stream, place[0], transport, "")
         alone = Decisions([torch.distributed.get_rank()])
         late: Any = LateTransport(opened)
-        return DecidingExecutor(*given, memory=self.memory, transport=late, decisions=alone)
+        return DecidingExecutor(*given, memory=self.memory, links=Links(late, "", alone))
 
 
 def prepare_step(executor: PipelinedExecutor, seconds: Seconds, delay: float) -> Watch:

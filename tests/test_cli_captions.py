@@ -1,13 +1,25 @@
 """From the command line: captioned pictures, their embeddings, and a text-to-image DiT on them."""
 
+import json
 import sys
 
 import numpy as np
 import pytest
-from commands import metrics, run, train_command
+import torch
+from commands import metrics, only_error, run, train_command
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tiny_text import CAPTIONS, save_encoder
 from tiny_vae import save_vae
+
+import titan_dit
+from titan_dit.commands import predict
+from titan_dit.commands.flags import PredictFlags, SampleFlags
+from titan_dit.commands.sample import draw
+from titan_dit.config.section import UserError
+from titan_dit.diffusion.drawing import generate
+from titan_dit.diffusion.samplers.ode import heun
 
 CONFIG = """
 [job]
@@ -58,6 +70,7 @@ def folder(tmp_path_factory):
         (folder / "pictures" / f"{number}.txt").write_text(caption)
     save_vae(folder / "vae")
     save_encoder(folder / "t5")
+    save_encoder(folder / "other", seed=1)
     (folder / "captioned.toml").write_text(CONFIG)
     words = ["--input", "pictures", "--out", "latents", "--vae", "vae", "--buckets", "12x8"]
     words += ["--text-encoder", "t5", "--text-tokens", "10", "--device", "cpu"]
@@ -72,23 +85,156 @@ def trained(folder, *flags, ranks=1):
     return done.stdout + done.stderr
 
 
-def test_a_run_on_captions_resumes_on_a_pipeline_with_the_same_losses(folder):
-    trained(folder, "--job.dir", "whole")
+PREVIEWS = ("--sampling.every", 2, "--sampling.steps", 2, "--sampling.num", 4)
+PROMPTS = ("a red seven", "one", "a green two")
+
+
+def test_a_run_on_captions_resumes_on_a_pipeline_with_the_same_losses_and_previews(folder):
+    prompts = ("--sampling.prompts", *PROMPTS[:2], "--sampling.vae", "vae")
+    trained(folder, "--job.dir", "whole", *PREVIEWS, *prompts)
     trained(folder, "--job.dir", "parts", "--training.steps", 2)
-    trained(folder, "--job.dir", "parts", "--parallel.pp", 2, ranks=2)
+    trained(folder, "--job.dir", "parts", "--parallel.pp", 2, *PREVIEWS, *prompts, ranks=2)
     whole, parts = ([r["loss"] for r in metrics(folder / name)] for name in ("whole", "parts"))
     assert len(whole) == 4
     assert parts == pytest.approx(whole, rel=1e-5)
+    drawn = [picture(folder / name / "samples/step-00000004.png") for name in ("whole", "parts")]
+    assert np.abs(drawn[0] - drawn[1]).max() <= 2
+    assert (drawn[0][:50, :30] < 128).any(), "a caption on the left"
 
 
-def test_what_needs_classes_refuses_the_run_in_one_line(folder):
-    trained(folder, "--job.dir", "drawn", "--training.steps", 2)
-    words = ["sample", "--run", "drawn", "--out", "drawn.png"]
-    done = run([sys.executable, "-m", "titan_dit", *words], folder)
-    assert done.returncode == 2
-    [line] = done.stderr.strip().splitlines()[-1:]
-    assert line.startswith('error: [model] name="joint_dit" takes captions: it cannot draw classes')
-    done = run(train_command("--sampling.every", 2, config="captioned.toml"), folder)
-    assert done.returncode == 2
-    assert "Prompts are not there yet: set [sampling] every = 0" in done.stderr
-    assert "step" not in done.stdout, "before the first step"
+def picture(file):
+    with Image.open(file) as opened:
+        return np.asarray(opened).astype(int)
+
+
+def command(folder, *words, **variables):
+    return run([sys.executable, "-m", "titan_dit", *map(str, words)], folder, **variables)
+
+
+@pytest.fixture(scope="module")
+def drawn(folder):
+    """A run that shows the captions of its data, and has weights that depend on them."""
+    said = trained(folder, "--job.dir", "drawn", *PREVIEWS, "--optimizer.lr", 0.03)
+    assert "drew drawn/samples/step-00000004.png" in said
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    return folder
+
+
+def here(folder, monkeypatch, **flags):
+    """Draw in this process, which is faster than a command."""
+    monkeypatch.chdir(folder)
+    common = {"run": "drawn", "steps": 3, "weights": "model", "out": "here.safetensors"}
+    draw(SampleFlags(**(common | flags)), torch.device("cpu"))
+
+
+def read(file):
+    """The tensors and the prompts of a file of samples."""
+    with safe_open(file, framework="pt") as opened:
+        found = {name: opened.get_tensor(name) for name in ("samples", "prompt")}
+        return found | {"prompts": json.loads(opened.metadata()["prompts"])}
+
+
+def test_samples_are_in_the_order_of_their_prompts_on_any_number_of_ranks(drawn, monkeypatch):
+    here(drawn, monkeypatch, prompts="prompts.txt", num=2)
+    lines = read("here.safetensors")
+    assert lines["prompts"] == list(PROMPTS)
+    assert lines["prompt"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert lines["samples"].shape == (6, 2, 4, 6)
+    words = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+    flags = ("--run", "drawn", "--device", "cpu", "--steps", 3, "--weights", "model", "--num", 2)
+    flags += ("--batch-size", 2, "--out", "two.safetensors")
+    done = command(drawn, "sample", *flags, *words, NGPU=2)
+    assert done.returncode == 0, done.stderr
+    two = read("two.safetensors")
+    assert two["prompts"] == lines["prompts"]
+    torch.testing.assert_close(two["samples"], lines["samples"], rtol=1e-5, atol=1e-5)
+    # A sample depends on its number and its prompt, not on the prompts before it.
+    here(drawn, monkeypatch, prompt=(PROMPTS[2],) * 6)
+    same = read("here.safetensors")["samples"]
+    torch.testing.assert_close(same[4:], lines["samples"][4:], rtol=1e-5, atol=1e-5)
+    assert (same[:4] - lines["samples"][:4]).abs().amax((1, 2, 3)).min() > 1e-4
+
+
+def test_a_run_in_python_draws_and_predicts_as_the_commands_do(drawn, monkeypatch):
+    here(drawn, monkeypatch, prompts="prompts.txt", cfg_scale=1.0)
+    run = titan_dit.load("drawn", device="cpu", weights="model")
+    given = run.embed(PROMPTS)
+    x, t, y = torch.zeros(1, 2, 4, 6), torch.ones(1), {k: v[:1] for k, v in given.items()}
+    numbers = torch.arange(3)
+    with torch.no_grad():
+        tokens = generate(run.network, run.objective, given, numbers, seed=0, sampler=heun, steps=3)
+        prediction = run.model(x, t, y)
+    stored = run.objective.data.to_stored_units(run.model_config.detokenize(tokens))
+    drawn_here = read("here.safetensors")["samples"]
+    torch.testing.assert_close(stored, drawn_here, rtol=1e-5, atol=1e-5)
+    save_file({"x": x, "t": t, **y}, "in.safetensors")
+    flags = {"run": "drawn", "input": "in.safetensors", "weights": "model", "device": "cpu"}
+    predict.main(PredictFlags(out="out.safetensors", **flags))
+    torch.testing.assert_close(load_file("out.safetensors")["out"], prediction)
+
+
+def test_a_negative_prompt_guides_and_a_size_is_in_pixels(drawn, monkeypatch):
+    found = []
+    for flags in ({}, {"negative": "a green two on yellow"}, {"negative": ""}, {"size": "16x20"}):
+        here(drawn, monkeypatch, prompt=("one",), **flags)
+        found.append(read("here.safetensors")["samples"])
+    plain, away, empty, larger = found
+    assert (plain - away).abs().max() > 1e-4
+    torch.testing.assert_close(empty, plain, rtol=1e-4, atol=1e-4)
+    assert larger.shape == (1, 2, 10, 8)
+
+
+def test_pictures_are_named_by_their_prompts(drawn, monkeypatch):
+    here(drawn, monkeypatch, out="named", prompts="prompts.txt", num=2)
+    names = sorted(path.name for path in (drawn / "named").glob("*.png"))
+    assert names[:3] == ["000000-a-red-seven.png", "000001-a-red-seven.png", "000002-one.png"]
+    lines = (drawn / "named" / "metadata.jsonl").read_text().splitlines()
+    assert json.loads(lines[5]) == {"file_name": "000005-a-green-two.png", "text": "a green two"}
+    here(drawn, monkeypatch, out="named.png", prompts="prompts.txt")
+    assert picture(drawn / "named.png").shape[0] == 3 * 50
+
+
+def test_a_run_on_captions_is_validated_and_replayed(drawn):
+    done = command(drawn, "evaluate", "--run", "drawn", "--device", "cpu", "--weights", "model")
+    assert done.returncode == 0, done.stderr
+    last = metrics(drawn / "drawn")[-1]
+    assert f"{last['validation_loss']:.5g}"[:6] in done.stdout
+    done = command(drawn, "replay", "--run", "drawn", "--step", 3, "--device", "cpu")
+    assert "0 of 8 samples are at fault" in done.stdout
+
+
+BAD = {
+    "no prompt": ({}, "the run was trained on captions: give --prompt TEXT"),
+    "labels": ({"labels": "3"}, "--labels 3: the run was trained on captions, not on classes."),
+    "blank": ({"prompts": "blank.txt"}, "--prompts blank.txt, line 2: is blank. Delete it"),
+    "no file": ({"prompts": "none.txt"}, "--prompts none.txt cannot be read: No such file"),
+    "encoder": ({"prompt": ("a",), "text_encoder": "other"}, "/other is T5EncoderModel"),
+    "odd": ({"prompt": ("a",), "size": "16x9"}, "--size 16x9: the sides must be multiples of 2"),
+    "size": ({"prompt": ("a",), "size": "big"}, "--size big: give width x height in pixels"),
+    "noise": ({"prompt": ("a",), "noise": "n.safetensors"}, "and the prompts are [1]; the network"),
+    "unused": (
+        {"prompt": ("a",), "negative": "b", "cfg_scale": 1.0},
+        "--negative has no effect with --cfg-scale 1. Leave one of them out.",
+    ),
+    "length": ({"prompt": ("a",), "length": 3}, "--length is not a flag for pictures"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_flags_that_do_not_fit_captions_are_one_line(case, drawn, monkeypatch):
+    flags, words = BAD[case]
+    (drawn / "blank.txt").write_text("a red seven\n \none\n")
+    save_file({"noise": torch.zeros(2, 2, 4, 6)}, drawn / "n.safetensors")
+    with pytest.raises(UserError) as error:
+        here(drawn, monkeypatch, out="bad.safetensors", **flags)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (drawn / "bad.safetensors").exists()
+
+
+def test_previews_by_another_encoder_are_refused_before_the_first_step(folder):
+    flags = ("--sampling.prompts", "a", "--sampling.text_encoder", "other", "--job.dir", "refused")
+    said = only_error(run(train_command(*PREVIEWS, *flags, config="captioned.toml"), folder))
+    assert said.startswith("error: [sampling] text_encoder ")
+    assert "other is T5EncoderModel" in said
+    assert not (folder / "refused").exists()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from titan_dit.config.section import UserError, show
 from titan_dit.data.base import Batch
 from titan_dit.execution import (
+    BucketedExecutor,
     Executor,
     LocalExecutor,
     SlicedExecutor,
@@ -26,7 +27,7 @@ from titan_dit.models.layers import Attention
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.parallel import fsdp, tensor
 from titan_dit.parallel.apply import parallelize
-from titan_dit.parallel.compile import compile_prepare, compile_score
+from titan_dit.parallel.compile import compile_prepare, compile_score, expect_shapes
 from titan_dit.parallel.context import slicing_of
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import AxisSizes, Mesh
@@ -37,6 +38,7 @@ from titan_dit.rng import SampleRNG
 
 if TYPE_CHECKING:
     from titan_dit.pipeline.recording import PipelineRecording
+    from titan_dit.pipeline.run_time import Links
     from titan_dit.pipeline.stage import Shapes
 
 
@@ -54,7 +56,9 @@ class BuiltNetwork:
     num_parameters: int
     """Parameters of the whole network."""
     flops_per_sample: int
-    """FLOPs of forward and backward of the whole network."""
+    """FLOPs of forward and backward of the whole network; of buckets for the largest."""
+    flops_by_bucket: tuple[int, ...]
+    """The same for a sample of each bucket; one number if all data has one shape."""
     notes: Sequence[str]
     """Console lines about the build."""
     recording: PipelineRecording | None
@@ -63,6 +67,8 @@ class BuiltNetwork:
 
 def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device) -> BuiltNetwork:
     """Build this rank's part of the network, parallelized, with initial weights."""
+    if plan.compile.enabled:
+        expect_shapes(len(plan.shapes))
     parts, count, flops = build_stages(plan, mesh)
     modules = objective.modules()
     count += sum(p.numel() for p in modules.parameters()) if modules is not None else 0
@@ -72,14 +78,15 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
     parameters = own_parameters(parts)
     if plan.num_stages - 1 in parts:  # The last stage computes the loss.
         parameters |= place_modules(plan, objective, mesh, device)
-    executor = executor_of(plan, objective, mesh, parts, device)
+    executor = run_executor(plan, objective, mesh, parts, device)
     return BuiltNetwork(
         executor=executor,
         prepare=compile_prepare(objective, plan.compile, device),
         parameters=parameters,
         copies=copies_of(parts),
         num_parameters=count,
-        flops_per_sample=flops,
+        flops_per_sample=max(flops),
+        flops_by_bucket=flops,
         notes=[*float8_lines(plan, parts), *executor.notes],
         recording=recording_of(executor, plan, mesh),
     )
@@ -95,8 +102,11 @@ def float8_lines(plan: RunPlan, parts: Mapping[int, Model]) -> list[str]:
 
 
 def recording_of(executor: Executor, plan: RunPlan, mesh: Mesh) -> PipelineRecording | None:
-    """The recording of a run's first pipeline; None without pp. On every rank."""
-    if mesh.sizes.pp == 1:
+    """The recording of a run's first pipeline, on every rank.
+
+    None without pp, and of buckets, whose steps run in different orders.
+    """
+    if mesh.sizes.pp == 1 or plan.buckets:
         return None
     from titan_dit.pipeline.pipelined import PipelinedExecutor
     from titan_dit.pipeline.recording import PipelineRecording
@@ -128,10 +138,10 @@ def copies_of(parts: Mapping[int, Model]) -> dict[str, nn.Parameter]:
     return {name: copy for part in parts.values() for name, copy in tied.copies_of(part).items()}
 
 
-def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]:
+def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, tuple[int, ...]]:
     """This rank's stages on the meta device, parallelized.
 
-    Also returns the parameters and FLOPs of the whole network, as in `BuiltNetwork`.
+    Also returns the parameters and FLOPs by bucket of the whole network, as in `BuiltNetwork`.
     """
     last = plan.num_stages - 1
     parts: dict[int, Model] = {}
@@ -141,7 +151,8 @@ def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, int]
         check_model(model, plan.spec)
         mesh.p2p.open(neighbours(plan.stage_ranks, joins_ends=bool(model.tied)))
         count = sum(parameter.numel() for parameter in model.parameters())
-        flops = model.flops_per_sample(plan.spec.num_attended_tokens)
+        tokens = [each.spec.num_attended_tokens for each in plan.shapes]
+        flops = tuple(model.flops_per_sample(number) for number in tokens)
         if plan.sizes.tp > 1:
             tensor.check_tied(model, mesh.axis("tp"), plan.tensor_plan)
         model.cut(plan.stage_layers[stage], is_first=stage == 0, is_last=stage == last)
@@ -213,10 +224,46 @@ def place_modules(
     return dict(holder.named_parameters())
 
 
-def executor_of(
+def run_executor(
     plan: RunPlan, objective: Objective, mesh: Mesh, parts: dict[int, Model], device: torch.device
 ) -> Executor:
-    """The executor of the parts, on all tokens or on a cp rank's slice of them."""
+    """The executor of a run: that of its data's one shape, or of every bucket over the parts."""
+    links = links_of(plan, mesh, device)
+    found = [executor_of(each, objective, mesh, parts, device, links) for each in plan.shapes]
+    specs = [each.spec for each in plan.shapes]
+    return BucketedExecutor(found, specs) if plan.buckets else found[0]
+
+
+def links_of(plan: RunPlan, mesh: Mesh, device: torch.device) -> Links | None:
+    """The connections of a run in run-time order, for the largest messages; else None."""
+    if not plan.decides_at_run_time:
+        return None
+    # Lazy imports: most runs have no run-time order.
+    from titan_dit.pipeline.run_time import Decisions, Links
+    from titan_dit.pipeline.transports.choice import open_transport
+    from titan_dit.pipeline.transports.shared_memory import Layout
+
+    streams = [shapes_of(each).stream for each in plan.shapes]
+    largest = max(streams, key=lambda stream: Layout(stream).num_bytes)
+    pipeline = plan.pipeline
+    transport, line = open_transport(
+        mesh.p2p, plan.stage_ranks, largest, device, pipeline.transport, pipeline.network
+    )
+    return Links(transport, line, Decisions(mesh.same_work))
+
+
+def executor_of(
+    plan: RunPlan,
+    objective: Objective,
+    mesh: Mesh,
+    parts: dict[int, Model],
+    device: torch.device,
+    links: Links | None = None,
+) -> Executor:
+    """The executor of the parts, on all tokens or on a cp rank's slice of them.
+
+    `links`: see `links_of`.
+    """
     executor = whole_token_executor(
         plan,
         mesh,
@@ -227,6 +274,7 @@ def executor_of(
             plan.tokens_per_rank,
         ),
         device,
+        links,
     )
     executor.score = compile_score(executor.score, objective, plan.compile, device)
     if mesh.sizes.cp > 1:
@@ -238,7 +286,12 @@ def executor_of(
 
 
 def whole_token_executor(
-    plan: RunPlan, mesh: Mesh, parts: dict[int, Model], loss: TokenLoss, device: torch.device
+    plan: RunPlan,
+    mesh: Mesh,
+    parts: dict[int, Model],
+    loss: TokenLoss,
+    device: torch.device,
+    links: Links | None,
 ) -> Executor:
     """The pipelined executor, or the local one without pp."""
     if mesh.sizes.pp == 1:
@@ -246,13 +299,12 @@ def whole_token_executor(
     # Lazy imports: most runs have no pipeline.
     from titan_dit.pipeline.pipelined import PipelinedExecutor
 
-    shapes, pipeline = shapes_of(plan), plan.pipeline
     given = (
         parts,
         mesh.p2p,
         plan.order(plan.num_microbatches),
         plan.stage_ranks,
-        shapes,
+        shapes_of(plan),
         loss,
         plan.microbatch_size,
         device,
@@ -265,24 +317,10 @@ def whole_token_executor(
         from titan_dit.pipeline.torch_runtime import TorchExecutor
 
         return TorchExecutor(*given, runtime=plan.runtime, notes=notes)
-    from titan_dit.pipeline.run_time import DecidingExecutor, Decisions
-    from titan_dit.pipeline.transports.choice import open_transport
+    from titan_dit.pipeline.run_time import DecidingExecutor
 
-    transport, line = open_transport(
-        mesh.p2p,
-        plan.stage_ranks,
-        shapes.stream,
-        device,
-        pipeline.transport,
-        pipeline.network,
-    )
-    return DecidingExecutor(
-        *given,
-        memory=pipeline.memory,
-        transport=transport,
-        decisions=Decisions(mesh.same_work),
-        notes=[line],
-    )
+    assert links
+    return DecidingExecutor(*given, memory=plan.pipeline.memory, links=links)
 
 
 def shapes_of(plan: RunPlan) -> Shapes:

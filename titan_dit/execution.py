@@ -121,6 +121,10 @@ class Executor(ABC):
             prepared = replace(prepared, total_tokens=total)
         return self.run(prepared, loss_scale)
 
+    def for_inputs(self, inputs: Tensors) -> Executor:
+        """The executor that runs such inputs."""
+        return self
+
     @abstractmethod
     def run(self, prepared: Prepared, loss_scale: Tensor | None = None) -> Tensor:
         """See `step`; `prepared.total_tokens` is set."""
@@ -138,6 +142,46 @@ class Executor(ABC):
 
         Equal on every layout, and not weighted.
         """
+
+
+class BucketedExecutor(Executor):
+    """An executor per bucket, all over the same parts of the model; the inputs' shapes choose."""
+
+    def __init__(self, executors: Sequence[Executor], specs: Sequence[ModelSpec]) -> None:
+        """`specs`: of each executor."""
+        self.notes = list(dict.fromkeys(note for each in executors for note in each.notes))
+        self.by_shapes = dict(zip(map(shapes_of_spec, specs), executors, strict=True))
+
+    def for_inputs(self, inputs: Tensors) -> Executor:
+        """See `Executor.for_inputs`. Raises UserError for inputs of no bucket."""
+        shapes = {name: tuple(value.shape[1:]) for name, value in inputs.items()}
+        if found := self.by_shapes.get(frozenset(shapes.items())):
+            return found
+        raise UserError(
+            f"[data] a batch has inputs of {shapes}, which is no bucket's shape. Let every step "
+            "take the samples of one bucket."
+        )
+
+    def step(self, prepared: Prepared, loss_scale: Tensor | None = None) -> Tensor:
+        """See `Executor.step`."""
+        return self.for_inputs(prepared.inputs).step(prepared, loss_scale)
+
+    def run(self, prepared: Prepared, loss_scale: Tensor | None = None) -> Tensor:
+        """See `Executor.step`."""
+        return self.for_inputs(prepared.inputs).run(prepared, loss_scale)
+
+    def predict(self, inputs: Tensors, static: Tensors, context: Tensors = NOTHING) -> Tensor:
+        """See `Executor.predict`."""
+        return self.for_inputs(inputs).predict(inputs, static, context)
+
+    def evaluate(self, prepared: Prepared) -> Tensor:
+        """See `Executor.evaluate`."""
+        return self.for_inputs(prepared.inputs).evaluate(prepared)
+
+
+def shapes_of_spec(spec: ModelSpec) -> frozenset[tuple[str, tuple[int, ...]]]:
+    """(name, shape without the batch dim) of a model's inputs."""
+    return frozenset((name, tuple(each.shape)) for name, each in spec.inputs.items())
 
 
 def check_names(prepared: Prepared, model_spec: ModelSpec) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import torch
 
 from titan_dit import __version__
 from titan_dit.build import BuiltNetwork
-from titan_dit.checks import layout, validate
+from titan_dit.checks import check_plan, layout, validate
 from titan_dit.checks.device import (
     attention_hint,
     attention_kernel,
@@ -37,8 +37,10 @@ from titan_dit.config.config_file import Tables, to_tables
 from titan_dit.config.dotted_names import origins
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError, show
+from titan_dit.data import buckets
 from titan_dit.data.base import DataFacts, Field, SampleOrder, Source
 from titan_dit.data.held_out import held_out_rows
+from titan_dit.data.listing import few
 from titan_dit.data.sections import DataConfig
 from titan_dit.execution import Executor
 from titan_dit.hooks import Hooks
@@ -46,7 +48,7 @@ from titan_dit.objectives.base import DataShare, Objective
 from titan_dit.optim import lr_schedule
 from titan_dit.optim.ema import EMA
 from titan_dit.parallel.mesh import refitted
-from titan_dit.plan import RunPlan, resolve
+from titan_dit.plan import RunPlan, resolve, with_buckets
 from titan_dit.ranks.process_group import Ranks, World, set_deterministic, started_ranks
 from titan_dit.recovery import kept_keys, resume, run_identity
 from titan_dit.system.launched_as import LaunchedAs
@@ -122,6 +124,30 @@ def open_source(data: DataConfig) -> Source:
     return source
 
 
+def plan_buckets(config: JobConfig, plan: RunPlan, source: Source) -> RunPlan:
+    """The plan with those of the data's buckets, checked; unchanged if all data has one shape.
+
+    Raises UserError for a bucket that does not fit the layout.
+    """
+    found = with_buckets(plan, config, source.facts)
+    for each in found.buckets:
+        try:
+            check_plan(each)
+        except UserError as error:
+            raise UserError(f"bucket {each.bucket}: {error}") from None
+    return found
+
+
+def training_order(
+    config: JobConfig, plan: RunPlan, source: Source, held_out: tuple[int, ...]
+) -> SampleOrder:
+    """The order of a run's samples."""
+    given = config.job.seed, held_out, config.job.data_order
+    if not plan.buckets:  # An order of the user's need not know of sizes.
+        return source.order(*given)
+    return source.order(*given, [each.global_batch_size for each in plan.buckets])
+
+
 def open_objective(
     config: JobConfig, plan: RunPlan, data: Source | DataExample, *, previews: bool = False
 ) -> Objective:
@@ -132,7 +158,13 @@ def open_objective(
     """
     objective = config.objective.build(config.model, data.facts)
     source = data if isinstance(data, Source) else None
-    validate_parts(plan, objective, data.fields, config.data.name, source, previews=previews)
+    name = config.data.name
+    if source is None or not plan.buckets:
+        validate_parts(plan, objective, data.fields, name, source, previews=previews)
+    else:
+        for number, bucket in enumerate(plan.buckets):
+            fields, read = source.bucket_fields(number), None if number else source
+            validate_parts(bucket, objective, fields, name, read, previews=previews)
     check_optimizer(plan, objective, config.optimizer)
     return objective
 
@@ -182,8 +214,12 @@ class OpenedRun:
         count = f"{len(self.source):,} samples{apart}"
         yield f"data    {config.data.name}: {count}{f', {about}' if about else ''}"
         yield from optimizer_lines(plan, self.objective, config.optimizer)
-        steps, batch = self.steps, plan.global_batch_size
-        yield f"steps   {step} of {steps} done, {batch} samples each"
+        steps, sizes = self.steps, {each.global_batch_size for each in plan.shapes}
+        batch = "to ".join(f"{size} " for size in sorted({min(sizes), max(sizes)}))
+        if plan.buckets:
+            yield f"buckets {few([shown(each) for each in plan.buckets])}"
+            yield from small_buckets(buckets.rows_and_sizes(self.sample_order, 0), plan)
+        yield f"steps   {step} of {steps} done, {batch}samples each"
         if step >= steps:
             yield (
                 f"nothing left to do: [training] steps={steps} are done. To go on, raise "
@@ -218,7 +254,7 @@ class OpenedRun:
                 ema,
                 alive,
                 seed,
-                batch_size=self.plan.padded_samples_per_rank,
+                batch_sizes=[each.padded_samples_per_rank for each in self.plan.shapes],
             )
         if self.evaluation and scores:
             with ema.swapped_in():
@@ -250,6 +286,21 @@ class OpenedRun:
         yield from (hint for hint in found if hint)
 
 
+def small_buckets(sizes: Sequence[tuple[int, int]], plan: RunPlan) -> Iterator[str]:
+    """Console lines about buckets that hold less than a step; `sizes`: `rows_and_sizes`."""
+    for each, (rows, size) in zip(plan.buckets, sizes, strict=True):
+        if rows < size:
+            yield (
+                f"hint    the bucket {each.bucket} has {rows} samples to train on, a step {size}: "
+                "they repeat within it. Merge it with another one, or set fewer tokens_per_step"
+            )
+
+
+def shown(plan: RunPlan) -> str:
+    """A bucket for the console: "4x64x64 of 1024 tokens by 16"."""
+    return f"{plan.bucket} of {plan.spec.num_tokens} tokens by {plan.global_batch_size}"
+
+
 def open_evaluation(
     config: JobConfig, objective: Objective, device: torch.device
 ) -> Evaluation | None:
@@ -277,12 +328,15 @@ def open_run(config: JobConfig, world: World) -> OpenedRun:
     hooks = Hooks(job.hooks, world.is_first)
     hooks.raise_failure(world.gather)
     source = open_source(config.data)
+    plan = plan_buckets(config, plan, source)
     objective = open_objective(config, plan, source, previews=bool(config.sampling.every))
     if config.sampling.every:
         objective.check_preview(config.sampling, config.generation)
+    objective.open_drawing(config.sampling, source, Ranks().run_on_first)
     held_out = rows_held_out(config, source)
-    sample_order = source.order(job.seed, held_out, job.data_order)
-    config = replace(config, training=config.training.resolved(sample_order.num_rows))
+    sample_order = training_order(config, plan, source, held_out)
+    of_epochs = buckets.rows_and_sizes(sample_order, plan.global_batch_size)
+    config = replace(config, training=config.training.resolved(of_epochs))
     lr_schedule.check(config.lr_scheduler, config.training.num_steps)
     return OpenedRun(
         config=config,

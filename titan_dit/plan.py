@@ -6,7 +6,7 @@ checks/ decides if it can run. Making a plan only checks that [model] fits [obje
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -24,7 +24,7 @@ from titan_dit.config.layout import (
 )
 from titan_dit.config.parameter_groups import GroupConfig
 from titan_dit.config.section import UserError, show
-from titan_dit.config.training import LoRAConfig
+from titan_dit.config.training import LoRAConfig, TrainingConfig
 from titan_dit.models import lora
 from titan_dit.models.base import ModelSpec
 from titan_dit.parallel.fsdp import DTYPES
@@ -44,6 +44,7 @@ from titan_dit.pipeline.schedules.placement import (
 from titan_dit.pipeline.schedules.schedule import Kind, Order, num_microbatches_of, schedule_of
 
 if TYPE_CHECKING:
+    from titan_dit.data.base import DataFacts
     from titan_dit.pipeline.runtimes import Runtime
 
 
@@ -65,7 +66,7 @@ class RunPlan:
     """(sequence_parallel) -> the tensor plan; None if the model has none."""
     global_batch_size: int
     wanted_microbatch_size: int | None
-    """[training] microbatch_size."""
+    """[training] microbatch_size, or that of tokens_per_microbatch."""
     parallel: ParallelConfig
     pipeline: PipelineConfig
     precision: PrecisionConfig
@@ -74,6 +75,16 @@ class RunPlan:
     lora: LoRAConfig
     device: str = ""
     """The GPU that is planned for, as torch reports it; empty: the one of this process."""
+    bucket: str = ""
+    """Name of the bucket that the sizes are of; empty if all data has one shape."""
+    buckets: tuple[RunPlan, ...] = ()
+    """The same run's plans for each bucket of the data, one of which has this plan's sizes; empty
+    if all data has one shape."""
+
+    @property
+    def shapes(self) -> tuple[RunPlan, ...]:
+        """The plan of each shape of the data, in the order of its buckets."""
+        return self.buckets or (self,)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -246,20 +257,26 @@ class RunPlan:
 
 
 def resolve(config: JobConfig, world_size: int, resuming: bool = False) -> RunPlan:
-    """The plan of a run on `world_size` ranks; `resuming`: see `RunPlan`."""
+    """The plan of a run on `world_size` ranks; `resuming`: see `RunPlan`.
+
+    Of data in buckets the plan of the largest one, which [model] describes: see `with_buckets`.
+    """
+    sizes = solve(config.parallel, world_size, resuming)
+    spec = config.objective.model_spec(config.model)
+    batch = config.training.samples_per_step(spec.num_tokens)
     return RunPlan(
         name=config.job.name,
         seed=config.job.seed,
         # Only `open_run` knows if the run has started. Until then it counts as new.
         initial_weights=config.job.settled().initial_weights,
-        sizes=solve(config.parallel, world_size, resuming),
+        sizes=sizes,
         world_size=world_size,
         resuming=resuming,
         model_name=config.model.name,
-        spec=config.objective.model_spec(config.model),
+        spec=spec,
         tensor_plan_function=catalog.tensor_plan(config.model, config.parallel.tensor_plan),
-        global_batch_size=config.training.global_batch_size,
-        wanted_microbatch_size=config.training.microbatch_size,
+        global_batch_size=batch,
+        wanted_microbatch_size=microbatch_size(config.training, spec, sizes, batch),
         parallel=config.parallel,
         pipeline=config.pipeline,
         precision=config.precision,
@@ -267,3 +284,29 @@ def resolve(config: JobConfig, world_size: int, resuming: bool = False) -> RunPl
         compile=config.compile,
         lora=config.lora,
     )
+
+
+def microbatch_size(
+    training: TrainingConfig, spec: ModelSpec, sizes: AxisSizes, batch: int
+) -> int | None:
+    """The microbatch size that [training] asks for, of `batch` samples per step; None if none."""
+    return training.samples_per_microbatch(spec.num_tokens, -(-batch // sizes.data))
+
+
+def with_buckets(plan: RunPlan, config: JobConfig, facts: DataFacts) -> RunPlan:
+    """A plan with those of the data's buckets. Raises UserError if the model has one size."""
+    found = []
+    for name, model in config.objective.sized_models(config.model, facts):
+        spec = config.objective.model_spec(model)
+        batch = config.training.samples_per_step(spec.num_tokens, name)
+        size = microbatch_size(config.training, spec, plan.sizes, batch)
+        found.append(
+            replace(
+                plan,
+                bucket=name,
+                spec=spec,
+                global_batch_size=batch,
+                wanted_microbatch_size=size,
+            )
+        )
+    return replace(plan, buckets=tuple(found))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +19,7 @@ from titan_dit.checkpoint.saved_weights import Weights
 from titan_dit.checkpoint.store import Location, location
 from titan_dit.config import catalog, config_file, dotted_names
 from titan_dit.config.section import UserError
+from titan_dit.diffusion.conditions import Given
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.execution import first_of
 from titan_dit.interop.tensor_file import OnDemand, reading
@@ -61,6 +62,25 @@ class TrainedModel:
             return LatentNetwork(self.network, self.objective).eval()
         return self.network
 
+    def embed(self, prompts: Sequence[str], text_encoder: str | None = None) -> Given:
+        """The conditions of prompts, on the network's device, for `model` and `drawing.generate`.
+
+        `text_encoder`: the folder or name of the one that embedded the run's captions; None: where
+        it was then. Loads it in each call. Raises UserError for another encoder, and for a network
+        that takes no captions.
+        """
+        # Imported late: readers of pictures, which not every machine has.
+        from titan_dit.pictures.prompts import open_encoder
+
+        diffusion = self.diffusion("embed")
+        captions = diffusion.captions
+        if captions is None:
+            raise UserError(f"embed: {self.path} was trained on classes, not on captions.")
+        tokens, where = captions.tokens, "text_encoder"
+        encoder = open_encoder(prompts, diffusion.data, text_encoder, tokens, self.device, where)
+        given = captions.given(encoder.fields(prompts))
+        return {name: value.to(self.device) for name, value in given.items()}
+
     def diffusion(self, command: str) -> Diffusion:
         """Return the objective; raises UserError unless it is a diffusion."""
         return as_diffusion(self.objective, self.path, command)
@@ -74,17 +94,21 @@ class LatentNetwork(nn.Module):
         self.network, self.diffusion = network, diffusion
 
     def forward(
-        self, x: Float[Tensor, "b c h w"], t: Float[Tensor, " b"], y: Int64[Tensor, " b"]
+        self,
+        x: Float[Tensor, "b c h w"],
+        t: Float[Tensor, " b"],
+        y: Int64[Tensor, " b"] | Given,
     ) -> Float[Tensor, "b k h w"]:
         """Predict for noisy latents `x` in the model's units, (stored - shift) * scale.
 
         `t`: 0 to `diffusion.last_timestep`, as the network takes it; `diffusion.noise_level`
-        says which end is noise. `y`: labels; -1 is unconditional. k: the channels of x, twice as
-        many with a learned sigma.
+        says which end is noise. `y`: labels; -1 is unconditional. Of a network that takes captions
+        what `TrainedModel.embed` gives. k: the channels of x, twice as many with a learned sigma.
         """
         model = self.diffusion.model
-        given = {"tokens": model.tokenize(x), "timestep": t, "labels": y}
-        return model.detokenize(first_of(self.network(given, self.diffusion.static(x.device))))
+        given = {"labels": y} if isinstance(y, Tensor) else y
+        inputs = {"tokens": model.tokenize(x), "timestep": t, **given}
+        return model.detokenize(first_of(self.network(inputs, self.diffusion.static(x.device))))
 
 
 def load(

@@ -14,11 +14,12 @@ from titan_dit.checkpoint import run_lock
 from titan_dit.config.job import JobConfig
 from titan_dit.data import loader
 from titan_dit.data.base import Batch
-from titan_dit.data.order import BatchPlan, RankOrder
+from titan_dit.data.buckets import step_plan
+from titan_dit.data.order import RankOrder, StepPlan
 from titan_dit.hooks import KEY as HOOKS
 from titan_dit.hooks import Run
 from titan_dit.objectives.base import DataShare
-from titan_dit.observe.meter import Meter, Throughput, peak_gib, peak_tflops
+from titan_dit.observe.meter import Meter, Throughput, mean_of, peak_gib, peak_tflops
 from titan_dit.observe.metrics import Row, row_of
 from titan_dit.observe.profile import DATA_WAIT, OPTIMIZER, StepProfiler
 from titan_dit.observe.run_log import RunLog
@@ -67,13 +68,11 @@ class Trainer:
         self.mesh = Mesh(plan.sizes, device.type)
         self.built = built = build(plan, self.objective, self.mesh, device)
         self.executor, self.parameters = built.executor, built.parameters
-        self.work = Throughput(
-            plan.global_batch_size,
-            plan.spec.num_tokens,
-            built.flops_per_sample,
-            world.size,
-            peak_tflops(device, plan.precision.dtype),
-        )
+        peak = peak_tflops(device, plan.precision.dtype)
+        self.work = [
+            Throughput(each.global_batch_size, each.spec.num_tokens, flops, world.size, peak)
+            for each, flops in zip(plan.shapes, built.flops_by_bucket, strict=True)
+        ]
 
         self.optimizer = build_optimizer(self.parameters, config.optimizer, plan.spec, built.copies)
         self.ema = EMA(self.parameters, config.ema)
@@ -126,7 +125,7 @@ class Trainer:
             self.profile.begin(self.step)
             with self.meter.waiting(), self.profile.mark(DATA_WAIT):
                 batch = next(batches)
-            with self.recompiles:
+            with self.recompiles.during(batch):
                 _, _, lr = self.train_step(batch)
             if self.sample_log:
                 self.sample_log.write(self.step, batch)
@@ -200,9 +199,10 @@ class Trainer:
         return bool(every) and (self.step % every == 0 or last)
 
     @property
-    def batch_plan(self) -> BatchPlan:
+    def step_plan(self) -> StepPlan:
         """The sample numbers of each step."""
-        return BatchPlan(self.plan.global_batch_size, self.ledger.skipped_ranges)
+        size, skipped = self.plan.global_batch_size, self.ledger.skipped_ranges
+        return step_plan(self.sample_order, size, skipped)
 
     @property
     def data_share(self) -> DataShare:
@@ -212,8 +212,9 @@ class Trainer:
 
     def batches(self) -> Iterator[Batch]:
         """This rank's share of every global batch from the cursor on."""
-        share, rows = self.data_share, self.plan.padded_samples_per_rank
-        order = RankOrder(self.batch_plan, self.sample_order, share.rank, share.num_ranks, rows)
+        share, shapes = self.data_share, self.plan.shapes
+        sizes = tuple(each.padded_samples_per_rank for each in shapes)
+        order = RankOrder(self.step_plan, self.sample_order, share.rank, share.num_ranks, sizes)
         return loader.load(
             self.source,
             order,
@@ -245,8 +246,8 @@ class Trainer:
             bad = self.guard.check(self.step, self.cursor, loss, grad_norm)
             apply_gradients(self.optimizer, lr, skip=bad)
             self.ema.update(self.step, skip=bad)
-        _, self.cursor = self.batch_plan(self.cursor)
-        self.meter.steps += 1
+        _, self.cursor, bucket = self.step_plan(self.cursor)
+        self.meter.count(bucket)
         return loss, grad_norm, lr
 
     def read_guard(self) -> Reading:
@@ -254,7 +255,7 @@ class Trainer:
         seed, device = self.config.job.seed, self.world.device
         reading = self.guard.read(self.mesh.sum_loss)
         for bad in reading.bad:
-            numbers, _ = self.batch_plan(bad.cursor)
+            numbers = self.step_plan(bad.cursor).numbers
             self.ledger = self.ledger.mark_untrained(bad.step, numbers)
             drawn = bad_steps.drawn_for(self.objective, seed, numbers, device)
             line = bad_steps.line_of_bad_step(bad, numbers, self.sample_order.rows(numbers), drawn)
@@ -264,6 +265,7 @@ class Trainer:
 
     def report(self, reading: Reading, lr: float, validated: Row) -> None:
         """Log and print a row of metrics; `validated` holds its validation losses, if any."""
+        work = mean_of(self.work, self.meter.steps_of)
         row = self.row = validated | row_of(
             self.step,
             self.cursor,
@@ -272,7 +274,7 @@ class Trainer:
             reading.grad_norm,
             lr,
             times=self.meter.read(),
-            work=self.work,
+            work=work,
             peak_gib=peak_gib(self.world.device),
             counters=self.guard.counters,
         )
@@ -285,7 +287,7 @@ class Trainer:
     def roll_back(self) -> None:
         """Load the newest checkpoint before the bad steps and skip their samples."""
         (first, begin), (last, cursor) = self.guard.to_undo
-        numbers = self.batch_plan(begin)[0][0], self.batch_plan(cursor)[1]
+        numbers = self.step_plan(begin).numbers[0], self.step_plan(cursor).next_cursor
         bad = BadStreak(first, last, numbers)
         with self.watchdog.slow("rolling back"), self.meter.paused():
             progress = rolled_back(

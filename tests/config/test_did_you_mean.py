@@ -51,7 +51,7 @@ FLAGS = {
     "--standalone": "Leave it out: one node is the default.",
     "--resume": "A run resumes by the same command",
     "--compile": "Did you mean [compile] enabled (--compile.enabled)?",
-    "--training": "[training] is a section: --training.KEY, with one of the keys deterministic,",
+    "--training": "[training] is a section: --training.KEY, with one of the keys batch_multiple,",
     "--dryrun 4": "Write --dry-run.",
     # Names and values.
     "--optimizer.name AdamW": "Did you mean adamw?",

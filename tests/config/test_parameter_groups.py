@@ -91,8 +91,9 @@ def test_a_flag_for_epochs_replaces_the_files_steps(tmp_path):
     )
     config = config_file.load(["--config", str(file), "--training.epochs", "2.5"], catalog.variant)
     assert (config.training.steps, config.training.epochs) == (None, 2.5)
-    resolved = config.training.resolved(num_rows=7)
+    resolved = config.training.resolved([(7, 4)])
     assert (resolved.steps, resolved.epochs) == (5, None)
+    assert config.training.resolved([(7, 4), (3, 8)]).steps == 6
     both = TABLES | {"training": {"steps": 10, "epochs": 2.5, "global_batch_size": 4}}
     with pytest.raises(UserError, match=r"\[training\] steps=10 and epochs=2\.5 are both set"):
         config_file.build(both, catalog.variant)

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from refusals import refused
 
+from titan_dit.config.section import UserError
+from titan_dit.config.training import TrainingConfig
 from titan_dit.data import buckets
 from titan_dit.data.base import SampleOrder
-from titan_dit.data.buckets import BucketOrder, BucketPlan, samples_per_step
+from titan_dit.data.buckets import BucketOrder, BucketPlan
+from titan_dit.data.order import steps_from
 
 UNEVEN = ([1000, 333, 97, 40, 7, 1], [16, 24, 12, 8, 32, 48])
 
@@ -24,7 +27,7 @@ def order_of(sizes, batch_sizes, seed=3, held_out=()):
 def walked(order, rounds):
     """(step, rows) of every step of the first rounds."""
     end = order.samples_before(rounds)
-    for step in BucketPlan(order).steps(0):
+    for step in steps_from(BucketPlan(order), 0):
         if step.numbers.start == end:
             return
         yield step, order.rows(step.numbers)
@@ -93,11 +96,11 @@ def test_rows_do_not_depend_on_what_they_are_asked_with():
 
 def test_cursors_are_consecutive_and_those_inside_a_step_are_refused():
     order, cursor = order_of(*UNEVEN), 0
-    for step in islice(BucketPlan(order).steps(0), 200):
+    for step in islice(steps_from(BucketPlan(order), 0), 200):
         assert (step.numbers.start, step.numbers.stop) == (cursor, step.next_cursor)
         cursor = step.next_cursor
     first = order.step(0)
-    with pytest.raises(ValueError, match="inside the step that begins at 0"):
+    with pytest.raises(UserError, match="which is inside a step of"):
         order.step(first.next_cursor - 1)
 
 
@@ -120,7 +123,7 @@ def test_seeds_and_buckets_have_their_own_orders():
 
 
 def test_neighbouring_steps_are_of_the_same_bucket_as_often_as_by_chance():
-    steps = islice(BucketPlan(order_of(*UNEVEN)).steps(0), 4000)
+    steps = islice(steps_from(BucketPlan(order_of(*UNEVEN)), 0), 4000)
     drawn = np.array([step.bucket for step in steps])
     share = np.bincount(drawn) / len(drawn)
     chance, sigma = (share**2).sum(), (1 / len(drawn)) ** 0.5
@@ -139,8 +142,8 @@ def test_skips_jump_to_the_end_of_whole_steps():
     )
     plan = BucketPlan(order, skipped)
     left = [step for number, step in enumerate(steps) if number not in (2, 3, 4, 7)]
-    assert list(islice(plan.steps(0), len(left))) == left
-    assert plan(steps[2].numbers.start) == (steps[5].numbers, steps[5].next_cursor)
+    assert list(islice(steps_from(plan, 0), len(left))) == left
+    assert plan(steps[2].numbers.start) == steps[5]
 
 
 def test_held_out_rows_are_never_trained_on():
@@ -156,28 +159,54 @@ def test_held_out_rows_are_never_trained_on():
     )
 
 
+def samples(tokens, tokens_per_step, batch_multiple=None):
+    config = TrainingConfig(steps=1, tokens_per_step=tokens_per_step, batch_multiple=batch_multiple)
+    return config.samples_per_step(tokens, "4x64x64")
+
+
 def test_samples_per_step_are_multiples_below_the_tokens():
-    names = ["1024x1024", "512x512"]
-    assert samples_per_step(names, [4096, 1024], 65_536, 8) == [16, 64]
-    assert samples_per_step(names, [4096, 1000], 65_536, 8) == [16, 64]
-    said = refused(lambda: samples_per_step(names, [4096, 1024], 30_000, 8))
+    assert [samples(tokens, 65_536) for tokens in (4096, 1024, 1000)] == [16, 64, 64]
+    said = refused(lambda: samples(4096, 30_000))
     assert said == (
-        "[training] tokens_per_step=30000 holds 7 samples of the bucket 1024x1024 (4096 tokens "
+        "[training] tokens_per_step=30000 holds 7 samples of the bucket 4x64x64 (4096 tokens "
         "each), less than batch_multiple=8. Set tokens_per_step to at least 32768, or "
         "batch_multiple to at most 7."
     )
-    said = refused(lambda: samples_per_step(names, [4096, 1024], 4000, 1))
+    said = refused(lambda: samples(4096, 4000, 1))
     assert said.endswith("batch_multiple=1. Set tokens_per_step to at least 4096.")
+    said = refused(lambda: samples(1, 2**30))
+    assert said.endswith("are 1,073,741,824 samples of 1 tokens. Set at most 1048576.")
+
+
+def test_microbatches_divide_a_ranks_share():
+    config = TrainingConfig(steps=1, global_batch_size=48, tokens_per_microbatch=1000)
+    sizes = [config.samples_per_microbatch(tokens, 12) for tokens in (64, 100, 180, 2000)]
+    assert sizes == [12, 6, 4, 1]
+    assert TrainingConfig(steps=1, global_batch_size=4).samples_per_microbatch(64, 4) is None
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"global_batch_size": 8, "tokens_per_step": 64},
+        {"global_batch_size": 8, "batch_multiple": 4},
+        {"tokens_per_step": 64, "microbatch_size": 1, "tokens_per_microbatch": 8},
+    ],
+)
+def test_sizes_that_are_missing_or_given_twice_are_refused(keys):
+    said = refused(lambda: TrainingConfig(steps=1, **keys))
+    assert ("is missing" if not keys else "are both set. Keep one of them.") in said
 
 
 def test_large_rounds_are_computed_in_blocks(monkeypatch):
     """Steps from 65,536 on are permuted by Feistel, and blocks do not change the order."""
     order = order_of([400_000, 90_000], [4, 3])
     cursors = [0, order.samples_before(1), order.samples_before(2)]
-    found = [list(islice(BucketPlan(order).steps(cursor), 1500)) for cursor in cursors]
+    found = [list(islice(steps_from(BucketPlan(order), cursor), 1500)) for cursor in cursors]
     order = order_of([400_000, 90_000], [4, 3])
     monkeypatch.setattr(buckets, "BLOCK", 500)
-    again = [list(islice(BucketPlan(order).steps(cursor), 1500)) for cursor in cursors]
+    again = [list(islice(steps_from(BucketPlan(order), cursor), 1500)) for cursor in cursors]
     assert again == found
     assert len({tuple(step.bucket for step in steps) for steps in found}) == 3
 
@@ -187,6 +216,7 @@ import resource, time
 from itertools import islice
 import numpy as np
 from titan_dit.data.buckets import BucketOrder, BucketPlan
+from titan_dit.data.order import steps_from
 
 draw = np.random.default_rng(0)
 sizes = [max(1, int(share * 1e9)) for share in draw.dirichlet(np.ones(40))]
@@ -197,7 +227,7 @@ began = time.process_time()
 order.rows(order.step(cursor).numbers)
 first = time.process_time() - began
 began = time.process_time()
-for step in islice(BucketPlan(order).steps(cursor), 500):
+for step in islice(steps_from(BucketPlan(order), cursor), 500):
     order.rows(step.numbers)
 each = (time.process_time() - began) / 500
 kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - kibibytes

@@ -107,10 +107,10 @@ def test_a_plan_goes_round_what_is_skipped(batch, skipped):
     allowed = (n for n in itertools.count() if not any(a <= n < b for a, b in skipped))
     cursor = 0
     for _ in range(30):
-        numbers, after = plan(cursor)
+        numbers, after, _ = plan(cursor)
         assert list(numbers) == list(itertools.islice(allowed, batch))
         assert after == numbers[-1] + 1 > cursor
-        assert plan(cursor) == (numbers, after)
+        assert plan(cursor) == (numbers, after, 0)
         cursor = after
 
 
@@ -128,16 +128,19 @@ def test_a_plan_depends_on_nothing_but_the_cursor(batch, skipped):
 )
 def test_ranks_that_do_not_divide_the_batch_repeat_their_last_sample(batch, ranks, rows):
     plan, epochs = BatchPlan(batch, ((20, 31),)), EpochOrder(0, 17)
-    orders = [RankOrder(plan, epochs, rank, ranks, rows) for rank in range(ranks)]
+    sizes = (rows,) if rows else ()
+    orders = [RankOrder(plan, epochs, rank, ranks, sizes) for rank in range(ranks)]
     parts = [list(itertools.islice(order.batches(3), 6)) for order in orders]
     cursor = 3
     for step in range(6):
-        numbers, after = plan(cursor)
+        numbers, after, _ = plan(cursor)
         found = []
         for order, part in zip(orders, parts, strict=True):
-            assert len(part[step]) == order.padded_size == (rows or -(-batch // ranks))
-            real, filler = part[step][: order.num_real], part[step][order.num_real :]
-            assert [n for n, _ in real] == list(order.share(cursor)) != []
+            mine, size, step_size = order.share(plan(cursor))
+            assert (len(part[step]), step_size) == (size, batch)
+            assert size == (rows or -(-batch // ranks))
+            real, filler = part[step][: len(mine)], part[step][len(mine) :]
+            assert [n for n, _ in real] == list(mine) != []
             assert set(filler) <= {real[-1]}
             found += real
         assert found == list(zip(numbers, epochs.rows(numbers), strict=True))

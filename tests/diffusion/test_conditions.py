@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny import tiny_config as small_config
 from tiny_joint import joint_config
 
 from titan_dit.config.section import UserError
@@ -136,10 +137,103 @@ def test_a_model_without_a_condition_is_told_what_it_lacks():
         condition_of(Bare(), facts, "rectified_flow")
 
 
-def test_what_draws_classes_refuses_a_network_with_captions():
-    objective = RectifiedFlowConfig().build(CONFIG.model, SOURCE.facts)
-    share = DataShare(CPU)
-    with pytest.raises(
-        UserError, match=r'\[model\] name="joint_dit" takes captions: it cannot draw'
-    ):
-        drawing.preview(lambda *_: None, objective, CONFIG.sampling, 0, share)
+def opened(**sampling):
+    """The objective, its data opened for previews, and [sampling]."""
+    config = joint_config(sampling={"every": 1, "steps": 1, "sampler": "euler", **sampling})
+    objective = config.objective.build(CONFIG.model, SOURCE.facts)
+    objective.check_preview(config.sampling, config.generation)
+    objective.open_drawing(config.sampling, SOURCE, lambda action: action())
+    return objective, config.sampling
+
+
+def test_a_preview_shows_the_stored_captions_of_ten_rows():
+    objective, sampling = opened()
+    places, given, names = drawing.shown(objective, sampling)
+    assert len(names) == 10
+    assert len(set(names)) == 10
+    assert torch.bincount(places).tolist() == [4] * 10
+    rows = [int(name.removeprefix("caption ")) for name in names]
+    assert rows[0] == 0
+    assert rows[-1] > 50, "spread over all rows"
+    for place, text, length in zip(places, given["text"], given["text_length"], strict=True):
+        stored = fields_of([rows[place]]).fields
+        assert torch.equal(text, stored["text"][0])
+        assert length == stored["text_length"][0]
+
+
+def test_every_data_rank_draws_its_share_with_the_captions_of_its_samples():
+    objective, sampling = opened(num=11)
+    seen = {}
+
+    def forward(inputs, static):
+        seen.setdefault("text", []).append(inputs["text"][: len(inputs["text"]) // 2])
+        return torch.zeros_like(inputs["tokens"])
+
+    for rank in range(2):
+        share = DataShare(CPU, rank, 2, lambda rows: torch.cat((rows, rows)))
+        drawing.preview(forward, objective, sampling, 0, share)
+    _, given, _ = drawing.shown(objective, sampling)
+    assert torch.equal(torch.cat(seen["text"])[:11], given["text"])
+
+
+def test_a_preview_of_data_without_texts_asks_for_prompts(monkeypatch):
+    monkeypatch.setattr(type(SOURCE), "captions", lambda self, rows: [])
+    with pytest.raises(UserError, match=r"holds none as text\. Set \[sampling\] prompts, a list"):
+        opened()
+
+
+def test_prompts_that_do_not_fit_are_refused_before_training():
+    with pytest.raises(UserError, match=r"num=9 does not show all 10 prompts\. Set num to at"):
+        opened(num=9)
+    with pytest.raises(UserError, match=r"\[sampling\] text_encoder is not set, and the folder"):
+        opened(prompts=("a red seven",))
+    config = small_config(sampling={"every": 1, "prompts": ("a",)})
+    labelled = config.objective.build(config.model, config.data.open().facts)
+    with pytest.raises(UserError, match=r"\[sampling\] prompts is for networks that take captions"):
+        labelled.check_preview(config.sampling, config.generation)
+
+
+def test_scores_are_of_the_captions_of_rows_spread_over_the_data():
+    objective, _ = opened()
+    assert objective.knows_classes({"anything": 1})
+    conditions = objective.picture_conditions(16, {"anything": 1})
+    given = conditions(torch.tensor([15, 3]))
+    stored = fields_of([60, 12]).fields
+    assert torch.equal(given["text"], stored["text"])
+    assert torch.equal(given["text_length"], stored["text_length"])
+
+
+def test_a_given_null_replaces_the_empty_prompt():
+    objective, _ = opened()
+    given, null = (objective.condition.given(fields_of(rows).fields) for rows in ([3, 5], [7, 8]))
+    asked = []
+
+    def forward(inputs, static):
+        asked.append(inputs["text"])
+        return torch.zeros_like(inputs["tokens"])
+
+    drawing.generate(
+        forward, objective, given, torch.arange(2), seed=0, steps=1,
+        sampler=drawing.sampler_of(objective.config, "euler"), guidance=drawing.Guidance(4.0),
+        null=null,
+    )  # fmt: skip
+    assert torch.equal(asked[0], torch.cat((given["text"], null["text"])))
+
+
+def test_another_size_changes_tokens_and_shift_and_keeps_the_weights():
+    config = joint_config(objective={"shift_by_tokens": "sqrt"})
+    objective = config.objective.build(config.model, SOURCE.facts)
+    assert objective.static(CPU)["rotary"].shape[0] == 8
+    larger = objective.at_size(8, 8)
+    assert larger.model.token_shape == (16, 8)
+    assert larger.static(CPU)["rotary"].shape[0] == 16
+    assert larger.shift == pytest.approx(objective.shift * 2**0.5)
+    with torch.device("meta"):
+        ours, theirs = (m.spec().build().state_dict() for m in (objective.model, larger.model))
+    assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
+    with pytest.raises(UserError, match="not divisible by patch_size=2"):
+        objective.at_size(5, 8)
+    labelled = small_config()
+    fixed = labelled.objective.build(labelled.model, labelled.data.open().facts)
+    with pytest.raises(UserError, match="has no at_size: it draws samples of"):
+        fixed.at_size(16, 16)

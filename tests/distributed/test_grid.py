@@ -14,8 +14,9 @@ from tiny_bert import bert_config
 from tiny_gpt import gpt_config
 from tiny_joint import joint_config
 
-from titan_dit.build import executor_of
+from titan_dit.build import run_executor
 from titan_dit.data import loader
+from titan_dit.data.order import steps_from
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.trainer import Trainer
 
@@ -52,6 +53,8 @@ POST, PRE = ["post", False], ["pre", False]
 POST_PAIRS, PRE_PAIRS = ["post", True], ["pre", True]
 # Of a text-to-image DiT: keys of [model].
 JOINT, TALL = {}, {"latent_size": [8, 4], "text_tokens": 4}
+# Two buckets, whose steps have 8 and 16 samples.
+TWO_SIZES = {"latent_size": [4, 8], "others": [[4, 4]]}
 # By model and number of ranks: [parallel], [pipeline], the kind, recomputation mode if any.
 CASES = {
     "dit": {
@@ -116,12 +119,16 @@ CASES = {
             (ULYSSES, {}, JOINT),
             (PP, schedule("1f1b"), TALL),
             (PP, schedule("zbv_zero_bubble"), JOINT),
+            (DP, {}, TWO_SIZES),
+            (TP, {}, TWO_SIZES),
+            (CP, {}, TWO_SIZES),
+            (PP, FOLDED, TWO_SIZES),
         ],
         4: [
-            (TP | CP, {}, JOINT),
+            (TP | CP, {}, TWO_SIZES),
             (PP | ULYSSES, FOLDED, TALL),
         ],
-        8: [(PP | TP | CP, FOLDED, JOINT, "selective")],
+        8: [(PP | TP | CP, FOLDED, TWO_SIZES, "selective")],
     },
 }
 # The whole grid, for ./run_tests.sh --long.
@@ -201,28 +208,31 @@ LONG = {
     },
     "joint_dit": {
         2: [
-            (COPIES, {}, TALL),
+            (COPIES, {}, TWO_SIZES),
             (CP, {}, JOINT, "full"),
             (PP, schedule("dualpipev"), TALL),
             (PP, FOLDED, JOINT),
+            (ULYSSES, {}, TWO_SIZES),
+            (PLAIN, {}, TWO_SIZES),
+            (PP, schedule("dualpipev"), TWO_SIZES),
         ],
         4: [
-            ({"tp": 4}, {}, JOINT),
+            ({"tp": 4}, {}, TWO_SIZES),
             ({"cp": 4}, {}, TALL),
-            ({"cp": 4, "cp_method": "ulysses"}, {}, JOINT),
-            (HSDP, {}, TALL),
-            (DP | TP, {}, JOINT),
-            (DP | CP, {}, TALL),
-            (DP | PP, schedule("zbv_zero_bubble"), TALL),
-            (TP | PP, schedule("dualpipev"), JOINT),
+            ({"cp": 4, "cp_method": "ulysses"}, {}, TWO_SIZES),
+            (HSDP, {}, TWO_SIZES),
+            (DP | TP, {}, TWO_SIZES),
+            (DP | CP, {}, TWO_SIZES),
+            (DP | PP, schedule("zbv_zero_bubble"), TWO_SIZES),
+            (TP | PP, schedule("dualpipev"), TWO_SIZES),
             (TP | ULYSSES, {}, TALL),
-            (CP | PP, schedule("interleaved_zero_bubble", 2), JOINT),
-            ({"pp": 4}, FOLDED, TALL),
+            (CP | PP, schedule("interleaved_zero_bubble", 2), TWO_SIZES),
+            ({"pp": 4}, FOLDED, TWO_SIZES),
         ],
         8: [
-            (PP | TP | ULYSSES, schedule("zbv_zero_bubble"), TALL, "attention"),
-            (PP | DP | CP, schedule("1f1b"), JOINT, "full"),
-            (DP | CP | TP, {}, TALL),
+            (PP | TP | ULYSSES, schedule("zbv_zero_bubble"), TWO_SIZES, "attention"),
+            (PP | DP | CP, schedule("1f1b"), TWO_SIZES, "full"),
+            (DP | CP | TP, {}, TWO_SIZES),
         ],
     },
 }
@@ -254,6 +264,10 @@ def case_config(model, parallel, pipeline, kind, dtype="fp32", mode="none", laye
         ends = {} if kind.get("tie_word_embeddings", True) else {"end_of_document": 0}
         objective = {"mask_end_of_document": bool(ends)}
         return gpt_config(data=ends, objective=objective, model=layers | kind, **sections)
+    if model == "joint_dit" and "others" in kind:
+        sections["training"] |= {"global_batch_size": None, "tokens_per_step": 64}
+        data = {"others": kind["others"]}
+        return joint_config(model=layers, data=data, **sections)
     if model == "joint_dit":
         return joint_config(model=layers | kind, **sections)
     norm_place, sentence_order = kind
@@ -270,39 +284,56 @@ def measure(world, config):
     """Loss, gradients, their norm and a prediction."""
     trainer = Trainer(config, world)
     randomize(trainer.parameters)
-    batch = next(trainer.batches())
+    batches = one_of_each_bucket(trainer)
     # Three rows, which microbatches of two do not divide; the same ones on every rank.
     rows, inspect = [(number, number) for number in range(3)], trainer.objective.inspect
     first = loader.load_samples(trainer.source, rows, inspect, world.device, 3.0)
     few = trainer.objective.prepare(first, torch_rng(trainer, first))
     lengths = {name: value for name, value in few.context.items() if name == "lengths"}
     prediction = trainer.executor.predict(few.inputs, few.static, lengths)
-    prepared = trainer.objective.prepare(batch, torch_rng(trainer, batch))
-    loss = trainer.mesh.sum_loss(trainer.executor.step(prepared)).item()
+    every = [trainer.objective.prepare(each, torch_rng(trainer, each)) for each in batches]
+    loss = loss_of(trainer, trainer.executor, every)
     gradients = {name: whole(p.grad) for name, p in trainer.parameters.items()}
     norm = clip_norm(trainer.parameters.values(), 0).item()
     if config.parallel.pp > 1:
-        assert_same_in_the_other_runtime(trainer, prepared, loss, gradients)
+        assert_same_in_the_other_runtime(trainer, every, loss, gradients)
     return loss, gradients, norm, prediction
 
 
-def assert_same_in_the_other_runtime(trainer, prepared, loss, gradients):
+def one_of_each_bucket(trainer):
+    """The first batch of every bucket, in the order of the buckets."""
+    found = {}
+    for step, batch in zip(steps_from(trainer.step_plan, 0), trainer.batches(), strict=False):
+        found.setdefault(step.bucket, batch)
+        if len(found) == len(trainer.plan.shapes):
+            return [found[bucket] for bucket in sorted(found)]
+
+
+def loss_of(trainer, executor, every):
+    """The sum of the losses of some batches, whose gradients are added up."""
+    return sum(trainer.mesh.sum_loss(executor.step(prepared)).item() for prepared in every)
+
+
+def assert_same_in_the_other_runtime(trainer, every, loss, gradients):
     """torch's runtime and the own loop give the same bits."""
     for parameter in trainer.parameters.values():
         parameter.grad = None
     other = beside(trainer, "own" if trainer.plan.runtime.torch else "torch")
-    assert trainer.mesh.sum_loss(other.step(prepared)).item() == loss
+    assert loss_of(trainer, other, every) == loss
     for name, parameter in trainer.parameters.items():
         assert torch.equal(whole(parameter.grad), gradients[name]), name
 
 
 def beside(trainer, runtime):
     """Another executor of a trainer's stages."""
-    plan = replace(trainer.plan, pipeline=replace(trainer.plan.pipeline, runtime=runtime))
-    assert (plan.runtime.torch is None) == (runtime == "own")
-    stages = getattr(trainer.executor, "inner", trainer.executor).stages
+    pipeline = replace(trainer.plan.pipeline, runtime=runtime)
+    buckets = tuple(replace(each, pipeline=pipeline) for each in trainer.plan.buckets)
+    plan = replace(trainer.plan, pipeline=pipeline, buckets=buckets)
+    assert all((each.runtime.torch is None) == (runtime == "own") for each in plan.shapes)
+    every = getattr(trainer.executor, "by_shapes", {"": trainer.executor}).values()
+    stages = getattr(next(iter(every)), "inner", next(iter(every))).stages
     parts = {index: stage.part for index, stage in stages.items()}
-    return executor_of(plan, trainer.objective, trainer.mesh, parts, trainer.world.device)
+    return run_executor(plan, trainer.objective, trainer.mesh, parts, trainer.world.device)
 
 
 def compare(found, expected):

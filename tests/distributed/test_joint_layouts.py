@@ -1,13 +1,20 @@
 """A text-to-image DiT on ranks: formats and compiled blocks. Its layouts: test_grid.py."""
 
+from pathlib import Path
+
+import numpy as np
 import torch
 from harness import on_ranks
+from PIL import Image
 from tiny import distance, gradients, graphs_alone, randomize
 from tiny_joint import joint_config
 
 from titan_dit.trainer import Trainer
 
-BATCH = {"training": {"global_batch_size": 4, "microbatch_size": 2}}
+BATCH = {
+    "training": {"global_batch_size": 4, "microbatch_size": 2},
+    "sampling": {"every": 4, "num": 10, "steps": 2},
+}
 
 
 def measured(config, world):
@@ -16,32 +23,48 @@ def measured(config, world):
     return trainer, *gradients(trainer)
 
 
-def alone(world):
+def preview(trainer, folder, name):
+    """The pixels of a preview of captions; every rank draws it."""
+    share, config = trainer.data_share, trainer.config
+    drawn = trainer.objective.preview(
+        trainer.executor.predict, config.sampling, config.generation, 0, share
+    )
+    file = Path(folder) / f"{name}-{trainer.world.rank}.png"
+    drawn.write(file)
+    with Image.open(file) as opened:
+        return np.asarray(opened).astype(int)
+
+
+def alone(world, folder):
     fp32 = measured(joint_config(**BATCH), world)
+    drawn = preview(fp32[0], folder, "alone")
     bf16 = measured(joint_config(**BATCH, precision={"dtype": "bf16"}), world)
-    return fp32[1:], bf16[1:]
+    return fp32[1:], bf16[1:], drawn
 
 
-def in_two(world):
-    found = {}
+def in_two(world, folder):
+    found, drawn = {}, {}
     with graphs_alone():
         for axis in ("tp", "cp"):
             config = joint_config(**BATCH, parallel={axis: 2}, compile={"enabled": True})
-            found[f"compiled, {axis}"] = measured(config, world)[1:]
+            trainer, *found[f"compiled, {axis}"] = measured(config, world)
+            drawn[axis] = preview(trainer, folder, axis)
     for axis in ("tp", "cp", "pp"):
         config = joint_config(**BATCH, parallel={axis: 2}, precision={"dtype": "bf16"})
         trainer, *found[f"bf16, {axis}"] = measured(config, world)
         if axis == "pp":
             stages = trainer.executor.stages.values()
             found["sent"] = {tensor.dtype for stage in stages for tensor in stage.stream}
-    return found
+    return found, drawn
 
 
-def test_compiled_blocks_and_bf16_give_what_they_give_on_one_process():
-    [(fp32, bf16)] = on_ranks(1, alone)
+def test_compiled_blocks_and_bf16_give_what_they_give_on_one_process(tmp_path):
+    [(fp32, bf16, expected)] = on_ranks(1, alone, str(tmp_path))
     rounding = distance(bf16[1], fp32[1])
     assert 1e-4 < rounding < 0.05
-    for found in on_ranks(2, in_two):
+    for found, drawn in on_ranks(2, in_two, str(tmp_path)):
+        for axis, pixels in drawn.items():
+            assert np.abs(pixels - expected).max() <= 1, f"a preview of captions, {axis}"
         # The modulation is in fp32 between stages, too.
         assert found.pop("sent") == {torch.bfloat16, torch.float32}
         for name, (loss, grads) in found.items():

@@ -7,6 +7,7 @@ import torch
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import HeightWidth, PositiveInt
 from titan_dit.data.base import DataConfig, Field, Source
+from titan_dit.data.buckets import BucketOrder
 from titan_dit.data.latent_facts import LatentFacts, TextFacts
 
 TABLES = {
@@ -41,22 +42,33 @@ class Captioned(DataConfig):
     latent_size: HeightWidth
     text_tokens: PositiveInt
     text_dim: PositiveInt
+    others: tuple[HeightWidth, ...] = ()
+    """Sizes of further buckets, which share the rows evenly."""
 
     def open(self):
-        return Captions((self.channels, *self.latent_size), (self.text_tokens, self.text_dim))
+        sizes = (self.latent_size, *self.others)
+        return Captions(
+            [(self.channels, *size) for size in sizes], (self.text_tokens, self.text_dim)
+        )
 
 
 class Captions(Source):
-    def __init__(self, latent, text):
-        self.latent, self.text = latent, text
+    def __init__(self, shapes, text):
+        self.shapes, self.text = shapes, text
+        latent, several = shapes[0], len(shapes) > 1
+        each = 64 // len(shapes)
         tokens, width = text
         # The empty prompt has two tokens.
         empty = torch.randn(2, width, generator=torch.Generator().manual_seed(1000))
         self.facts = LatentFacts(
-            count=64,
+            count=each * len(shapes),
             digest="captions",
             shape=latent,
+            bucket_shapes=tuple(shapes) if several else (),
+            bucket_counts=(each,) * len(shapes) if several else (),
             num_classes=1,
+            # Three channels are pixels.
+            value_range=(-1.0, 1.0) if latent[0] == 3 else None,
             text=TextFacts(
                 kind="T5EncoderModel",
                 digest="text",
@@ -74,13 +86,36 @@ class Captions(Source):
             "text_length": Field(torch.int64, ()),
         }
 
+    def captions(self, rows):
+        return [f"caption {row}" for row in rows]
+
+    @property
+    def bucket_rows(self):
+        each = 64 // len(self.shapes)
+        return [range(first, first + each) for first in range(0, len(self), each)]
+
+    @property
+    def bucket_names(self):
+        return ["x".join(map(str, shape)) for shape in self.shapes]
+
+    def bucket_fields(self, bucket):
+        return {**self.fields, "latent": Field(torch.float32, self.shapes[bucket])}
+
+    def order(self, seed, held_out, data_order, batch_sizes=()):
+        if not batch_sizes:
+            return super().order(seed, held_out, data_order)
+        sizes = [len(rows) for rows in self.bucket_rows]
+        return BucketOrder.of(seed, self.bucket_names, sizes, batch_sizes, held_out)
+
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
         words = torch.randn(self.text, generator=generator, dtype=torch.float32)
         length = index % (self.text[0] + 1)
         words[length:] = 0
         return {
-            "latent": torch.randn(self.latent, generator=generator),
+            "latent": torch.randn(
+                self.shapes[index // (64 // len(self.shapes))], generator=generator
+            ),
             "text": words.half(),
             "text_length": torch.tensor(length),
         }

@@ -198,6 +198,16 @@ def test_lines_that_are_no_rows_are_dropped(tmp_path):
     assert keep_rows(file, resumed_step=5) == [{"step": 1, "loss": 2}]
 
 
+def test_throughput_counts_the_steps_of_every_bucket():
+    work = [meter.Throughput(8, 64, 100, 1, None), meter.Throughput(16, 32, 40, 1, None)]
+    assert meter.mean_of(work, {1: 1}).rates(1000.0)["tokens_per_s"] == 16 * 32
+    mean = meter.mean_of(work, {0: 3, 1: 1})
+    assert mean.samples == (3 * 8 + 16) / 4
+    assert mean.samples * mean.tokens_per_sample == (3 * 8 * 64 + 16 * 32) / 4
+    assert mean.samples * mean.flops_per_sample == (3 * 8 * 100 + 16 * 40) / 4
+    assert meter.mean_of(work[:1], {}) == work[0]
+
+
 @pytest.mark.parametrize(("peak", "mfu"), [(None, None), (100.0, 0.02)])
 def test_a_row_says_how_fast_the_step_was(peak, mfu):
     work = meter.Throughput(32, 256, 10**12, ranks=8, peak_tflops=peak)

@@ -4,6 +4,7 @@ import functools
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,16 +88,18 @@ def test_recompiles_are_those_of_later_steps():
 
     step = torch.compile(double, backend="eager", dynamic=False)
     recompiles = compile.Recompiles()
-    for size in (3, 3):
-        with recompiles:
+
+    def train(of_batch, size):
+        with recompiles.during(SimpleNamespace(fields={"x": torch.zeros(of_batch)})):
             step(torch.zeros(size))
+
+    for size in (3, 3, 6, 3, 6):  # Two buckets, whose first steps compile.
+        train(size, size)
     assert recompiles.count == 0
     step(torch.zeros(4))  # Between steps: a preview.
-    with recompiles:
-        step(torch.zeros(4))
+    train(3, 4)
     assert recompiles.report() is None
-    with recompiles:
-        step(torch.zeros(5))
+    train(3, 5)
     assert recompiles.count == 1
     assert "recompiled 1 graphs after the first step" in recompiles.report()
     assert recompiles.report() is None

@@ -14,10 +14,11 @@ from PIL import Image
 from refusals import refused
 from tiny_vae import save_vae
 
-from titan_dit.checks.parts import check_source
 from titan_dit.commands.flags import DataEncodeFlags
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.latents import LatentShards
+from titan_dit.diffusion.sections import RectifiedFlowConfig
+from titan_dit.models.dit_config import DiTConfig
 from titan_dit.pictures import autoencoder
 from titan_dit.pictures.bucket_job import make_bucket_job
 from titan_dit.pictures.picture_set import ListingOptions
@@ -225,7 +226,7 @@ def test_rows_of_a_bucket_are_read_and_those_of_two_have_no_shape(root):
 
 def test_steps_are_of_one_bucket_and_see_every_row(root):
     source = LatentShards(root / "set")
-    order = source.bucket_order(1, (), [2, 1, 4])
+    order = source.order(1, (), "feistel", [2, 1, 4])
     seen, cursor = [], 0
     while cursor < order.samples_before(2):
         step = order.step(cursor)
@@ -234,8 +235,6 @@ def test_steps_are_of_one_bucket_and_see_every_row(root):
         seen += rows
         cursor = step.next_cursor
     assert sorted(seen) == sorted(2 * list(range(8)))
-    said = refused(lambda: source.order(1, (), "feistel"))
-    assert "holds latents of 3 shapes: 2x8x4, 2x4x8, 2x6x6" in said
 
 
 @pytest.mark.parametrize("data_order", ["feistel", "sort"])
@@ -367,7 +366,11 @@ def test_the_command_encodes_by_buckets_on_any_number_of_ranks(root, tmp_path, r
     }
 
 
-def test_a_run_refuses_rows_of_several_shapes_before_it_reads_one(root):
-    said = refused(lambda: check_source(LatentShards(root / "set"), "latents"))
-    assert said.startswith(f"[data] path={root}/set holds latents of 3 shapes: 2x8x4, 2x4x8, ")
-    assert said.endswith("Encode with --image-size, or --buckets of one size.")
+def test_a_network_of_one_size_refuses_several_shapes_before_it_reads_a_row(root):
+    facts = LatentShards(root / "set").facts
+    model = DiTConfig(size="S/2", latent_size=6, in_channels=2, num_classes=1)
+    said = refused(lambda: RectifiedFlowConfig().sized_models(model, facts))
+    assert said.startswith(
+        '[model] name="dit" takes latents of one shape, but [data] holds 3: [2, 8, 4], [2, 4, 8], '
+    )
+    assert said.endswith("or encode pictures of one size (--image-size).")

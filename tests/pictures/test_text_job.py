@@ -17,6 +17,7 @@ from tiny_text import save_encoder
 from tiny_vae import save_vae
 
 from titan_dit.commands.flags import DataEncodeFlags
+from titan_dit.config.section import UserError
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.latents import LatentShards
 from titan_dit.data.loader import load_samples
@@ -198,6 +199,18 @@ def test_of_a_list_of_captions_the_sample_number_draws_one(root, copied):
     again = source.read_numbered([4, 5], [numbers[9], numbers[200]])["text_length"].tolist()
     assert again == [drawn[9], drawn[200]]
     assert len(source.read_numbered([8] * 4, numbers[:4])["text_length"].unique()) == 1
+    # Texts and fields alone are those of the rows that `read` gives.
+    rows = [5, 4, 23, 0, 4]
+    alone, whole = source.read_fields(["text", "text_length"], rows), source.read(rows)
+    for row, text in enumerate(source.captions(rows)):
+        assert torch.equal(alone["text"][row], whole["text"][row])
+        (one,) = encoder.encode([text])
+        torch.testing.assert_close(alone["text"][row, : len(one)], one, rtol=1e-5, atol=1e-5)
+    assert source.read_fields(["label"], [3, 1])["label"].tolist() == source.labels[[3, 1]].tolist()
+    assert source.facts.text_source == encoder.source
+    file.write_text(data[: len(data) // 2].rpartition("\n")[0])
+    with pytest.raises(UserError, match=r"captions\.jsonl: holds other captions than .*Restore it"):
+        source.captions([23])
 
 
 def test_a_value_outside_the_range_is_refused_by_its_caption(root, copied):

@@ -74,7 +74,9 @@ class Place:
 
 
 PLAN = SimpleNamespace(
-    stage_layers=(range(2), range(2, 5)), spec=SimpleNamespace(embed_cost=0.5, head_cost=0.25)
+    stage_layers=(range(2), range(2, 5)),
+    spec=SimpleNamespace(embed_cost=0.5, head_cost=0.25),
+    buckets=(),
 )
 
 

@@ -26,6 +26,9 @@ class AtOnce:
         self.late, self.said = late, []
         self.here, self.away = [], []
 
+    def use(self, stream):
+        assert stream == ()
+
     def post(self, message):
         self.said.append(("post", message))
         (self.away if message.kind in self.late else self.here).append(message)
@@ -194,6 +197,7 @@ def test_replicas_reduce_their_stages_in_one_sequence_when_all_is_done(late, mon
     executor = DecidingExecutor.__new__(DecidingExecutor)
     executor.order, executor.stage_ranks, executor.p2p = ORDER, STAGE_RANKS, SimpleNamespace()
     executor.p2p.rank, executor.device, executor.memory = 0, CPU, 1.0
+    executor.shapes = SimpleNamespace(stream=())
     executor.stages = {2: Idle(2), 0: Idle(0)}
     executor.transport, executor.decisions = AtOnce(late), Alone()
     executor.mark = lambda moment, what: moment is PipelineEvent.ENDS and said.append(str(what))

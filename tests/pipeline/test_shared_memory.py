@@ -74,9 +74,28 @@ def test_streams_are_read_in_place():
     source, target = pair()
     target.post(forward(0))
     taken = pass_on(source, target, forward(0))
-    (slot,) = source.outgoing[0].sender.slots.values()
-    slot[0].fill_(3)
+    sender = source.outgoing[0].sender
+    (slot,) = sender.slots.values()
+    sender.layout.views(slot)[0].fill_(3)
     assert (taken[0] == 3).all()
+
+
+def test_messages_of_another_bucket_use_the_same_slots():
+    source, target = pair()
+    small = tuple(tensor[: len(tensor) // 2].contiguous() for tensor in content(forward(0)))
+    like = tuple(tensor.to("meta") for tensor in small)
+    for number in range(6):
+        wanted = small if number % 2 else content(forward(number))
+        for transport in (source, target):
+            transport.use(like if number % 2 else STREAM)
+        target.post(forward(number))
+        source.send(forward(number), wanted)
+        found = target.take(forward(number))
+        assert same(found, wanted)
+        del found
+    assert slots_of(target) == 1
+    with pytest.raises(AssertionError, match="must be the largest"):
+        source.use(tuple(torch.empty(10**6, device="meta") for _ in STREAM))
 
 
 def test_memory_is_what_was_posted_or_is_held():

@@ -13,6 +13,7 @@ import torch
 from harness import on_ranks
 from PIL import Image
 from tiny import tiny_config
+from tiny_joint import Captions, joint_config
 
 from titan_dit import trained_model
 from titan_dit.commands import evaluate
@@ -73,8 +74,25 @@ def config(folder, reference="real.npz", **parallel):
     )
 
 
+def captioned(folder, **parallel):
+    """A run on captions that draws pictures of 8 x 8 pixels."""
+    every = {"every": 2, "reference": "real.npz", "features": FEATURES, "num": 70}
+    return joint_config(
+        job={"dir": folder},
+        model={"latent_size": [8, 8], "in_channels": 3},
+        data={"channels": 3},
+        checkpoint={"every": 2},
+        training={"steps": 2, "global_batch_size": 8},
+        sampling={"steps": 2},
+        fid=every | {"metrics": ("fid",)},
+        parallel=parallel,
+    )
+
+
 def on_one(world, folder):
     os.chdir(folder)
+    Trainer(captioned("captioned"), world).fit()
+    scored(run="captioned", out="captions.json", trust=True, metrics="fid")
     Trainer(config("."), world).fit()
     scored(out="one.json", save_samples="one.npz", save_reference="moments.npz")
 
@@ -101,6 +119,7 @@ def on_four(world, folder):
             patch.delattr(evaluate, "find_checkpoint")
         scored(out="four.json", save_samples="four.npz")
     Trainer(config("four", dp_shard=2, tp=2), world).fit()
+    Trainer(captioned("captioned-four", dp_shard=2, cp=2), world).fit()
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +234,7 @@ def test_results_and_moments_appear_whole_or_not_at_all(folder, monkeypatch, tmp
 
 def test_a_run_is_scored_as_it_trains_on_every_layout(folder):
     rows = {}
-    for name in (".", "four"):
+    for name in (".", "four", "captioned", "captioned-four"):
         lines = (folder / name / "metrics.jsonl").read_text().splitlines()
         rows[name] = {
             key: value
@@ -226,6 +245,25 @@ def test_a_run_is_scored_as_it_trains_on_every_layout(folder):
     # The pictures differ by rounding: a pixel of 150 is another.
     for key, value in rows["."].items():
         assert rows["four"][key] == pytest.approx(value, rel=1e-3), key
+    for key, value in rows["captioned"].items():
+        assert rows["captioned-four"][key] == pytest.approx(value, rel=1e-3), key
+
+
+def test_a_run_on_captions_is_scored_by_the_captions_of_its_data(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    found = results(folder, "captions.json")
+    assert found["labels"] == "the captions of the data"
+    assert found["frechet_distance"] > 0
+    with pytest.raises(UserError, match=r"--labels 3: the run was trained on captions, not on"):
+        scored(run="captioned", trust=True, labels="3")
+    with pytest.raises(UserError, match=r"^--data\.path: the run draws classes, and reads no data"):
+        evaluate.score_pictures(options(), torch.device("cpu"), ("--data.path", "x"))
+    read, rows = Captions.read_fields, []
+    monkeypatch.setattr(
+        Captions, "read_fields", lambda self, names, at: rows.extend(at) or read(self, names, at)
+    )
+    scored(run="captioned", trust=True, metrics="fid", num=32)
+    assert rows == list(range(0, 64, 2))
 
 
 def test_latents_without_their_autoencoder_are_one_line(folder, monkeypatch):

@@ -24,9 +24,9 @@ class Drawing(Objective):
         return False
 
     def picture_conditions(self, num, like):
-        return {"labels": torch.zeros(num, dtype=torch.int64)}
+        return lambda numbers: {"labels": torch.zeros_like(numbers)}
 
-    def pictures(self, forward, sampling, seed, given, batches):
+    def pictures(self, forward, sampling, seed, conditions, batches):
         for numbers in batches:
             pixels = torch.randint(0, 256, (len(numbers), 2, 2, 3), dtype=torch.uint8)
             yield pixels, numbers != (-1 if self.lost is None else self.lost)

@@ -16,7 +16,7 @@ from titan_dit.config.catalog import variant
 from titan_dit.config.config_file import build_sections
 from titan_dit.config.section import UserError
 from titan_dit.config.training import ValidationConfig
-from titan_dit.data.base import Source
+from titan_dit.data.base import DataFacts, Source
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.latents import write_shards
 from titan_dit.data.loader import load_samples
@@ -240,6 +240,8 @@ def test_another_dataset_must_be_of_the_same_kind(tmp_path):
 
 def test_rows_of_every_dtype_have_digests():
     class Halves(Source):
+        facts = DataFacts(count=4)
+
         def read(self, rows):
             return {
                 "x": torch.arange(4, dtype=torch.bfloat16)[rows] // 2,

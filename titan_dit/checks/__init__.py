@@ -15,18 +15,7 @@ from titan_dit.plan import RunPlan
 
 def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -> None:
     """Raise UserError on all ranks if settings conflict; with `on`, also check that device."""
-    layout.check_spec(plan)
-    layout.check_world(plan)
-    layout.check_batch(plan)
-    layout.check_tensor(plan)
-    layout.check_context(plan)
-    layout.check_tensor_specs(plan)
-    layout.check_pipeline(plan)
-    pipeline.check_order(plan)
-    pipeline.check_transport(plan.pipeline)
-    formats.check_compile(plan)
-    formats.check_remat(plan)
-    formats.check_float8(plan)
+    check_plan(plan)
     parts.check_lora(config, plan)
     config.validation.check(has_part=config.data.has_validation_part)
     config.objective.check_sampling(config.model, config.sampling)
@@ -42,3 +31,19 @@ def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -
     device.check_profiled(config.profile, plan)
     device.check_matmuls(plan.precision, plan.parallel.async_tp, on)
     device.check_kernels(plan, on)
+
+
+def check_plan(plan: RunPlan) -> None:
+    """Raise UserError on all ranks if a layout, batch and pipeline do not fit the model."""
+    layout.check_spec(plan)
+    layout.check_world(plan)
+    layout.check_batch(plan)
+    layout.check_tensor(plan)
+    layout.check_context(plan)
+    layout.check_tensor_specs(plan)
+    layout.check_pipeline(plan)
+    pipeline.check_order(plan)
+    pipeline.check_transport(plan.pipeline)
+    formats.check_compile(plan)
+    formats.check_remat(plan)
+    formats.check_float8(plan)

@@ -108,7 +108,7 @@ def check_fields(fields: Mapping[str, Field], objective: Objective, data: str) -
 
 
 def check_source(source: Source, data: str) -> None:
-    """Refuse data that does not open a `Source` with fields and facts, or has several shapes."""
+    """Refuse data that does not open a `Source` with fields and facts."""
     wrong = [name for name in ("fields", "facts") if not hasattr(source, name)]
     if not isinstance(source, Source) or wrong:
         lacks = f" without {', '.join(wrong)}" if wrong else ""
@@ -116,8 +116,6 @@ def check_source(source: Source, data: str) -> None:
             f"[data] name={show(data)} opens a {type(source).__name__}{lacks}. Return a "
             "titan_dit.data.base.Source that sets fields and facts."
         )
-    if source.keeps_groups:
-        source.order(0, (), "feistel")  # Refuses them by name: steps of one bucket are not wired.
 
 
 def check_row(source: Source, objective: Objective, data: str) -> None:

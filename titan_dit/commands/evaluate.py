@@ -24,18 +24,25 @@ from titan_dit.checks.device import replayable_precision
 from titan_dit.commands import results_file, sample_pictures, train
 from titan_dit.commands.flags import DrawingFlags, EvaluateFlags, PictureFlags, ReferenceFlags
 from titan_dit.commands.results_file import new_file
-from titan_dit.commands.sample_inputs import NO_VAE
+from titan_dit.commands.sample_inputs import NO_VAE, CaptionSource
 from titan_dit.commands.sample_pictures import Job, pictures_of
 from titan_dit.config import catalog, config_file, dotted_names, flags
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import Section, UserError
 from titan_dit.data.base import Source
+from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.listing import few
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.objectives.base import DataShare
 from titan_dit.observe import console
-from titan_dit.opening import open_objective, open_source, plan_run, rows_held_out
+from titan_dit.opening import (
+    open_objective,
+    open_source,
+    plan_buckets,
+    plan_run,
+    rows_held_out,
+)
 from titan_dit.parallel.mesh import Mesh, solve
 from titan_dit.pictures import output
 from titan_dit.pictures.parts import FinishedParts
@@ -51,6 +58,8 @@ from titan_dit.validation.validation_set import PREFIX, ValidationSet, losses, o
 
 BATCH_OF_PICTURES = 250
 ALL = "all"
+AS_DATA = "the captions of the data"
+"""What results say of the labels of a run that takes captions."""
 DRAWS = "evaluation"
 """Name of the drawn pictures, if no output is named."""
 
@@ -69,15 +78,20 @@ def check_pictures(options: EvaluateFlags, keys: Sequence[str]) -> bool:
         return False
     if bool(options.run) == bool(options.samples):
         raise UserError("--reference compares one set of pictures: give --run or --samples.")
-    if keys:
+    if others := [key for key in keys if key.startswith("--") and not is_of_data(key)]:
         raise UserError(
-            f"{keys[0]} is a key of the config, which --reference does not take: each rank draws "
+            f"{others[0]} is a key of the config, which --reference does not take: each rank draws "
             "with the whole network. Leave it out."
         )
     check_outputs(options)
     if options.samples and options.save_samples:
         raise UserError("--save-samples: --samples are saved already. Leave it out.")
     return True
+
+
+def is_of_data(key: str) -> bool:
+    """True for a flag of [data], from which a network of captions takes them."""
+    return key.startswith("--data.")
 
 
 def check_outputs(options: EvaluateFlags) -> None:
@@ -171,13 +185,13 @@ class Scoring:
         return pictures.digest_of_file(Path(self.options.reference).expanduser())
 
 
-def score_pictures(options: EvaluateFlags, device: torch.device) -> None:
+def score_pictures(options: EvaluateFlags, device: torch.device, keys: Sequence[str] = ()) -> None:
     """Draw or read the pictures, score them, write the results. Collective."""
     network = features.load(options.features, options.feature_weights, device)
     names = [name.strip() for name in options.metrics.split(",")]
     scoring = Scoring(options, network, names)
     if options.run:
-        of_run(scoring, job_of(options, device))
+        of_run(scoring, job_of(options, device, keys))
     else:
         of_samples(scoring)
 
@@ -191,7 +205,7 @@ def of_run(scoring: Scoring, job: Job) -> None:
     if isinstance(real, Pictures):
         job, labels = like_reference(job, real)
     else:
-        labels = job.flags.labels
+        labels = AS_DATA if job.captions else job.flags.labels
     parts = sample_pictures.draw(job, ranks)
     ranks.run_on_first(partial(save_samples, job, parts, scoring.options))
     drawn = drawn_pictures(job, parts)
@@ -232,7 +246,7 @@ def hint_of_formats(drawn: Pictures, real: Reference) -> str | None:
     )
 
 
-def job_of(options: EvaluateFlags, device: torch.device) -> Job:
+def job_of(options: EvaluateFlags, device: torch.device, keys: Sequence[str]) -> Job:
     """The drawing of a run's pictures. Collective."""
     # One rank looks: a run that trains may save another checkpoint meanwhile.
     first = Ranks().run_on_first
@@ -259,9 +273,48 @@ def job_of(options: EvaluateFlags, device: torch.device) -> Job:
         batch_size=options.batch_size or BATCH_OF_PICTURES,
         **given,
     )
-    job = sample_pictures.job_of(run, run.objective, flags)
+    captions = captions_of_rows(path, run.objective, options, keys)
+    job = sample_pictures.job_of(run, run.objective, flags, captions)
     flag = "--save-samples" if options.save_samples else "--out"
     return dataclasses.replace(job, flag=flag)
+
+
+def captions_of_rows(
+    path: Location,
+    diffusion: Diffusion,
+    options: EvaluateFlags,
+    keys: Sequence[str],
+) -> CaptionSource | None:
+    """The stored captions of rows evenly spaced over [data]; None of a run of classes. Collective.
+
+    Raises UserError for --labels, and for captions by another text encoder.
+    """
+    if diffusion.captions is None:
+        if keys:
+            raise UserError(f"{keys[0]}: the run draws classes, and reads no data. Leave it out.")
+        return None
+    if options.labels != ALL:
+        raise UserError(
+            f"--labels {options.labels}: the run was trained on captions, not on classes. Leave it "
+            "out: the captions of its [data] are drawn."
+        )
+    record = Ranks().run_on_first(lambda: read_record(path))
+    tables = config_file.of_record(record)
+    dotted_names.check_trusted(tables, f"--run {path}", options.trust, ("data",))
+    source = open_source(config_of(record, keys, Ranks().count).data)
+    facts = source.facts
+    if not isinstance(facts, LatentFacts) or facts.text != diffusion.data.text:
+        theirs = facts.text if isinstance(facts, LatentFacts) else None
+        raise UserError(
+            f"[data] holds embeddings of captions by {theirs}, but {path} was trained with "
+            f"{diffusion.data.text}. Restore the dataset, or give it: --data.path DIR."
+        )
+    num = options.num
+    return CaptionSource(
+        numbers=torch.arange(num) * len(source) // num,
+        read=drawing.captions_of_rows(diffusion.captions, source, num),
+        identity=f"{num} rows of {facts.digest} {facts.text_digest}",
+    )
 
 
 def like_reference(job: Job, real: Pictures) -> tuple[Job, str]:
@@ -269,6 +322,8 @@ def like_reference(job: Job, real: Pictures) -> tuple[Job, str]:
 
     And what the results say of the labels.
     """
+    if job.captions:
+        return job, AS_DATA
     if job.flags.labels == ALL and real.classes:
         diffusion, num = job.diffusion, len(job.labels)
         classes, names = diffusion.num_classes, diffusion.data.class_names
@@ -284,8 +339,13 @@ def like_reference(job: Job, real: Pictures) -> tuple[Job, str]:
 
 
 def size_of(job: Job) -> int:
-    """Width and height of the drawn pictures."""
-    _, height, _ = job.diffusion.model.sample_shape
+    """Width and height of the drawn pictures. Raises UserError unless they are square."""
+    _, height, width = job.diffusion.model.sample_shape
+    if height != width:
+        raise UserError(
+            f"--reference compares squares, but {job.run.path} draws samples of {height} x {width} "
+            "(height x width)."
+        )
     return height * (job.vae.facts.factor if job.vae else 1)
 
 
@@ -369,7 +429,7 @@ def main(options: EvaluateFlags, keys: Sequence[str]) -> None:
     train.start_ranks(gpus=(options.device or "cuda") == "cuda")
     with process_group.start(device_of(options.device).type) as world:
         if scores_pictures:
-            score_pictures(options, world.device)
+            score_pictures(options, world.device, keys)
             return
         found = evaluate(options, keys, world)
         if world.is_first:
@@ -384,7 +444,7 @@ def evaluate(options: EvaluateFlags, keys: Sequence[str], world: World) -> dict[
     record = first(lambda: read_record(path))
     tables = config_file.of_record(record)
     dotted_names.check_trusted(tables, f"--run {path}", options.trust, IMPORTED)
-    config = config_of(record, keys, world)
+    config = config_of(record, keys, world.size)
     if world.is_first:
         own = ("model", "objective", "data")
         for line in dotted_names.origins({name: getattr(config, name) for name in own}):
@@ -402,6 +462,7 @@ def evaluate(options: EvaluateFlags, keys: Sequence[str], world: World) -> dict[
     )
     plan = plan_run(config, world.size, device=world.device)
     source = open_source(config.data)
+    plan = plan_buckets(config, plan, source)
     objective = open_objective(config, plan, source)
     chosen = validation_set(path, record, config, source)
     mesh = Mesh(plan.sizes, world.device.type)
@@ -417,20 +478,20 @@ def evaluate(options: EvaluateFlags, keys: Sequence[str], world: World) -> dict[
         share,
         alive=lambda: None,
         seed=config.job.seed,
-        batch_size=plan.padded_samples_per_rank,
+        batch_sizes=[each.padded_samples_per_rank for each in plan.shapes],
     )
     about = {"checkpoint": str(path), "step": record["step"], "weights": saved.what}
     where = {"samples": len(chosen.rows), "layout": str(mesh.sizes), "device": world.device.type}
     return about | where | found
 
 
-def config_of(record: Mapping[str, Any], keys: Sequence[str], world: World) -> JobConfig:
+def config_of(record: Mapping[str, Any], keys: Sequence[str], num_ranks: int) -> JobConfig:
     """The run's model, objective, data and precision, with the keys of the command line."""
     tables = config_file.of_record(record)
     kept = {name: dict(tables[name]) for name in OF_RUN if name in tables}
     parallel = tables.get("parallel", {})
     kept["parallel"] = {key: parallel[key] for key in WHAT_MODEL_IS if key in parallel}
-    kept["training"] = {"steps": 1, "global_batch_size": world.size}
+    kept["training"] = {"steps": 1, "global_batch_size": num_ranks}
     kept.get("job", {}).pop("hooks", None)
     kept.setdefault("validation", {})["every"] = 0
     given = flags.split(["--config", "the run's", *keys], (*OF_RUN, "parallel", "pipeline"))[1]

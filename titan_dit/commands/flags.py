@@ -595,7 +595,8 @@ class PredictFlags(Section):
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
     input: Annotated[FilePath, Aliases("--inputs")]
     """FILE.safetensors with `x` [b, c, h, w], `t` [b] (0-based timesteps, as in the original) and
-    `y` [b] (labels; -1 or the number of classes is unconditional). With `noise` of x's shape, x is
+    `y` [b] (labels; -1 or the number of classes is unconditional), or of a network that takes
+    captions `text` [b, m, d] and `text_length` [b]. With `noise` of x's shape, x is
     the clean latents, and the objective computes the network's noisy input at t. Of a language
     model `tokens` [b, n], n up to sequence_length; of a BERT also `types` [b, n], else 0, and
     after training on pairs `lengths` [b], else n."""
@@ -664,7 +665,11 @@ class CommonFlags(Section):
     `samples` (latents) and `labels`, or a folder for a PNG each. Text: FILE.txt, or nothing to
     print it."""
     num: Dim | None = None
-    """Number of samples. Unset: 100 pictures, or 1 text."""
+    """Number of samples; of a network that takes captions, of each prompt. Unset: 100 pictures, 1
+    of each prompt, or 1 text."""
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Pictures: the caption to draw; give it again for more. "" is the empty prompt. Text: what to
+    continue. Empty begins a document. Of a run without a tokenizer, token ids."""
     seed: Annotated[int, Bound(least=0, below=2**63)] = 0
     """Sample i depends only on (seed, i), not on the batch size."""
     step: NonNegativeInt | None = None
@@ -721,15 +726,23 @@ class PictureFlags(DrawingFlags, CommonFlags):
 
     noise: FilePath | None = None
     """FILE.safetensors with the initial `noise` [n, c, h, w] and `labels` [n] (-1 or the number of
-    classes is unconditional); replaces --num, --labels and the seed's noise."""
+    classes is unconditional); replaces --num, --labels and the seed's noise. Of a network that
+    takes captions `noise` alone, n as many as --num of each prompt."""
+    prompts: FilePath | None = None
+    """Text file of captions to draw, one per line, UTF-8; a blank line is refused."""
+    negative: str | None = None
+    """Caption to guide away from, in place of the empty prompt."""
+    text_encoder: FilePath | None = None
+    """Folder or name of the text encoder (transformers) that embedded the run's captions. Unset:
+    where it was then."""
+    size: str | None = None
+    """Size of the pictures, width x height in pixels: 1024x768. Unset: that of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextFlags(CommonFlags):
-    """Prompt, length, and how a token is drawn."""
+    """Length, and how a token is drawn."""
 
-    prompt: str = ""
-    """Text: what to continue. Empty begins a document. Of a run without a tokenizer, token ids."""
     length: Annotated[int, Bound(least=1, most=10**6)] = 100
     """Text: tokens to draw; it ends earlier with its document."""
     temperature: NonNegativeFloat = 1.0

@@ -13,6 +13,7 @@ from titan_dit.checkpoint.run_checkpoints import find_checkpoint
 from titan_dit.checkpoint.store import location
 from titan_dit.commands.flags import PredictFlags
 from titan_dit.config.section import UserError
+from titan_dit.diffusion.base import CaptionedModel
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.execution import first_of
 from titan_dit.interop.tensor_file import (
@@ -143,25 +144,35 @@ def predict(
 ) -> dict[str, Tensor]:
     """Return `out` [b, c_out, h, w]; with noise, also the loss per sample and its terms [b]."""
     model = diffusion.model
-    x, t, y = model.tokenize(inputs["x"]), inputs["t"], inputs["y"]
+    x, t = model.tokenize(inputs["x"]), inputs["t"]
+    given = {name: inputs[field] for name, field in condition_fields(diffusion).items()}
     static = model.static(x.device)
     if "noise" not in inputs:
-        prediction = first_of(run.network({"tokens": x, "timestep": t, "labels": y}, static))
+        prediction = first_of(run.network({"tokens": x, "timestep": t, **given}, static))
         return {"out": model.detokenize(prediction).contiguous()}
     corrupted = diffusion.corrupt(x, t, model.tokenize(inputs["noise"]))
     if not torch.equal(corrupted.inputs["timestep"], t):
         raise UserError("--input: with noise, t must be integer diffusion timesteps.")
-    prediction = first_of(run.network({**corrupted.inputs, "labels": y}, static))
-    given = {"prediction": prediction}, corrupted.targets
-    losses = {f"loss_{name}": term.mean(1) for name, term in diffusion.terms(*given).items()}
-    losses["loss"] = diffusion.loss(*given).mean(1)
+    predictions = {"prediction": first_of(run.network({**corrupted.inputs, **given}, static))}
+    terms = diffusion.terms(predictions, corrupted.targets)
+    losses = {f"loss_{name}": term.mean(1) for name, term in terms.items()}
+    losses["loss"] = diffusion.loss(predictions, corrupted.targets).mean(1)
+    prediction = predictions["prediction"]
     return {"out": model.detokenize(prediction).contiguous(), **losses}
 
 
+def condition_fields(diffusion: Diffusion) -> dict[str, str]:
+    """The network's inputs that say what a sample shows -> their names in a file of inputs."""
+    if diffusion.captions is None:
+        return {"labels": "y"}
+    return {"text": "text", "text_length": "text_length"}
+
+
 def read_inputs(path: Path, diffusion: Diffusion) -> dict[str, Tensor]:
-    """Read x, t, y and optionally noise, checked against the network's shapes."""
-    tensors = read_tensors(path, "--input", ("x", "t", "y"))
-    x, t, y = tensors["x"], tensors["t"], tensors["y"]
+    """Read x, t, the condition and optionally noise, checked against the network's shapes."""
+    names = tuple(condition_fields(diffusion).values())
+    tensors = read_tensors(path, "--input", ("x", "t", *names))
+    x, t = tensors["x"], tensors["t"]
     sample = diffusion.model.sample_shape
     if tuple(x.shape[1:]) != sample:
         raise UserError(
@@ -169,17 +180,24 @@ def read_inputs(path: Path, diffusion: Diffusion) -> dict[str, Tensor]:
             f"[b, {', '.join(map(str, sample))}]."
         )
     rows = len(x)
-    for name, shape in (("t", (rows,)), ("y", (rows,)), ("noise", tuple(x.shape))):
+    shapes = {"t": (rows,), "y": (rows,), "text_length": (rows,), "noise": tuple(x.shape)}
+    if isinstance(diffusion.model, CaptionedModel):
+        shapes["text"] = (rows, diffusion.model.text_tokens, diffusion.model.text_dim)
+    for name, shape in shapes.items():
         if name in tensors and tuple(tensors[name].shape) != shape:
             raise UserError(
                 f"--input {path}: {name} is {list(tensors[name].shape)}, but must be "
                 f"{list(shape)} for x {list(x.shape)}."
             )
-    check_labels(path, "--input", y, diffusion.num_classes)
+    if isinstance(diffusion.model, CaptionedModel):
+        check(path, "text_length", tensors["text_length"], diffusion.model.text_tokens + 1)
+    else:
+        check_labels(path, "--input", tensors["y"], diffusion.num_classes)
     last = diffusion.last_timestep
     if not (t.min() >= 0 and t.max() <= last):
         raise UserError(f"--input {path}: t must be between 0 and {last:g}.")
-    given = {"x": x.float(), "t": t.float(), "y": y.long()}
+    kept = {name: v.float() if v.is_floating_point() else v.long() for name, v in tensors.items()}
+    given = {"x": x.float(), "t": t.float(), **{name: kept[name] for name in names}}
     given |= {"noise": tensors["noise"].float()} if "noise" in tensors else {}
     check_finite(path, "--input", given)
     return given

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,19 @@ from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
 from titan_dit.data import loader
 from titan_dit.data.base import SampleOrder, Source
-from titan_dit.data.order import BatchPlan, numbers_of, ranges_of
+from titan_dit.data.buckets import step_plan
+from titan_dit.data.order import SampleRange, StepPlan, numbers_of, ranges_of
 from titan_dit.execution import LocalExecutor, Output, first_of
 from titan_dit.objectives.base import Objective
 from titan_dit.observe import console, metrics
-from titan_dit.opening import open_objective, open_source, rows_held_out
+from titan_dit.opening import open_objective, open_source, rows_held_out, training_order
 from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.optim.optimizer import freeze
 from titan_dit.parallel import compile
 from titan_dit.parallel.compile import compile_prepare, compiles
 from titan_dit.parallel.mesh import AxisSizes, Mesh
-from titan_dit.plan import RunPlan, resolve
+from titan_dit.plan import RunPlan, resolve, with_buckets
 from titan_dit.ranks import process_group
 from titan_dit.recovery import bad_steps, ledger, resume, run_identity
 from titan_dit.recovery.bad_steps import LossScale
@@ -127,9 +129,16 @@ def main(options: ReplayFlags) -> None:
     is_shown = check_taken(run, options.step, config.metrics.every, config.training.num_steps)
     saved = tables_of(run, options.step)
     # A run of before the key `objective` compiled only its blocks.
-    compiled = CompileConfig(**{"objective": False} | saved.get("compile", {}))
+    compile_keys: dict[str, Any] = {"objective": False} | saved.get("compile", {})
+    compiled = CompileConfig(**compile_keys)
     config = replace(config, job=job_of(saved, config.job), compile=compiled)
-    origin = origin_of(run, options.step, config)
+    source = open_source(config.data)
+    held_out = rows_held_out(config, source)
+    alone = replace(config, parallel=ParallelConfig())
+    plan = with_buckets(resolve(alone, 1, resuming=True), alone, source.facts)
+    order = training_order(alone, plan, source, held_out)
+    steps = partial(step_plan, order, plan.global_batch_size)
+    origin = origin_of(run, options.step, config, steps)
     size = options.microbatch_size or config.training.microbatch_size or MICROBATCH
     chosen = chosen_microbatches(len(origin.numbers), size, options.microbatch)
     samples_shown = f"samples {shown(origin.numbers)} (from {origin.found_in})"
@@ -148,22 +157,20 @@ def main(options: ReplayFlags) -> None:
         scaling.value.fill_(origin.loss_scale)
     if scaling:
         console.say(f"loss scale {scaling.value.item():g}")
-    source = open_source(config.data)
     if origin.data_digest not in (None, source.facts.digest):
         raise UserError(
             f"[data] of {run} differs from the dataset that the run was trained on (another "
             "digest). Restore that dataset."
         )
-    job, held_out = config.job, rows_held_out(config, source)
     with process_group.start(device_of(options.device).type) as world:
         alone = on_one_rank(config, size, world.device)
-        plan = resolve(alone, 1, resuming=True)
+        plan = with_buckets(resolve(alone, 1, resuming=True), alone, source.facts)
         objective = open_objective(alone, plan, source)
         replayer = Replayer(
-            seed=job.seed,
+            seed=config.job.seed,
             objective=objective,
             source=source,
-            sample_order=source.order(job.seed, held_out, job.data_order),
+            sample_order=order,
             built=rebuilt(config, plan, objective, source, origin, world.device),
             num_samples=len(origin.numbers),
             loss_scale=scaling.value.to(world.device) if scaling else None,
@@ -235,8 +242,16 @@ def begun_at(run: JobSection, settings: CheckpointConfig) -> Location | None:
     return None if resume.is_own(resume.checkpoints_of(run, settings), path) else path
 
 
-def origin_of(run: Path, step: int, config: JobConfig) -> Origin:
-    """Return a step's samples: from the fault log if it was bad, else from the batch plan."""
+def origin_of(
+    run: Path,
+    step: int,
+    config: JobConfig,
+    steps: Callable[[tuple[SampleRange, ...]], StepPlan],
+) -> Origin:
+    """Return a step's samples: from the fault log if it was bad, else from the plan of steps.
+
+    `steps`: the plan without some ranges of samples.
+    """
     before = [path for path in named_by(run).checkpoints.complete() if step_of(path) < step]
     if not before and (begun := begun_at(config.job, config.checkpoint)):
         before = [begun]
@@ -258,10 +273,10 @@ def origin_of(run: Path, step: int, config: JobConfig) -> Origin:
             return Origin(
                 seen, found_in, weights, weights_step, digest, loss_scale=line.get("loss_scale")
             )
-    plan = BatchPlan(config.training.global_batch_size, progress.ledger.skipped_ranges)
+    plan = steps(progress.ledger.skipped_ranges)
     cursor = progress.cursor
     for _ in range(step - weights_step):
-        numbers, cursor = plan(cursor)
+        numbers, cursor, _ = plan(cursor)
     return Origin(tuple(numbers), "the plan of batches", weights, weights_step, digest, scale)
 
 
@@ -285,7 +300,7 @@ def on_one_rank(config: JobConfig, microbatch_size: int, device: torch.device) -
         parallel=ParallelConfig(),
         compile=CompileConfig(),
         precision=replayable_precision(config.precision, device),
-        training=replace(config.training, microbatch_size=microbatch_size),
+        training=config.training.with_microbatches(microbatch_size),
     )
 
 
@@ -351,7 +366,7 @@ class Replayer:
         prepared = self.built.prepare(batch, rng)
         seen: dict[str, Tensor] = {**batch.fields}
         seen |= {f"input {name}": value for name, value in prepared.inputs.items()}
-        executor = self.built.executor
+        executor = self.built.executor.for_inputs(prepared.inputs)
         assert isinstance(executor, LocalExecutor)
         of_run = executor.loss
 

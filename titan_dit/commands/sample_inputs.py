@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,21 @@ from torch import Tensor
 from titan_dit.checkpoint.run_checkpoints import find_checkpoint
 from titan_dit.checkpoint.store import location
 from titan_dit.commands.flags import PictureFlags
+from titan_dit.config import user_text
 from titan_dit.config.did_you_mean import nearest
 from titan_dit.config.section import Named, UserError, show
 from titan_dit.data.latent_facts import shown
+from titan_dit.diffusion.base import SizedModel
 from titan_dit.diffusion.conditions import Given
 from titan_dit.diffusion.drawing import spread_labels
 from titan_dit.diffusion.guidance import Conditional
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.execution import first_of
 from titan_dit.interop.tensor_file import check_finite, check_labels, read_tensors
+from titan_dit.observe import console
 from titan_dit.pictures import autoencoder
 from titan_dit.pictures.autoencoder import Autoencoder
+from titan_dit.pictures.prompts import open_encoder
 from titan_dit.ranks.process_group import Ranks
 from titan_dit.trained_model import TrainedModel, load_trained
 
@@ -73,6 +78,117 @@ def unknown(text: str, word: str, names: Sequence[str]) -> UserError:
     return UserError(f'--labels {text}: no class is named "{word}".{hint} Numbers do, too.')
 
 
+@dataclass(frozen=True)
+class CaptionSource:
+    """The captions that are drawn: prompts, or those of stored rows."""
+
+    numbers: Int64[Tensor, " n"]
+    """The prompt, or the row of the dataset, of each sample."""
+    read: Callable[[Int64[Tensor, " b"]], Given]
+    """Numbers of samples -> their conditions, on the CPU."""
+    identity: str
+    """All that the conditions depend on, as text."""
+    names: tuple[str, ...] = ()
+    """The prompts; empty for rows."""
+    negative: Given | None = None
+    """The condition to guide away from, one row; None is the empty prompt."""
+
+
+def read_prompts(flags: PictureFlags) -> tuple[str, ...]:
+    """The prompts of --prompt, then those of --prompts. Raises UserError for a blank line."""
+    found = list(flags.prompt)
+    if flags.prompts is not None:
+        where = f"--prompts {flags.prompts}"
+        lines = user_text.read(Path(flags.prompts), where).removesuffix("\n").split("\n")
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                raise UserError(
+                    f"{where}, line {number}: is blank. Delete it; the empty prompt is --prompt ''."
+                )
+            found.append(line.removesuffix("\r"))
+    return tuple(found)
+
+
+def prompts_of(diffusion: Diffusion, flags: PictureFlags, device: torch.device) -> CaptionSource:
+    """The captions of --prompt and --prompts, --num of each. Collective.
+
+    Raises UserError if there are none, for flags of classes, and for another text encoder than that
+    of the run's captions.
+    """
+    captions = diffusion.captions
+    assert captions is not None
+    if flags.labels != "all":
+        raise UserError(
+            f"--labels {flags.labels}: the run was trained on captions, not on classes. Give "
+            "--prompt TEXT, or --prompts FILE."
+        )
+    prompts = read_prompts(flags)
+    if not prompts:
+        raise UserError(
+            "the run was trained on captions: give --prompt TEXT, which may stand several times, "
+            "or --prompts FILE with one per line."
+        )
+    if flags.negative is not None and (flags.guide or flags.cfg_scale == 1):
+        other = "--guide" if flags.guide else "--cfg-scale 1"
+        raise UserError(f"--negative has no effect with {other}. Leave one of them out.")
+    also = () if flags.negative is None else (flags.negative,)
+    encoder = open_encoder(
+        (*prompts, *also),
+        diffusion.data,
+        flags.text_encoder,
+        captions.tokens,
+        device,
+        "--text-encoder",
+    )
+    if (cut := encoder.num_cut((*prompts, *also))) and Ranks().is_first:
+        console.say(
+            f"{cut} of {len(prompts) + len(also)} prompts are cut to {captions.tokens} tokens"
+        )
+    numbers = torch.arange(len(prompts)).repeat_interleave(flags.num or 1)
+
+    def read(samples: Int64[Tensor, " b"]) -> Given:
+        chosen = [prompts[number] for number in numbers[samples].tolist()]
+        return captions.given(encoder.fields(chosen))
+
+    negative = None if flags.negative is None else captions.given(encoder.fields(also))
+    identity = repr((prompts, flags.negative, diffusion.data.text))
+    return CaptionSource(numbers, read, identity, prompts, negative)
+
+
+def check_no_prompts(flags: PictureFlags) -> None:
+    """Refuse the flags of captions."""
+    for name in ("prompt", "prompts", "negative", "text_encoder"):
+        if getattr(flags, name) not in (None, ()):
+            flag = name.replace("_", "-")
+            raise UserError(
+                f"--{flag}: the run was trained on classes, not on captions. Give --labels."
+            )
+
+
+def at_size(diffusion: Diffusion, size: str, vae: Autoencoder | None) -> Diffusion:
+    """The objective for samples of --size. Raises UserError if the network cannot draw them."""
+    data, where = diffusion.data, f"--size {size}"
+    found = re.fullmatch(r"(\d{1,6})x(\d{1,6})", size)
+    if found is None:
+        raise UserError(f"{where}: give width x height in pixels, such as 1024x768.")
+    width, height = int(found[1]), int(found[2])
+    factor = 1
+    if data.value_range is None:
+        facts = vae.facts if vae else data.vae
+        if facts is None:
+            raise UserError(
+                f"{where} is in pixels, but the autoencoder of the run's latents is not recorded: "
+                "give it, --vae DIR."
+            )
+        factor = facts.factor
+    if width % factor or height % factor or not width or not height:
+        raise UserError(f"{where}: the sides must be multiples of {factor}, the pixels per latent.")
+    try:
+        return diffusion.at_size(height // factor, width // factor)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
 NO_VAE = "none"
 
 
@@ -87,18 +203,24 @@ def labels_of(text: str, num: int, num_classes: int, names: Sequence[str]) -> In
 
 
 def read_noise(
-    path: Path, diffusion: Diffusion
+    path: Path, diffusion: Diffusion, numbers: Int64[Tensor, " n"] | None = None
 ) -> tuple[Float[Tensor, "n c h w"], Int64[Tensor, " n"]]:
-    """Read the initial noise and the labels (-1: unconditional) from a file."""
-    tensors = read_tensors(path, "--noise", ("noise", "labels"))
-    noise, labels = tensors["noise"], tensors["labels"]
+    """Read the initial noise and the labels (-1: unconditional) from a file.
+
+    `numbers`: what is drawn of a network that takes captions, in place of labels.
+    """
+    tensors = read_tensors(path, "--noise", ("noise", *(("labels",) if numbers is None else ())))
+    noise, labels = tensors["noise"], tensors["labels"] if numbers is None else numbers
+    what = "labels" if numbers is None else "the prompts are"
     if tuple(noise.shape[1:]) != diffusion.model.sample_shape or noise.shape[:1] != labels.shape:
         raise UserError(
-            f"--noise {path}: noise is {list(noise.shape)} and labels {list(labels.shape)}; the "
+            f"--noise {path}: noise is {list(noise.shape)} and {what} {list(labels.shape)}; the "
             f"network takes [n, {', '.join(map(str, diffusion.model.sample_shape))}] and [n]."
         )
-    check_labels(path, "--noise", labels, diffusion.num_classes)
     check_finite(path, "--noise", {"noise": noise})
+    if numbers is not None:
+        return noise.float(), numbers
+    check_labels(path, "--noise", labels, diffusion.num_classes)
     labels = labels.long()
     return noise.float(), labels.where(labels < diffusion.num_classes, -1)
 
@@ -151,6 +273,8 @@ def weak_network(weak: TrainedModel, diffusion: Diffusion) -> Conditional:
     variance, are not used.
     """
     theirs = weak.diffusion("--guide")
+    if isinstance(theirs.model, SizedModel):
+        theirs = theirs.at_size(*diffusion.model.sample_shape[1:])
     check_guide(f"{weak.path}", diffusion, theirs)
     channels, static = diffusion.model.sample_shape[0], theirs.model.static(weak.device)
     outputs = diffusion.config.output_channels(channels)
@@ -172,10 +296,10 @@ def weak_network(weak: TrainedModel, diffusion: Diffusion) -> Conditional:
 def check_guide(guide: str, ours: Diffusion, theirs: Diffusion) -> None:
     """Refuse a network of other samples or of another prediction."""
     shapes = ours.model.sample_shape, theirs.model.sample_shape
-    if shapes[0] != shapes[1] or ours.num_classes != theirs.num_classes:
+    if shapes[0] != shapes[1] or conditions_of(ours) != conditions_of(theirs):
         raise UserError(
-            f"--guide {guide} draws samples of {list(shapes[1])} with {theirs.num_classes} "
-            f"classes, but --run of {list(shapes[0])} with {ours.num_classes}."
+            f"--guide {guide} draws samples of {list(shapes[1])} with {conditions_of(theirs)}, but "
+            f"--run of {list(shapes[0])} with {conditions_of(ours)}."
         )
     # Of other latents what is stored is not known: some are stored scaled.
     if ours.data.vae and theirs.data.vae and latents_of(ours) != latents_of(theirs):
@@ -198,6 +322,13 @@ def check_guide(guide: str, ours: Diffusion, theirs: Diffusion) -> None:
                 f"--guide {guide} was trained with [objective] {key}={show(b.get(key))}, but "
                 f"--run with {show(a.get(key))}: their predictions cannot be compared."
             )
+
+
+def conditions_of(diffusion: Diffusion) -> str:
+    """Description of what a network is given of a sample."""
+    if diffusion.captions is None:
+        return f"{diffusion.num_classes} classes"
+    return f"captions of {diffusion.captions.tokens} tokens by {diffusion.data.text}"
 
 
 def latents_of(diffusion: Diffusion) -> str:

@@ -7,7 +7,8 @@ whole. So any number of ranks draws the same pictures, and a stopped command goe
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +21,22 @@ from torch import Tensor
 
 from titan_dit.checkpoint.record import read_record
 from titan_dit.commands.flags import CommonFlags, PictureFlags
-from titan_dit.commands.sample_inputs import labels_of, load_guide, read_noise, vae_of, weak_network
+from titan_dit.commands.sample_inputs import (
+    CaptionSource,
+    at_size,
+    check_no_prompts,
+    labels_of,
+    load_guide,
+    prompts_of,
+    read_noise,
+    vae_of,
+    weak_network,
+)
 from titan_dit.config import dotted_names
 from titan_dit.config.section import UserError
 from titan_dit.data.latent_facts import shown
-from titan_dit.diffusion import drawing
+from titan_dit.diffusion import conditions, drawing
+from titan_dit.diffusion.conditions import Given
 from titan_dit.diffusion.guidance import Guidance
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.diffusion.samplers import ode
@@ -71,6 +83,9 @@ class Job:
     guide: TrainedModel | None
     """The network of --guide."""
     labels: Int64[Tensor, " n"]
+    """The class of each sample, -1 without one; the number of its prompt, or of its row."""
+    captions: CaptionSource | None
+    """What is drawn of a network that takes captions."""
     noise: Float[Tensor, "n c h w"] | None
     vae: Autoencoder | None
     flag: str = "--out"
@@ -109,10 +124,29 @@ class Job:
             "cfg_interval": list(flags.cfg_interval),
             "shift": self.diffusion.shift if flags.shift is None else flags.shift,
             "labels": digest(self.labels.numpy().tobytes()),
+            "captions": self.captions and digest(self.captions.identity.encode()),
+            "shape": list(self.diffusion.model.sample_shape),
             "noise": "" if self.noise is None else digest(self.noise.numpy().tobytes()),
             "vae": self.vae and self.vae.facts.digest,
             "num": len(self.labels),
         }
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the classes, or the prompts."""
+        return self.captions.names if self.captions else self.diffusion.data.class_names
+
+    def conditions(self, at: slice) -> tuple[Given, Given | None]:
+        """The conditions of some samples, and those that guide in place of none."""
+        device = self.run.device
+        if self.captions is None:
+            return {"labels": self.labels[at].to(device)}, None
+        given = self.captions.read(torch.arange(len(self.labels))[at])
+        negative, null = self.captions.negative, None
+        if negative is not None:
+            first = torch.zeros(len(self.labels[at]), dtype=torch.int64)
+            null = moved(conditions.rows_of(negative, first), device)
+        return moved(given, device), null
 
     def parts(self) -> FinishedParts:
         """The files of the finished batches, beside the output."""
@@ -120,6 +154,11 @@ class Job:
         return FinishedParts(
             self.out.with_name(self.out.name + PARTS), self.plan(), count, self.flag
         )
+
+
+def moved(given: Given, device: torch.device) -> Given:
+    """A condition on a device."""
+    return {name: value.to(device) for name, value in given.items()}
 
 
 def main(run: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> None:
@@ -173,20 +212,37 @@ def told_how_to_go_on(parts: FinishedParts) -> Iterator[None]:
         raise
 
 
-def job_of(run: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> Job:
-    """Check the flags and load what they name."""
+def job_of(
+    run: TrainedModel,
+    diffusion: Diffusion,
+    flags: PictureFlags,
+    captions: CaptionSource | None = None,
+) -> Job:
+    """Check the flags and load what they name.
+
+    `captions`: what to draw of a network that takes captions; None: the prompts of the flags.
+    """
     drawing.check(diffusion, flags, "--{}")
     sampler = drawing.sampler_of(diffusion.config, flags.sampler, "--sampler")
-    names = diffusion.data.class_names
-    labels = labels_of(flags.labels, flags.num or NUM, diffusion.num_classes, names)
+    if diffusion.captions is None:
+        check_no_prompts(flags)
+        names = diffusion.data.class_names
+        labels = labels_of(flags.labels, flags.num or NUM, diffusion.num_classes, names)
+    else:
+        captions = captions or prompts_of(diffusion, flags, run.device)
+        labels = captions.numbers
+    vae = vae_of(diffusion, flags, run.device)
+    if flags.size is not None:
+        diffusion = at_size(diffusion, flags.size, vae)
     noise = None
     if flags.noise is not None:
-        noise, labels = read_noise(Path(flags.noise), diffusion)
+        noise, labels = read_noise(
+            Path(flags.noise), diffusion, captions.numbers if captions else None
+        )
     guide = None if flags.guide is None else load_guide(flags.guide, run.device, flags.trust)
     weak = None if guide is None else weak_network(guide, diffusion)
     guidance = drawing.guidance_of(flags, weak)
-    vae = vae_of(diffusion, flags, run.device)
-    return Job(run, diffusion, flags, sampler, guidance, guide, labels, noise, vae)
+    return Job(run, diffusion, flags, sampler, guidance, guide, labels, captions, noise, vae)
 
 
 def identity(run: TrainedModel) -> list[str]:
@@ -234,10 +290,11 @@ def drawn(job: Job, rows: range, report: Callable[[int], None]) -> dict[str, Ten
     """The tensors of a batch that the output needs, on the CPU."""
     model, device = job.diffusion.model, job.run.device
     at = slice(rows.start, rows.stop)
+    given, null = job.conditions(at)
     tokens = drawing.generate(
         Counted(job.run.network, report),
         job.diffusion,
-        {"labels": job.labels[at].to(device)},
+        given,
         torch.arange(rows.start, rows.stop, device=device),
         seed=job.flags.seed,
         sampler=job.sampler,
@@ -246,6 +303,7 @@ def drawn(job: Job, rows: range, report: Callable[[int], None]) -> dict[str, Ten
         shift=job.flags.shift,
         guidance=job.guidance,
         noise=None if job.noise is None else model.tokenize(job.noise[at].to(device)),
+        null=null,
     )
     samples = job.diffusion.data.to_stored_units(model.detokenize(tokens))
     check_finite(job, rows, samples, "samples")
@@ -284,12 +342,15 @@ def decoded(
 
 def write(job: Job, parts: FinishedParts) -> None:
     """Join the batches to the output, and delete them."""
-    names = job.diffusion.data.class_names
+    names, is_captioned = job.names, job.captions is not None
     with parts.writing(job.out):
         job.out.parent.mkdir(parents=True, exist_ok=True)
         if job.keeps_latents:
-            tensors = joined(parts)
-            write_tensors(job.out, {**tensors, "labels": job.labels})
+            tensors, metadata = joined(parts), {}
+            if is_captioned:
+                metadata["prompts"] = json.dumps(names, ensure_ascii=False)
+            numbers = {"prompt" if is_captioned else "labels": job.labels}
+            write_tensors(job.out, {**tensors, **numbers}, metadata)
         elif job.out.suffix == ".png":
             (name, samples) = next(iter(joined(parts).items()))
             if name == "pictures":
@@ -301,7 +362,8 @@ def write(job: Job, parts: FinishedParts) -> None:
             shape = (len(job.labels), first.shape[1], first.shape[2], 3)
             output.write_npz(job.out, pictures_of(parts), job.labels, shape)
         else:
-            output.write_folder(job.out, pictures_of(parts), job.labels.tolist(), names)
+            labels, pictures = job.labels.tolist(), pictures_of(parts)
+            output.write_folder(job.out, pictures, labels, names, captioned=is_captioned)
     parts.delete()
 
 

@@ -28,6 +28,10 @@ def check(flags: CommonFlags) -> None:
     """Refuse a file that is not of text."""
     if flags.out and Path(flags.out).suffix != ".txt":
         raise UserError(f"--out {flags.out}: name a .txt file, or leave it out to print the text.")
+    if len(flags.prompt) > 1:
+        raise UserError(
+            f"--prompt: {len(flags.prompt)} of them, but a language model continues one. Give one."
+        )
 
 
 @torch.no_grad()
@@ -35,7 +39,8 @@ def main(run: TrainedModel, objective: NextToken, flags: TextFlags) -> None:
     """Draw texts, and print or write them."""
     facts, end, num = objective.data, objective.data.end_of_document, flags.num or NUM
     codec = codec_of(facts.tokenizer if flags.tokenizer is None else flags.tokenizer)
-    prompt = text_drawing.prompt_ids(flags.prompt, codec, facts, "--prompt")
+    begins = flags.prompt[0] if flags.prompt else ""
+    prompt = text_drawing.prompt_ids(begins, codec, facts, "--prompt")
     texts: list[str] = []
 
     def forward(inputs: Mapping[str, Tensor], static: Mapping[str, Tensor]) -> Tensor:

@@ -138,7 +138,8 @@ FREE_ON_RESUME = frozenset(
     | {"parallel", "pipeline", "activation_checkpoint", "compile"}
     | {"checkpoint", "faults", "metrics", "sampling", "generation", "fid", "profile"}
     | {"ema.snapshots"}
-    | {"training.steps", "training.microbatch_size", "training.deterministic", "training.gc_every"}
+    | {"training.steps", "training.microbatch_size", "training.tokens_per_microbatch"}
+    | {"training.deterministic", "training.gc_every"}
     | {"precision.attention"}
     # Like [faults], these decide when a step is skipped. The loss scale itself is saved.
     | {"precision.loss_scale", "precision.loss_scale_init", "precision.loss_scale_min"}

@@ -141,7 +141,10 @@ HeightWidth = Annotated[tuple[Few, ...], Sides(2)]
 """[height, width] of a picture or latent; one number is a square."""
 Layers = Annotated[int, Bound(least=1, most=2000)]
 """Number of layers. Each layer's modules are built, even to count bytes only: 5 ms each."""
-BatchSize = Annotated[int, Bound(least=1, most=2**20)]
+MOST_SAMPLES = 2**20
+BatchSize = Annotated[int, Bound(least=1, most=MOST_SAMPLES)]
+Tokens = Annotated[int, Bound(least=1, most=2**36)]
+"""Tokens of many samples."""
 Workers = Annotated[int, Bound(least=1, most=256)]
 """Processes or threads."""
 GuidanceScale = Annotated[float, Bound(least=0, most=3e38)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from titan_dit.config.catalog import LR_DECAYS
 from titan_dit.config.section import (
+    MOST_SAMPLES,
     BatchSize,
     Bound,
     Decay,
@@ -23,6 +24,7 @@ from titan_dit.config.section import (
     PositiveInt,
     Section,
     SigmaRel,
+    Tokens,
     UserError,
     show,
 )
@@ -33,17 +35,34 @@ class TrainingConfig(Section):
     """Steps, batch sizes, gradient clipping and determinism."""
 
     section = "training"
-    replaces = {"steps": ("epochs",), "epochs": ("steps",)}
+    replaces = {
+        "steps": ("epochs",),
+        "epochs": ("steps",),
+        "global_batch_size": ("tokens_per_step", "batch_multiple"),
+        "tokens_per_step": ("global_batch_size",),
+        "microbatch_size": ("tokens_per_microbatch",),
+        "tokens_per_microbatch": ("microbatch_size",),
+    }
 
     steps: PositiveInt | None = None
     """Optimizer steps of the whole run; or set epochs."""
     epochs: PositiveFloat | None = None
     """Passes over the training rows, in place of steps. The run's config.toml has the steps."""
-    global_batch_size: BatchSize
-    """Samples per step over all ranks = microbatch_size x microbatches x data-parallel ranks."""
+    global_batch_size: BatchSize | None = None
+    """Samples per step over all ranks = microbatch_size x microbatches x data-parallel ranks. Of
+    data in buckets each step has as many samples of one bucket. Or set tokens_per_step."""
+    tokens_per_step: Tokens | None = None
+    """Predicted tokens per step, in place of global_batch_size: a step takes as many samples of its
+    bucket as they hold, rounded down to a multiple of batch_multiple."""
+    batch_multiple: BatchSize | None = None
+    """Divisor of the samples of every step, with tokens_per_step; unset is 8. A multiple of the
+    data-parallel ranks of all layouts that the run may have."""
     microbatch_size: BatchSize | None = None
     """Samples per forward pass on one rank; unset is the rank's whole share, or 1 if pp is above
     1."""
+    tokens_per_microbatch: Tokens | None = None
+    """Predicted tokens per forward pass on one rank, at most, in place of microbatch_size: as many
+    samples as divide the rank's share."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Clip the gradient to this global L2 norm; 0 disables clipping."""
     frozen: tuple[str, ...] = ()
@@ -65,17 +84,76 @@ class TrainingConfig(Section):
                 f"[training] steps={self.steps} and epochs={show(self.epochs)} are both set. Keep "
                 "one of them."
             )
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        if self.global_batch_size is None and self.tokens_per_step is None:
+            raise UserError(
+                "[training] global_batch_size is missing. Set it, or tokens_per_step for data in "
+                "buckets."
+            )
+        pairs = (
+            ("global_batch_size", "tokens_per_step"),
+            ("global_batch_size", "batch_multiple"),
+            ("microbatch_size", "tokens_per_microbatch"),
+        )
+        for first, second in pairs:
+            if (one := getattr(self, first)) and (other := getattr(self, second)):
+                raise UserError(
+                    f"[training] {first}={one} and {second}={other} are both set. Keep one of them."
+                )
+
+    def samples_per_step(self, tokens: int, bucket: str = "") -> int:
+        """Samples of a step if each has `tokens` predicted tokens, of a bucket of this name.
+
+        Raises UserError if tokens_per_step does not hold batch_multiple of them.
+        """
+        if self.global_batch_size:
+            return self.global_batch_size
+        wanted, multiple = self.tokens_per_step or 0, self.batch_multiple or 8
+        if wanted < multiple * tokens:
+            of = f" of the bucket {bucket}" if bucket else ""
+            fix = f"Set tokens_per_step to at least {multiple * tokens}"
+            fix += f", or batch_multiple to at most {held}." if (held := wanted // tokens) else "."
+            raise UserError(
+                f"[training] tokens_per_step={wanted} holds {wanted // tokens} samples{of} "
+                f"({tokens} tokens each), less than batch_multiple={multiple}. {fix}"
+            )
+        found = wanted // tokens // multiple * multiple
+        if found > MOST_SAMPLES:
+            raise UserError(
+                f"[training] tokens_per_step={wanted} are {found:,} samples of {tokens} tokens. "
+                f"Set at most {MOST_SAMPLES * tokens}."
+            )
+        return found
+
+    def samples_per_microbatch(self, tokens: int, share: int) -> int | None:
+        """[training] microbatch_size, or that of tokens_per_microbatch; None if neither is set.
+
+        `share`: samples of a rank and step, with `tokens` predicted tokens each.
+        """
+        if self.tokens_per_microbatch is None:
+            return self.microbatch_size
+        most = max(1, min(share, self.tokens_per_microbatch // tokens))
+        return next(size for size in range(most, 0, -1) if share % size == 0)
+
+    def with_microbatches(self, size: int) -> TrainingConfig:
+        """The same with microbatches of `size` samples."""
+        return replace(self, microbatch_size=size, tokens_per_microbatch=None)
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps of the whole run; 0 while only epochs are set, see `resolved`."""
         return self.steps or 0
 
-    def resolved(self, num_rows: int) -> TrainingConfig:
-        """Replace `epochs` by `steps` = ceil(epochs x num_rows / global_batch_size)."""
+    def resolved(self, buckets: Iterable[tuple[int, int]]) -> TrainingConfig:
+        """Replace `epochs` by `steps`: of each bucket ceil(epochs x rows / samples per step).
+
+        `buckets`: rows to train on and samples per step of each; one pair without buckets.
+        """
         if self.steps:
             return self
-        steps = math.ceil((self.epochs or 0) * num_rows / self.global_batch_size)
+        steps = sum(math.ceil((self.epochs or 0) * rows / size) for rows, size in buckets)
         return replace(self, steps=steps, epochs=None)
 
 
@@ -246,7 +324,8 @@ class SamplingConfig(Section):
     every: NonNegativeInt = 0
     """Steps between previews; the last step has one, too. 0 disables previews."""
     num: Few | None = None
-    """Samples per preview. Unset: 40 pictures, or 4 texts."""
+    """Samples per preview. Unset: 40 pictures, or as many as are equally many of each prompt; 4
+    texts."""
     sampler: str = "auto"
     """heun, euler or dpmpp_2m for rectified_flow; ddim, ddpm or dpmpp_2m for ddpm; auto takes the
     first. Or "diffusers:CLASS", a scheduler of diffusers."""
@@ -268,6 +347,12 @@ class SamplingConfig(Section):
     vae: FilePath | None = None
     """Pictures of a latent model: folder or name of the autoencoder (diffusers) that decodes
     previews. Unset: channels of the latents are shown."""
+    prompts: tuple[str, ...] = ()
+    """Prompts of the previews of a network that takes captions. Unset: the captions of up to ten
+    rows of [data]."""
+    text_encoder: FilePath | None = None
+    """Folder or name of the text encoder (transformers) that embeds the prompts, once before the
+    first step. Unset: the one that `data encode` used."""
 
 
 @dataclass(frozen=True, kw_only=True)

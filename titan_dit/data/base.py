@@ -136,6 +136,32 @@ class Source:
         """
         return self.read(rows)
 
+    def read_fields(self, names: Sequence[str], rows: Sequence[int]) -> dict[str, Tensor]:
+        """Some fields of `rows`, for the captions of previews and scores.
+
+        Override it to read no others, and for rows of several buckets.
+        """
+        found = self.read(rows)
+        return {name: found[name] for name in names}
+
+    def captions(self, rows: Sequence[int]) -> list[str]:
+        """The text of the caption that `read` gives of each row; empty if texts are not stored."""
+        return []
+
+    @property
+    def bucket_rows(self) -> Sequence[range]:
+        """The rows of each bucket, one after another; one if all samples have the same shape."""
+        return (range(len(self)),)
+
+    @property
+    def bucket_names(self) -> Sequence[str]:
+        """A name for each bucket, such as its shape."""
+        return ("",)
+
+    def bucket_fields(self, bucket: int) -> Mapping[str, Field]:
+        """Dtypes and shapes of the samples of one bucket."""
+        return self.fields
+
     def groups(self) -> Int64[Tensor, " n"] | None:
         """Return the group (class) of every row, to stratify validation; None without groups."""
         return None
@@ -145,8 +171,17 @@ class Source:
         groups = self.groups()
         yield from () if groups is None else torch.split(groups, 1 << 16)
 
-    def order(self, seed: int, held_out: tuple[int, ...], data_order: str) -> SampleOrder:
-        """Return the order of training, without the `held_out` rows."""
+    def order(
+        self,
+        seed: int,
+        held_out: tuple[int, ...],
+        data_order: str,
+        batch_sizes: Sequence[int] = (),
+    ) -> SampleOrder:
+        """Return the order of training, without the `held_out` rows.
+
+        `batch_sizes`: samples of a step, by bucket. They do not change an order of one bucket.
+        """
         # Here: the interface needs no numpy, and benchmarks/gpu.py has none.
         from titan_dit.data.order import EpochOrder
 

@@ -15,14 +15,24 @@ the ranks, so neither do the samples of a step.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from titan_dit.config.section import UserError
-from titan_dit.data.order import EpochOrder, Numbers, SampleRange, derived_seed, permuted
+from titan_dit.data.base import SampleOrder
+from titan_dit.data.order import (
+    BatchPlan,
+    EpochOrder,
+    Numbers,
+    SampleRange,
+    Step,
+    StepPlan,
+    derived_seed,
+    permuted,
+)
 
 BLOCK = 4096
 """Steps whose buckets are computed at once. A round keeps where each block begins, no more."""
@@ -51,38 +61,6 @@ class Bucket:
     def steps_before(self, round_number: int) -> int:
         """Steps of this bucket before a round."""
         return round_number * self.num_training_rows // self.batch_size
-
-
-@dataclass(frozen=True)
-class BucketStep:
-    """One step of training."""
-
-    bucket: int
-    """Number of the bucket that all its samples are of."""
-    numbers: range
-    """Sample numbers, consecutive."""
-    next_cursor: int
-
-
-def samples_per_step(
-    names: Sequence[str], tokens: Sequence[int], tokens_per_step: int, batch_multiple: int
-) -> list[int]:
-    """Samples that a step takes of each bucket, rounded down to a multiple. `tokens`: of a sample.
-
-    Raises UserError for the bucket of most tokens if `tokens_per_step` does not hold
-    `batch_multiple` samples of it.
-    """
-    largest = max(range(len(tokens)), key=tokens.__getitem__)
-    if tokens_per_step < batch_multiple * tokens[largest]:
-        held = tokens_per_step // tokens[largest]
-        fix = f"Set tokens_per_step to at least {batch_multiple * tokens[largest]}"
-        fix += f", or batch_multiple to at most {held}." if held else "."
-        raise UserError(
-            f"[training] tokens_per_step={tokens_per_step} holds {held} samples of the bucket "
-            f"{names[largest]} ({tokens[largest]} tokens each), less than batch_multiple="
-            f"{batch_multiple}. {fix}"
-        )
-    return [tokens_per_step // each // batch_multiple * batch_multiple for each in tokens]
 
 
 def split_held_out(
@@ -153,13 +131,18 @@ class BucketOrder:
         most = (cursor + sum(b.batch_size for b in self.buckets)) // self.num_rows + 1
         return least - 1 + bisect_right(range(least, most + 1), cursor, key=self.samples_before)
 
-    def step(self, cursor: int) -> BucketStep:
-        """The step that begins at `cursor`. Raises ValueError if none does."""
+    def step(self, cursor: int) -> Step:
+        """The step that begins at `cursor`. Raises UserError if none does."""
         first, bucket, _ = self.located(cursor)
         if first != cursor:
-            raise ValueError(f"cursor {cursor} is inside the step that begins at {first}")
+            raise UserError(
+                f"[training] the run goes on at sample {cursor}, which is inside a step of "
+                f"{self.buckets[bucket].batch_size} samples of {self.buckets[bucket].name}. Set "
+                "the sizes of its steps as they were: global_batch_size, or tokens_per_step and "
+                "batch_multiple."
+            )
         end = cursor + self.buckets[bucket].batch_size
-        return BucketStep(bucket, range(cursor, end), end)
+        return Step(range(cursor, end), end, bucket)
 
     def located(self, number: int) -> tuple[int, int, int]:
         """(first sample number of a sample's step, its bucket, the step's number in the bucket)."""
@@ -215,29 +198,39 @@ class BucketOrder:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Steps without the `skipped` ranges, which are ascending, disjoint and of whole steps."""
+    """Steps of one bucket each: a `StepPlan`.
+
+    The `skipped` ranges are ascending, disjoint and of whole steps.
+    """
 
     order: BucketOrder
     skipped: tuple[SampleRange, ...] = ()
 
-    def step(self, cursor: int) -> BucketStep:
-        """The step at `cursor`, or the first one after the range that `cursor` is in."""
+    def __call__(self, cursor: int) -> Step:
+        """See `StepPlan`. Raises UserError for a cursor inside a step."""
         for first, end in self.skipped:
             if first <= cursor < end:
                 cursor = end
         return self.order.step(cursor)
 
-    def __call__(self, cursor: int) -> tuple[Sequence[int], int]:
-        """The step's sample numbers and the next cursor, as `order.BatchPlan` gives them."""
-        step = self.step(cursor)
-        return step.numbers, step.next_cursor
 
-    def steps(self, cursor: int) -> Iterator[BucketStep]:
-        """All steps from `cursor` on, endlessly."""
-        while True:
-            step = self.step(cursor)
-            yield step
-            cursor = step.next_cursor
+def rows_and_sizes(order: SampleOrder, global_batch_size: int) -> list[tuple[int, int]]:
+    """(rows to train on, samples of a step) of each bucket.
+
+    `global_batch_size`: see `step_plan`.
+    """
+    if isinstance(order, BucketOrder):
+        return [(bucket.num_training_rows, bucket.batch_size) for bucket in order.buckets]
+    return [(order.num_rows, global_batch_size)]
+
+
+def step_plan(
+    order: SampleOrder, global_batch_size: int, skipped: tuple[SampleRange, ...] = ()
+) -> StepPlan:
+    """The steps of a run; `global_batch_size`: of data without buckets."""
+    if isinstance(order, BucketOrder):
+        return BucketPlan(order, skipped)
+    return BatchPlan(global_batch_size, skipped)
 
 
 class RoundSteps:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from titan_dit.config import user_text
 from titan_dit.config.section import UserError
 from titan_dit.data.latent_facts import TEXT_DTYPES, TextFacts
 from titan_dit.data.manifest import file_digest
@@ -27,6 +28,8 @@ from titan_dit.data.shards import RowFile, ShardRows, bytes_of, read_header
 from titan_dit.rng import SampleRNG
 
 INDEX = "text-index.safetensors"
+CAPTIONS = "captions.jsonl"
+"""File of the captions as text, a line of JSON per picture: {"text": one, or a list}."""
 NUMPY_DTYPES = {"float16": "<f2", "bfloat16": "<i2", "float32": "<f4"}
 """numpy's dtype for the bytes of each of TEXT_DTYPES; it has no bfloat16."""
 REMEDY = "Restore the file, or repeat data encode --text-encoder."
@@ -35,6 +38,18 @@ REMEDY = "Restore the file, or repeat data encode --text-encoder."
 def file_name(number: int) -> str:
     """Name of a file of embeddings."""
     return f"text-{number:05d}.safetensors"
+
+
+def texts_of(line: bytes, where: str) -> list[str]:
+    """The captions in a line of captions.jsonl; `where` begins an error."""
+    try:
+        text = user_text.parse_json(line)["text"]
+    except (ValueError, TypeError, KeyError):
+        text = None
+    texts = text if isinstance(text, list) else [text]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"{where}: has no text. Restore the file.")
+    return texts
 
 
 class CaptionFile(NamedTuple):
@@ -95,6 +110,15 @@ class CaptionEmbeddings:
         self, pictures: Int64[np.ndarray, " b"], numbers: Sequence[int]
     ) -> Int64[np.ndarray, " b"]:
         """The caption of each picture: its only one, or one drawn by the sample number."""
+        begins = np.where(pictures > 0, self._ends[pictures - 1], 0)
+        places = begins + self.choices(pictures, numbers)
+        chosen: Int64[np.ndarray, " b"] = self._numbers[places].astype(np.int64)
+        return chosen
+
+    def choices(
+        self, pictures: Int64[np.ndarray, " b"], numbers: Sequence[int]
+    ) -> Int64[np.ndarray, " b"]:
+        """Which of each picture's captions `chosen` is, from 0."""
         ends = self._ends[pictures]
         begins = np.where(pictures > 0, self._ends[pictures - 1], 0)
         counts = ends - begins
@@ -103,13 +127,13 @@ class CaptionEmbeddings:
                 f"[data] {self.path / INDEX}: its ends do not give every picture a caption. "
                 f"{REMEDY}"
             )
-        places = begins
+        choices = np.zeros_like(counts)
         if (counts > 1).any():
             rng = SampleRNG(0, torch.tensor(list(numbers)))
             drawn = (rng.uniform("caption").double().numpy() * counts).astype(np.int64)
-            places = begins + np.minimum(drawn, counts - 1)
-        chosen: Int64[np.ndarray, " b"] = self._numbers[places].astype(np.int64)
-        return chosen
+            choices = np.minimum(drawn, counts - 1)
+        found: Int64[np.ndarray, " b"] = choices
+        return found
 
     def of_captions(self, captions: Int64[np.ndarray, " b"]) -> dict[str, Tensor]:
         """`text` and `text_length` of captions by number."""

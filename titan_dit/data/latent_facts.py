@@ -44,6 +44,7 @@ SCHEMA = {
     "bucket_shapes": Maybe(schema.Rows((PositiveInt, PositiveInt, PositiveInt))),
     "bucket_counts": Maybe(tuple[PositiveInt, ...]),
     "text_digest": Maybe(str),
+    "text_source": Maybe(str),
     "text": Maybe(
         OrNone(
             {
@@ -137,6 +138,7 @@ class LatentFacts(DataFacts):
         "posterior",
         "bucket_counts",
         "text_digest",
+        "text_source",
     }
 
     shape: tuple[int, int, int]
@@ -165,6 +167,8 @@ class LatentFacts(DataFacts):
     text_digest: str = ""
     """SHA-256 of the embeddings' contents; `digest` is that of the latents and labels alone, so
     that a run on labels goes on when captions are added."""
+    text_source: str = ""
+    """Folder or name of the text encoder when the captions were encoded; "" if not known."""
 
     def as_json(self) -> dict[str, Any]:
         """The fields as JSON values, as older versions have them without buckets and text."""
@@ -172,7 +176,7 @@ class LatentFacts(DataFacts):
         if not self.bucket_shapes:
             del values["bucket_shapes"], values["bucket_counts"]
         if self.text is None:
-            del values["text"], values["text_digest"]
+            del values["text"], values["text_digest"], values["text_source"]
         return values
 
     @property

@@ -13,6 +13,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +25,12 @@ from safetensors import torch as safetensors
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.data.base import SampleOrder, Source
+from titan_dit.data.base import Field, SampleOrder, Source
 from titan_dit.data.buckets import BucketOrder
-from titan_dit.data.caption_embeddings import CaptionEmbeddings
+from titan_dit.data.caption_embeddings import CAPTIONS, INDEX, CaptionEmbeddings, texts_of
 from titan_dit.data.folders import LatentFolder
 from titan_dit.data.latent_facts import LatentFacts, VAEFacts
-from titan_dit.data.listing import Listing, few, layout_of, list_folder
+from titan_dit.data.listing import Listing, layout_of, list_folder
 from titan_dit.data.manifest import (
     BUCKETS_FORMAT,
     FORMAT,
@@ -168,6 +169,7 @@ class LatentShards(Source):
             posterior=manifest.get("posterior") or "",
             text=self._text.facts if self._text else None,
             text_digest=digest_of(texts) if texts else "",
+            text_source=text["source"] if text else "",
             digest=digest_of([entry["sha256"] for entry in manifest["shards"]] + units),
         )
         self.fields = self.facts.fields(self.dtype)
@@ -179,6 +181,20 @@ class LatentShards(Source):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Read one sample; rows are numbered across the shards in manifest order."""
         return {name: value[0] for name, value in self.read([index]).items()}
+
+    @property
+    def bucket_rows(self) -> Sequence[range]:
+        """See `Source.bucket_rows`."""
+        return [bucket.rows for bucket in self.buckets]
+
+    @property
+    def bucket_names(self) -> Sequence[str]:
+        """See `Source.bucket_names`."""
+        return [bucket.name for bucket in self.buckets]
+
+    def bucket_fields(self, bucket: int) -> dict[str, Field]:
+        """See `Source.bucket_fields`."""
+        return {**self.fields, "latent": Field(self.dtype, self.buckets[bucket].shape)}
 
     @property
     def labels(self) -> Int64[Tensor, " n"]:
@@ -208,20 +224,16 @@ class LatentShards(Source):
             with safe_open(self.path / entry["file"], framework="pt") as file:
                 yield file.get_tensor("label")
 
-    def order(self, seed: int, held_out: tuple[int, ...], data_order: str) -> SampleOrder:
-        """The order of epochs. Raises UserError for rows of several shapes: see `bucket_order`."""
-        if self.keeps_groups:
-            names = few([bucket.name for bucket in self.buckets])
-            raise UserError(
-                f"[data] path={self.path} holds latents of {len(self.buckets)} shapes: {names}. A "
-                "step has one shape. Encode with --image-size, or --buckets of one size."
-            )
-        return super().order(seed, held_out, data_order)
-
-    def bucket_order(
-        self, seed: int, held_out: tuple[int, ...], batch_sizes: Sequence[int]
-    ) -> BucketOrder:
-        """The order of steps of one bucket each; `batch_sizes`: samples of a step, by bucket."""
+    def order(
+        self,
+        seed: int,
+        held_out: tuple[int, ...],
+        data_order: str,
+        batch_sizes: Sequence[int] = (),
+    ) -> SampleOrder:
+        """The order of training; of several buckets, steps of one bucket each."""
+        if not self.keeps_groups:
+            return super().order(seed, held_out, data_order, batch_sizes)
         names = [bucket.name for bucket in self.buckets]
         sizes = [bucket.count for bucket in self.buckets]
         return BucketOrder.of(seed, names, sizes, batch_sizes, held_out)
@@ -259,6 +271,32 @@ class LatentShards(Source):
         labels = np.array([self._labels[number][row] for number, row in pairs], dtype=np.int64)
         found = {"latent": torch.from_numpy(latents), "label": torch.from_numpy(labels)}
         return found | (self._text.read(at // self.copies, numbers) if self._text else {})
+
+    def read_fields(self, names: Sequence[str], rows: Sequence[int]) -> dict[str, Tensor]:
+        """See `Source.read_fields`; of the embeddings of captions alone, no latents are read."""
+        if self._text is None or not set(names) <= {"text", "text_length"}:
+            return super().read_fields(names, rows)
+        found = self._text.read(np.asarray(rows, dtype=np.int64) // self.copies, rows)
+        return {name: found[name] for name in names}
+
+    def captions(self, rows: Sequence[int]) -> list[str]:
+        """See `Source.captions`. Raises UserError for a damaged captions.jsonl."""
+        file = self.path / CAPTIONS
+        if self._text is None or not file.is_file():
+            return []
+        pictures = np.asarray(rows, dtype=np.int64) // self.copies
+        choices = self._text.choices(pictures, rows).tolist()
+        wanted, found = set(pictures.tolist()), dict[int, list[str]]()
+        with file.open("rb") as lines:
+            for number, line in enumerate(islice(lines, max(wanted, default=-1) + 1)):
+                if number in wanted:
+                    found[number] = texts_of(line, f"[data] {file}, line {number + 1}")
+        try:
+            return [found[n][k] for n, k in zip(pictures.tolist(), choices, strict=True)]
+        except (KeyError, IndexError):
+            raise UserError(
+                f"[data] {file}: holds other captions than {self.path / INDEX}. Restore it."
+            ) from None
 
     def _open_shard(
         self, entry: dict[str, Any], manifest: dict[str, Any], verify: bool

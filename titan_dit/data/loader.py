@@ -5,6 +5,7 @@ It is independent of models and objectives.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -209,8 +210,7 @@ def load(
     The cursor is the only position; the loader keeps no state. `inspect` validates the fields in
     the process that reads them. Copies to a GPU are asynchronous, through pinned memory.
     """
-    total_weight = float(order.plan.global_batch_size)
-    weight = (torch.arange(order.padded_size, device=device) < order.num_real).float()
+    weights = functools.lru_cache(maxsize=None)(functools.partial(weights_of, device=device))
     with warnings.catch_warnings():
         # torchdata 0.11 calls a function that torch 2.13 deprecates.
         warnings.filterwarnings("ignore", message="'set_vital'")
@@ -228,10 +228,12 @@ def load(
         )
         shares = started(loader, workers)
     try:
-        for share in with_killed_workers(shares):
-            if isinstance(share, UserError):
+        for read, share in zip(with_killed_workers(shares), order.shares(cursor), strict=False):
+            if isinstance(read, UserError):
                 break
-            yield Batch(share.fields, share.sample_numbers, weight, total_weight).to(device)
+            weight = weights(len(share.numbers), share.size)
+            total = float(share.step_size)
+            yield Batch(read.fields, read.sample_numbers, weight, total).to(device)
     except Exception:
         if workers:
             # The traceback keeps them. They ignore SIGTERM: the exit would wait for them for ever.
@@ -239,4 +241,9 @@ def load(
         raise
     # Only an error ends the loop. Stop the workers now: the traceback's frames would keep them.
     del shares, loader
-    raise share
+    raise read
+
+
+def weights_of(num_real: int, size: int, device: torch.device) -> Tensor:
+    """1 for each of a rank's samples, 0 for its padding: [size]."""
+    return (torch.arange(size, device=device) < num_real).float()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -145,9 +145,35 @@ def count(ranges: Iterable[SampleRange], below: int | None = None) -> int:
 Numbers: TypeAlias = NDArray[np.int64]
 
 
+class Step(NamedTuple):
+    """The samples of one optimizer step, on all ranks."""
+
+    numbers: Sequence[int]
+    """Sample numbers, ascending."""
+    next_cursor: int
+    bucket: int = 0
+    """Number of the bucket of its samples, which have one shape; 0 if all data has."""
+
+
+@runtime_checkable
+class StepPlan(Protocol):
+    """Cursor -> step: `BatchPlan`, or `buckets.BucketPlan` for data of several shapes."""
+
+    def __call__(self, cursor: int) -> Step:
+        """Return the step that begins at `cursor`, or after the skipped range that it is in."""
+
+
+def steps_from(plan: StepPlan, cursor: int) -> Iterator[Step]:
+    """Yield all steps from `cursor` on, endlessly."""
+    while True:
+        step = plan(cursor)
+        yield step
+        cursor = step.next_cursor
+
+
 @dataclass(frozen=True)
 class BatchPlan:
-    """Global batches: cursor -> (the step's sample numbers, the next cursor).
+    """Steps of equal size: a `StepPlan`.
 
     No batch contains the `skipped` ranges, which are ascending and disjoint.
     """
@@ -155,8 +181,8 @@ class BatchPlan:
     global_batch_size: int
     skipped: tuple[SampleRange, ...] = ()
 
-    def __call__(self, cursor: int) -> tuple[Sequence[int], int]:
-        """Return the step's ascending sample numbers from `cursor` on, and the next cursor."""
+    def __call__(self, cursor: int) -> Step:
+        """See `StepPlan`; a batch goes on behind a skipped range."""
         parts, wanted = [], self.global_batch_size
         for first, end in self.skipped:
             if end <= cursor:
@@ -169,7 +195,7 @@ class BatchPlan:
             cursor = end
         parts.append(range(cursor, cursor + wanted))
         numbers = parts[0] if len(parts) == 1 else list(chain(*parts))
-        return numbers, cursor + wanted
+        return Step(numbers, cursor + wanted)
 
 
 @dataclass(frozen=True)
@@ -240,49 +266,47 @@ def sorted_permutation(seed: int, epoch: int, num_rows: int) -> Numbers:
     return permutation(seed, epoch, num_rows).numpy()
 
 
+class Share(NamedTuple):
+    """One data-parallel rank's share of a step."""
+
+    numbers: Sequence[int]
+    """Sample numbers."""
+    size: int
+    """Samples that the rank reads: copies of its last one, with weight 0, pad its share."""
+    step_size: int
+    """Samples of the step, on all ranks."""
+
+
 @dataclass(frozen=True)
 class RankOrder:
-    """One data-parallel rank's share of every batch: (sample number, row) pairs.
+    """One data-parallel rank's share of every step, as (sample number, row) pairs.
 
-    Shares are contiguous and differ by at most one sample. Every rank reads `size` samples: copies
-    of its last sample, with weight 0, pad a smaller share.
+    Shares are contiguous and differ by at most one sample.
     """
 
-    plan: BatchPlan
+    plan: StepPlan
     sample_order: SampleOrder
     rank: int
     num_ranks: int
-    size: int | None = None
-    """Samples per rank including padding; None for the largest share."""
+    sizes: tuple[int, ...] = ()
+    """Samples per rank including padding, by bucket; empty for the largest share."""
 
-    @property
-    def bounds(self) -> SampleRange:
-        """(first, end) of the share within a batch; never empty."""
-        batch = self.plan.global_batch_size
-        return self.rank * batch // self.num_ranks, (self.rank + 1) * batch // self.num_ranks
+    def share(self, step: Step) -> Share:
+        """The rank's share of a step; never empty."""
+        total, ranks = len(step.numbers), self.num_ranks
+        first, end = self.rank * total // ranks, (self.rank + 1) * total // ranks
+        size = self.sizes[step.bucket] if self.sizes else -(-total // ranks)
+        return Share(step.numbers[first:end], size, total)
 
-    @property
-    def num_real(self) -> int:
-        """Samples before the padding."""
-        first, end = self.bounds
-        return end - first
-
-    @property
-    def padded_size(self) -> int:
-        """Samples per rank including padding."""
-        return self.size or -(-self.plan.global_batch_size // self.num_ranks)
-
-    def share(self, cursor: int) -> Sequence[int]:
-        """Return the rank's unpadded sample numbers of the step that starts at `cursor`."""
-        return self.plan(cursor)[0][slice(*self.bounds)]
+    def shares(self, cursor: int) -> Iterator[Share]:
+        """Yield the shares of all steps from `cursor` on, endlessly."""
+        return map(self.share, steps_from(self.plan, cursor))
 
     def batches(self, cursor: int) -> Iterator[list[tuple[int, int]]]:
         """Yield padded batches endlessly, from `cursor` on."""
-        while True:
-            mine = self.share(cursor)
+        for mine, size, _ in self.shares(cursor):
             pairs = list(zip(mine, self.sample_order.rows(mine), strict=True))
-            yield pairs + pairs[-1:] * (self.padded_size - len(pairs))
-            _, cursor = self.plan(cursor)
+            yield pairs + pairs[-1:] * (size - len(pairs))
 
 
 SLOTS = 1 << 16
@@ -369,8 +393,14 @@ class BlendedSource(Source):
         dataset = int(np.searchsorted(self.ends, row, side="right"))
         return dataset, row - int(self.ends[dataset] - self.counts[dataset])
 
-    def order(self, seed: int, held_out: tuple[int, ...], data_order: str) -> SampleOrder:
+    def order(
+        self,
+        seed: int,
+        held_out: tuple[int, ...],
+        data_order: str,
+        batch_sizes: Sequence[int] = (),
+    ) -> SampleOrder:
         """The order of training: a permutation per epoch, or a blend by weights."""
         if not self.weights:
-            return super().order(seed, held_out, data_order)
+            return super().order(seed, held_out, data_order, batch_sizes)
         return BlendOrder.of(seed, self.counts.tolist(), self.weights, held_out, data_order)

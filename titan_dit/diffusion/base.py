@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -64,6 +64,14 @@ class LatentModel(Protocol):
 
     def static(self, device: torch.device) -> dict[str, Tensor]:
         """The model's static inputs for samples of `sample_shape`."""
+
+
+@runtime_checkable
+class SizedModel(Protocol):
+    """What a model that takes latents of any size has besides."""
+
+    def at_size(self, height: int, width: int) -> Any:
+        """The same network for latents of another size: equal parameters, other tokens."""
 
 
 @runtime_checkable

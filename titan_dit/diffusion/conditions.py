@@ -7,21 +7,23 @@ training, and guidance, exchange whole rows by those of `null`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from titan_dit.data.base import Fields
+from titan_dit.data.base import Fields, Source
 
 NO_LABEL = -1
 
 Given: TypeAlias = Mapping[str, Tensor]
 """A condition of b samples: the network's inputs by name, each [b, ...]."""
+Conditions: TypeAlias = Callable[[Int64[Tensor, " b"]], Given]
+"""Numbers of samples -> their conditions, on the device of the numbers."""
 
 
 class Condition(ABC):
@@ -75,6 +77,19 @@ class Captions(Condition):
         text = functional.pad(self.empty.to(device), (0, 0, 0, self.tokens - len(self.empty)))
         length = torch.full((num,), len(self.empty), device=device)
         return {"text": text.expand(num, -1, -1), "text_length": length}
+
+
+@dataclass
+class OpenedData:
+    """What previews and scores take of a dataset, once it is open."""
+
+    source: Source | None = None
+    prompts: tuple[str, ...] = ()
+    """What a preview shows."""
+    fields: Fields = field(default_factory=dict)
+    """The fields of the prompts' conditions, a row per prompt; on the CPU."""
+    notes: tuple[str, ...] = ()
+    """Console lines about the prompts."""
 
 
 def without(given: Given, null: Given, dropped: Bool[Tensor, " b"]) -> dict[str, Tensor]:

@@ -14,8 +14,10 @@ from titan_dit.config import catalog
 from titan_dit.config.dotted_names import look_up
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import SamplingConfig
+from titan_dit.data.base import Source
+from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.listing import few
-from titan_dit.diffusion.conditions import Given
+from titan_dit.diffusion.conditions import Captions, Conditions, Given, OpenedData, rows_of
 from titan_dit.diffusion.guidance import Conditional, Guidance, guided, scales
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.diffusion.samplers import from_diffusers
@@ -114,6 +116,79 @@ def labels_like(
     return torch.tensor([numbers[name] for name in classes]).repeat_interleave(each)
 
 
+PROMPTS = 10
+"""Maximum number of captions of [data] that a preview shows."""
+
+
+def captions_of_rows(captions: Captions, source: Source, num: int) -> Conditions:
+    """The stored captions of `num` rows, evenly spaced over a dataset, read when they are drawn."""
+
+    def read(numbers: Int64[Tensor, " b"]) -> Given:
+        rows = (numbers.cpu() * len(source) // num).tolist()
+        given = captions.given(source.read_fields(captions.takes, rows))
+        return {name: value.to(numbers.device) for name, value in given.items()}
+
+    return read
+
+
+def prompts_of(
+    sampling: SamplingConfig, data: LatentFacts, tokens: int, source: Source
+) -> OpenedData:
+    """The prompts of [sampling] and their embeddings; without any, captions of stored rows.
+
+    `tokens`: those of a prompt that the network takes. Raises UserError for another text encoder
+    than that of the data.
+    """
+    # Imported late: the benchmarks train on machines without Pillow.
+    from titan_dit.pictures.prompts import open_encoder
+
+    prompts = sampling.prompts
+    if not prompts:
+        return stored_captions(source)
+    where, cpu = "[sampling] text_encoder", torch.device("cpu")
+    encoder = open_encoder(prompts, data, sampling.text_encoder, tokens, cpu, where)
+    cut = encoder.num_cut(prompts)
+    note = f"hint    {cut} of {len(prompts)} prompts of [sampling] are cut to {tokens} tokens"
+    return OpenedData(prompts=prompts, fields=encoder.fields(prompts), notes=(note,) if cut else ())
+
+
+def stored_captions(source: Source) -> OpenedData:
+    """The captions of up to PROMPTS rows of a dataset. UserError if none is stored as text."""
+    few = min(len(source), PROMPTS * PROMPTS)
+    rows = [place * len(source) // few for place in range(few)]
+    row_of: dict[str, int] = {}
+    for row, text in zip(rows, source.captions(rows), strict=False):
+        row_of.setdefault(text, row)
+    if not row_of:
+        raise UserError(
+            "[sampling] every: the network takes captions, and [data] holds none as text. Set "
+            "[sampling] prompts, a list of them, or every = 0."
+        )
+    texts, num = list(row_of), min(len(row_of), PROMPTS)
+    prompts = tuple(texts[place * len(texts) // num] for place in range(num))
+    fields = source.read_fields(Captions.takes, [row_of[text] for text in prompts])
+    return OpenedData(prompts=prompts, fields=fields)
+
+
+def shown(
+    objective: Diffusion, sampling: SamplingConfig
+) -> tuple[Int64[Tensor, " num"], Given, Sequence[str]]:
+    """What a preview shows: the class or prompt of each picture, its condition, all names."""
+    captions, opened = objective.captions, objective.opened
+    if captions is None:
+        labels = preview_labels(sampling.num or NUM, objective.num_classes)
+        return labels, {"labels": labels}, objective.data.class_names
+    count = len(opened.prompts)
+    num = sampling.num or count * max(1, NUM // count)
+    if num < count:
+        raise UserError(
+            f"[sampling] num={num} does not show all {count} prompts. Set num to at least "
+            f"{count}, or fewer prompts."
+        )
+    places = spread_labels(num, list(range(count)))
+    return places, rows_of(captions.given(opened.fields), places), opened.prompts
+
+
 def preview_labels(num: int, num_classes: int) -> Int64[Tensor, " num"]:
     """Labels for a small grid: at most ten classes, so that each has several samples."""
     shown = max(1, min(10, num_classes, num // 4))
@@ -174,15 +249,19 @@ def generate(
     shift: float | None = None,
     guidance: Guidance = Guidance(),  # noqa: B008 - frozen.
     noise: Float[Tensor, "b n d"] | None = None,
+    null: Given | None = None,
 ) -> Float[Tensor, "b n d"]:
     """Draw one sample per row of a condition, as tokens.
 
     The noise of a sample depends only on `seed` and on its entry in `numbers`, not on the batch or
     the number of ranks. `noise`: initial noise instead of the seed's. `shift`: of a flow's times;
-    None takes that of training.
+    None takes that of training. `null`: a condition of each sample to guide away from, in place of
+    none.
     """
     rng, device = SampleRNG(seed, numbers), numbers.device
-    static, null = objective.static(device), objective.condition.null(len(numbers), device)
+    static = objective.static(device)
+    if null is None:
+        null = objective.condition.null(len(numbers), device)
     channels, shape = objective.channels, objective.model.token_shape
 
     def predict(x: Tensor, timestep: Tensor, of: Given) -> Tensor:
@@ -242,13 +321,15 @@ def preview(
     vae: Autoencoder | None = None,
 ) -> Preview:
     """Draw the samples of [sampling] as one picture; data ranks draw shares, then all-gather."""
-    num, device = sampling.num or NUM, share.device
+    device = share.device
+    labels, conditions, names = shown(objective, sampling)
+    num = len(labels)
     rows = -(-num // share.num_ranks)
     numbers = torch.arange(rows * share.num_ranks, device=device)
-    labels = preview_labels(num, objective.num_classes).to(device)
     mine = numbers[share.rank * rows :][:rows]
     # Numbers from `num` on are padding, cut off below.
-    given = {"labels": labels[mine.clamp(max=num - 1)]}
+    kept = mine.clamp(max=num - 1).cpu()
+    given = {name: value.to(device) for name, value in rows_of(conditions, kept).items()}
     drawn = samples(forward, objective, sampling, seed, given, mine)
     finite = share.gather(drawn.isfinite().flatten(1).all(1).float())[:num]
     value_range = objective.data.value_range
@@ -260,7 +341,6 @@ def preview(
         # Imported late: the benchmarks train on machines without Pillow.
         from titan_dit.pictures import output
 
-        names = objective.data.class_names
         output.draw_grid(file, drawn, labels.tolist(), value_range, names)
 
     lost = (finite == 0).nonzero()[:, 0].tolist()

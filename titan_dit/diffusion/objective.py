@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,19 +17,22 @@ from titan_dit.config.section import UserError, show
 from titan_dit.config.training import GenerationConfig, SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.data.latent_facts import LatentFacts, TextFacts, shown
+from titan_dit.data.listing import few
 from titan_dit.diffusion.base import (
     CaptionedModel,
     Corrupted,
     LabelledModel,
     LatentModel,
     Predict,
+    SizedModel,
 )
 from titan_dit.diffusion.conditions import (
     Captions,
     ClassLabels,
     Condition,
+    Conditions,
     Given,
-    rows_of,
+    OpenedData,
     without,
 )
 from titan_dit.diffusion.sections import DiffusionConfig
@@ -38,6 +41,7 @@ from titan_dit.objectives.base import (
     DataShare,
     Forward,
     Objective,
+    OnFirst,
     Prepared,
     Preview,
     missing_members,
@@ -69,6 +73,20 @@ def what_fits(facts: LatentFacts) -> str:
         return f"{held}. Latents must be square."
     other = f", or in_channels = {half[0][0]} if half of its channels are a std" if half else ""
     return f"{held}. Set in_channels = {c}, latent_size = {h}{other}."
+
+
+def sized_models(model: ModelConfig, facts: DataFacts) -> Sequence[tuple[str, ModelConfig]]:
+    """See `ObjectiveConfig.sized_models`."""
+    shapes = facts.bucket_shapes if isinstance(facts, LatentFacts) else ()
+    if not shapes:
+        return ()
+    if not isinstance(model, SizedModel):
+        raise UserError(
+            f"[model] name={show(model.name)} takes latents of one shape, but [data] holds "
+            f"{len(shapes)}: {few([list(shape) for shape in shapes])}. Choose a model that has "
+            'at_size, such as name = "joint_dit", or encode pictures of one size (--image-size).'
+        )
+    return [("x".join(map(str, shape)), model.at_size(*shape[1:])) for shape in shapes]
 
 
 def check_data(facts: DataFacts, model: LatentModel, objective: str) -> LatentFacts:
@@ -196,8 +214,12 @@ class Diffusion(Objective, ABC):
         default_factory=dict, repr=False
     )
     """Cache of the model's static inputs, which are equal in every step."""
+    by_size: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict, repr=False)
+    """Cache of `sized`: (height, width) -> the objective."""
     autoencoders: dict[str, Autoencoder] = dataclasses.field(default_factory=dict, repr=False)
     """Cache: [sampling] vae -> the autoencoder of previews."""
+    opened: OpenedData = dataclasses.field(default_factory=OpenedData, repr=False, compare=False)
+    """What previews and scores take of the data."""
 
     @classmethod
     def of(cls: type[Kind], config: Any, model: ModelConfig, facts: DataFacts) -> Kind:
@@ -220,9 +242,22 @@ class Diffusion(Objective, ABC):
         """Classes of a network with labels. Raises UserError for one with captions."""
         if isinstance(self.model, LabelledModel):
             return self.model.num_classes
-        raise UserError(
-            f"[model] name={show(self.model.name)} takes captions: it cannot draw classes. Prompts "
-            "are not there yet: set [sampling] every = 0 and [fid] every = 0."
+        raise UserError(f"[model] name={show(self.model.name)} takes captions, not classes.")
+
+    @property
+    def captions(self) -> Captions | None:
+        """The condition of a network that takes captions, else None."""
+        return self.condition if isinstance(self.condition, Captions) else None
+
+    def at_size(self: Kind, height: int, width: int) -> Kind:
+        """The objective for latents of another size. Raises UserError if the network cannot."""
+        if not isinstance(self.model, SizedModel):
+            raise UserError(
+                f"[model] name={show(self.model.name)} has no at_size: it draws samples of "
+                f"{list(self.model.sample_shape)} only."
+            )
+        return dataclasses.replace(
+            self, model=self.model.at_size(height, width), static_inputs={}, by_size={}
         )
 
     @property
@@ -278,19 +313,38 @@ class Diffusion(Objective, ABC):
         middles = [round((number + 0.5) * width) for number in range(bins)]
         return {f"t{middle}": float(middle) for middle in middles}
 
+    def sized(self: Kind, latents: Shaped[Tensor, "b k h w"]) -> Kind:
+        """This objective for latents of the size of `latents`, which are of one bucket."""
+        height, width = latents.shape[-2:]
+        if (height, width) == self.model.sample_shape[1:]:
+            return self
+        if (height, width) not in self.by_size:
+            assert isinstance(self.model, SizedModel)
+            # All at once: the compiler reads the cache.
+            sizes = {(height, width), *(shape[1:] for shape in self.data.bucket_shapes)}
+            for size in sorted(sizes):
+                model = self.model.at_size(*size)
+                # Static inputs are of a size.
+                own = dataclasses.replace(self, model=model, static_inputs={}, by_size={})
+                self.by_size[size] = own
+        found: Kind = self.by_size[height, width]
+        return found
+
     def clean_tokens(self, fields: Fields, rng: SampleRNG) -> Float[Tensor, "b n d"]:
         """Stored latents in the model's units, cut into tokens."""
         return self.model.tokenize(to_model_units(fields["latent"], self.data, self.channels, rng))
 
     def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:
         """Draw timestep, noise and condition dropout by sample number."""
-        clean = self.clean_tokens(batch.fields, rng)
+        own = self.sized(batch.fields["latent"])
+        self.static(batch.weight.device)
+        clean = own.clean_tokens(batch.fields, rng)
         # The name of the draws as it always was: runs go on with the same ones.
         dropped = rng.uniform("label_dropout") < self.config.condition_dropout
         null = self.condition.null(len(clean), clean.device)
         given = without(self.condition.given(batch.fields), null, dropped)
         noise = rng.normal("noise", tuple(clean.shape[1:]))
-        return self.corrupted(batch, clean, self.timesteps_of(rng), noise, given)
+        return own.corrupted(batch, clean, own.timesteps_of(rng), noise, given)
 
     def corrupted(
         self,
@@ -314,12 +368,17 @@ class Diffusion(Objective, ABC):
         """The model's static inputs."""
         if device not in self.static_inputs:
             self.static_inputs[device] = self.model.static(device)
+            for other in self.by_size.values():
+                other.static(device)
         return self.static_inputs[device]
 
     def describe(self, fields: Fields, rng: SampleRNG) -> dict[str, Tensor]:
         """The timestep in the network's unit and, if fields were read, the label."""
         labels = {"label": fields["label"]} if "label" in self.takes and fields else {}
-        return {**labels, "timestep": self.timesteps_of(rng)}
+        if not fields and self.data.bucket_shapes:
+            return {}  # Timesteps may depend on the size, which is not known.
+        own = self.sized(fields["latent"]) if fields else self
+        return {**labels, "timestep": own.timesteps_of(rng)}
 
     def inspect(self, fields: Fields) -> None:
         """Refuse a std below 0."""
@@ -327,18 +386,19 @@ class Diffusion(Objective, ABC):
 
     def evaluations(self, batch: Batch, rng: SampleRNG) -> dict[str, Prepared]:
         """The batch, without condition dropout, at the middle timestep of every bin."""
-        clean, found = self.clean_tokens(batch.fields, rng), {}
+        own, found = self.sized(batch.fields["latent"]), dict[str, Prepared]()
+        clean = own.clean_tokens(batch.fields, rng)
         noise = rng.normal("noise", tuple(clean.shape[1:]))
         given = self.condition.given(batch.fields)
         for name, middle in self.validation_timesteps(VALIDATION_BINS).items():
             timestep = torch.full_like(batch.weight, middle)
-            found[name] = self.corrupted(batch, clean, timestep, noise, given)
+            found[name] = own.corrupted(batch, clean, timestep, noise, given)
         return found
 
     def hints(self, source: Source) -> Sequence[str]:
-        """Warn about latents of an unusual scale."""
+        """Warn about latents of an unusual scale, and about prompts that were cut."""
         line = scale_hint(source, self.data, self.channels)
-        return () if line is None else (line,)
+        return (*(() if line is None else (line,)), *self.opened.notes)
 
     def imported(self, sampling: SamplingConfig) -> Mapping[str, object]:
         """The sampler, if [sampling] every turns previews on."""
@@ -356,7 +416,10 @@ class Diffusion(Objective, ABC):
         seed: int,
         share: DataShare,
     ) -> Preview:
-        """One picture with samples of up to ten classes; with [sampling] vae they are decoded."""
+        """One picture with samples of up to ten classes, or of each prompt.
+
+        With [sampling] vae they are decoded.
+        """
         from titan_dit.diffusion import drawing
 
         decodes = self.decoder(sampling, share.device) if sampling.vae else nullcontext()
@@ -366,11 +429,16 @@ class Diffusion(Objective, ABC):
     def picture_size(self, sampling: SamplingConfig) -> int:
         """Height of a latent, times the autoencoder's factor.
 
-        Raises UserError for a network with captions, and for a [sampling] vae that does not fit.
+        Raises UserError for pictures that are not square, and for a [sampling] vae that does not
+        fit.
         """
-        assert self.num_classes
         self.check_autoencoder(sampling)
-        height = self.model.sample_shape[1]
+        _, height, width = self.model.sample_shape
+        if height != width:
+            raise UserError(
+                f"[fid] compares squares, but the network draws samples of {height} x {width} "
+                "(height x width). Set [fid] every = 0."
+            )
         if self.data.value_range is not None:
             return height
         if not sampling.vae:
@@ -381,27 +449,38 @@ class Diffusion(Objective, ABC):
         return height * self.autoencoder(sampling).facts.factor
 
     def knows_classes(self, like: Mapping[str, int]) -> bool:
-        """True if all keys of `like` are classes of the data, by name or number."""
+        """True if all keys of `like` are classes of the data, by name or number.
+
+        True of a network that takes captions: it is asked for no classes.
+        """
         from titan_dit.diffusion import drawing
 
+        if self.captions:
+            return True
         names = self.data.class_names
         return drawing.labels_like(like, 1, self.num_classes, names) is not None
 
-    def picture_conditions(self, num: int, like: Mapping[str, int]) -> Given:
-        """Labels in the proportions of `like`; evenly over all classes if one is unknown."""
+    def picture_conditions(self, num: int, like: Mapping[str, int]) -> Conditions:
+        """Labels in the proportions of `like`; evenly over all classes if one is unknown.
+
+        Of a network that takes captions: those of rows evenly spaced over the data.
+        """
         from titan_dit.diffusion import drawing
 
+        if self.captions:
+            assert self.opened.source is not None
+            return drawing.captions_of_rows(self.captions, self.opened.source, num)
         classes = self.num_classes
         found = drawing.labels_like(like, num, classes, self.data.class_names)
         spread = drawing.spread_labels(num, list(range(classes))) if found is None else found
-        return {"labels": spread}
+        return lambda numbers: {"labels": spread.to(numbers.device)[numbers]}
 
     def pictures(
         self,
         forward: Forward,
         sampling: SamplingConfig,
         seed: int,
-        given: Given,
+        conditions: Conditions,
         batches: Iterable[Int64[Tensor, " b"]],
     ) -> Iterator[tuple[UInt8[Tensor, "b h w 3"], Bool[Tensor, " b"]]]:
         """Draw pictures, decoded if they are latents, and whether each sample is finite."""
@@ -410,11 +489,12 @@ class Diffusion(Objective, ABC):
         from titan_dit.pictures import output
 
         value_range = self.data.value_range
-        device = next(iter(given.values())).device
-        decodes = nullcontext() if value_range else self.decoder(sampling, device)
-        with decodes as vae:
+        with ExitStack() as stack:
+            vae: Autoencoder | None = None
             for numbers in batches:
-                of_batch = rows_of(given, numbers)
+                if vae is None and not value_range:
+                    vae = stack.enter_context(self.decoder(sampling, numbers.device))
+                of_batch = conditions(numbers)
                 samples = drawing.samples(forward, self, sampling, seed, of_batch, numbers)
                 finite = samples.isfinite().flatten(1).all(1)
                 if vae is None:
@@ -423,9 +503,26 @@ class Diffusion(Objective, ABC):
                     yield vae.decode(samples).permute(0, 2, 3, 1), finite
 
     def check_preview(self, sampling: SamplingConfig, generation: GenerationConfig) -> None:
-        """Check [sampling] vae, and that the network draws classes."""
-        assert self.num_classes
+        """Check [sampling] vae, and that prompts are given to a network that takes them."""
         self.check_autoencoder(sampling)
+        if not self.captions and (sampling.prompts or sampling.text_encoder):
+            key = "prompts" if sampling.prompts else "text_encoder"
+            raise UserError(
+                f"[sampling] {key} is for networks that take captions, but [model] "
+                f"name={show(self.model.name)} takes classes. Leave it out."
+            )
+
+    def open_drawing(self, sampling: SamplingConfig, source: Source, on_first: OnFirst) -> None:
+        """Embed the prompts of previews, on one rank and on the CPU: memory of GPUs stays free."""
+        from titan_dit.diffusion import drawing
+
+        self.opened.source = source
+        if self.captions and sampling.every:
+            data, tokens = self.data, self.captions.tokens
+            found = on_first(lambda: drawing.prompts_of(sampling, data, tokens, source))
+            self.opened.prompts, self.opened.fields = found.prompts, found.fields
+            self.opened.notes = found.notes
+            drawing.shown(self, sampling)
 
     def check_autoencoder(self, sampling: SamplingConfig) -> None:
         """Load [sampling] vae; UserError if it did not make the data's latents."""
@@ -492,8 +589,9 @@ def scale_hint(source: Source, facts: LatentFacts, channels: int, num: int = 64)
 
     Noise has std 1: for data of another scale the noise levels are too low or too high.
     """
-    num = min(num, len(source))
-    stored = source.read([i * len(source) // num for i in range(num)])["latent"]
+    rows = max(source.bucket_rows, key=len)
+    num = min(num, len(rows))
+    stored = source.read([rows[i * len(rows) // num] for i in range(num)])["latent"]
     check_std(stored, facts, channels)
     rng = SampleRNG(0, torch.arange(num))
     std = to_model_units(stored, facts, channels, rng).std().item()

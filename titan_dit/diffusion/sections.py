@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -65,6 +65,14 @@ class DiffusionConfig(ObjectiveConfig):
         from titan_dit.diffusion.objective import example
 
         return example(model, self.name)
+
+    def sized_models(
+        self, model: ModelConfig, facts: DataFacts
+    ) -> Sequence[tuple[str, ModelConfig]]:
+        """The model for latents of each of the data's shapes, see `ObjectiveConfig`."""
+        from titan_dit.diffusion.objective import sized_models
+
+        return sized_models(model, facts)
 
     @abstractmethod
     def build(self, model: ModelConfig, facts: DataFacts) -> Diffusion:

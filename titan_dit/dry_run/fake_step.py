@@ -230,7 +230,7 @@ class FakeRank:
         self.mesh, self.mode = mesh, mode
         self.training, self.optimizer_config, ema = sections
         # DeviceMesh needs real tensors to find its rank, so the model is sharded outside fake mode.
-        self.parts, _, self.flops_per_sample = build_stages(plan, mesh)
+        self.parts, _, (self.flops_per_sample,) = build_stages(plan, mesh)
         self.memory, self.traffic = MemoryLog(), TrafficLog(mesh)
         with mode, self.memory, self.memory.phase("set-up", StorageKind.TEMPORARY):
             for part in self.parts.values():

@@ -120,7 +120,7 @@ def without(config: JobConfig, plan: RunPlan, dropped: list[str]) -> JobConfig:
         config,
         parallel=replace(config.parallel, **sizes),
         pipeline=pipeline,
-        training=replace(config.training, microbatch_size=size),
+        training=config.training.with_microbatches(size),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -110,6 +110,10 @@ class JointDiTConfig(Section):
         """Rows and columns of a picture's tokens."""
         height, width = self.latent_size
         return height // self.shape[3], width // self.shape[3]
+
+    def at_size(self, height: int, width: int) -> JointDiTConfig:
+        """The same network for latents of another size. Raises UserError if the patch misfits."""
+        return replace(self, latent_size=(height, width))
 
     @property
     def sample_shape(self) -> tuple[int, int, int]:

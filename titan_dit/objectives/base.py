@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -21,8 +21,17 @@ from titan_dit.models.initializers import Initializer
 from titan_dit.objectives.sections import ObjectiveConfig as ObjectiveConfig
 from titan_dit.rng import SampleRNG
 
+T = TypeVar("T")
 Forward: TypeAlias = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
 """(inputs, static) -> prediction: `Executor.predict`, or the network itself."""
+
+
+@runtime_checkable
+class OnFirst(Protocol):
+    """Runs an action on rank 0, and returns its result on every rank; raises its UserError."""
+
+    def __call__(self, action: Callable[[], T], /) -> T:
+        """Collective."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,12 @@ class Objective:
         Missing names use the default of `Model.initializers`.
         """
         return {}
+
+    def open_drawing(self, sampling: SamplingConfig, source: Source, on_first: OnFirst) -> None:
+        """Read or compute, once before training, what `preview` and [fid] take beside the network.
+
+        Called on every rank, after `check_preview`.
+        """
 
     def check_preview(self, sampling: SamplingConfig, generation: GenerationConfig) -> None:
         """Raise UserError if `preview` cannot draw with the data, before training starts."""

@@ -5,7 +5,7 @@ Nothing here imports torch when it is imported, so that `--help` is quick.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -48,6 +48,15 @@ class ObjectiveConfig(Named):
         None if they depend on the data.
         """
         return None
+
+    def sized_models(
+        self, model: ModelConfig, facts: DataFacts
+    ) -> Sequence[tuple[str, ModelConfig]]:
+        """(name, the model for its samples) of each bucket of the data; () if all have one shape.
+
+        Raises UserError if the model has no other sizes.
+        """
+        return ()
 
     def build(self, model: ModelConfig, facts: DataFacts) -> Objective:
         """Build the objective for a model and a dataset; UserError if they do not fit."""

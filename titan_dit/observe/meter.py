@@ -5,9 +5,10 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -45,10 +46,10 @@ def peak_tflops(device: torch.device, dtype: str) -> float | None:
 class Throughput:
     """Samples of a step over all ranks, and the cost per sample, for throughput and MFU."""
 
-    samples: int
-    tokens_per_sample: int
+    samples: float
+    tokens_per_sample: float
     """Predicted tokens."""
-    flops_per_sample: int
+    flops_per_sample: float
     """Forward and backward, without recomputation."""
     ranks: int
     peak_tflops: float | None
@@ -66,6 +67,21 @@ class Throughput:
         }
 
 
+def mean_of(work: Sequence[Throughput], steps: Mapping[int, int]) -> Throughput:
+    """The mean step of some of each bucket; `steps`: bucket -> steps."""
+    taken = [(work[bucket], number) for bucket, number in steps.items()] or [(work[0], 1)]
+    total = sum(number for _, number in taken)
+    samples = sum(each.samples * number for each, number in taken)
+    tokens = sum(each.samples * number * each.tokens_per_sample for each, number in taken)
+    flops = sum(each.samples * number * each.flops_per_sample for each, number in taken)
+    return replace(
+        work[0],
+        samples=samples / total,
+        tokens_per_sample=tokens / samples,
+        flops_per_sample=flops / samples,
+    )
+
+
 class Meter:
     """Mean time per step between two logged steps, and its part spent waiting for data."""
 
@@ -76,7 +92,14 @@ class Meter:
         """Reset the times."""
         self.start = time.perf_counter()
         self.steps = 0
+        self.steps_of: Counter[int] = Counter()
+        """Steps of each bucket."""
         self.waited = 0.0
+
+    def count(self, bucket: int) -> None:
+        """Count a step of a bucket."""
+        self.steps += 1
+        self.steps_of[bucket] += 1
 
     def read(self) -> tuple[float, float]:
         """(milliseconds per step, of which waiting for data) since the last reading."""

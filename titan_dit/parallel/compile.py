@@ -10,7 +10,8 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -38,7 +39,23 @@ def compile_blocks(model: nn.Module, config: CompileConfig) -> None:
         # Outputs of the last pass may be overwritten.
         model.register_forward_pre_hook(begin_pass)
     for part in parts:
-        part.compile(fullgraph=True, options=options)
+        part.compile(fullgraph=True, options=options, dynamic=dynamic(config))
+
+
+def dynamic(config: CompileConfig) -> bool | None:
+    """torch.compile's `dynamic`: None makes a dim dynamic once it has had two sizes."""
+    return False if config.shapes == "each" else None
+
+
+def expect_shapes(number: int) -> None:
+    """Let one function have graphs of as many shapes; by default torch stops at eight."""
+    if number > 1:
+        from torch._dynamo import config as dynamo
+
+        # Another graph of each for validation, whose batches may have other sizes.
+        each = 2 * number + 8
+        dynamo.recompile_limit = max(dynamo.recompile_limit, each)
+        dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 64 * each)
 
 
 def scores(part: nn.Module) -> bool:
@@ -119,7 +136,7 @@ def num_graphs() -> int:
 
 
 class Recompiles:
-    """Counts recompilations: graphs that training steps compile after the first step.
+    """Counts recompilations: graphs that training steps compile after the first step of a bucket.
 
     Graphs compiled between steps, such as for drawing samples, do not count.
     """
@@ -127,18 +144,17 @@ class Recompiles:
     def __init__(self) -> None:
         self.count = 0
         self._reported = 0
-        self._is_first = True
-        self._before = 0
+        self._seen: set[tuple[tuple[str, torch.Size], ...]] = set()
 
-    def __enter__(self) -> None:
-        """Start of a step."""
-        self._before = num_graphs()
-
-    def __exit__(self, *_: object) -> None:
-        """End of a step."""
-        if not self._is_first:
-            self.count += num_graphs() - self._before
-        self._is_first = False
+    @contextmanager
+    def during(self, batch: Batch) -> Iterator[None]:
+        """Count what the block compiles, unless it is the first step with batches of this shape."""
+        shapes = tuple((name, value.shape) for name, value in batch.fields.items())
+        before = num_graphs()
+        yield
+        if shapes in self._seen:
+            self.count += num_graphs() - before
+        self._seen.add(shapes)
 
     def report(self) -> str | None:
         """A console line if there were recompilations since the last call, else None."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +21,11 @@ from titan_dit.system.files import new_path, replacing, write_whole
 
 INK = "#222222"
 WIDEST = 200
-"""Maximum pixels of a class name on the grid; the rest is cut off."""
+"""Maximum pixels of a line of text on the grid."""
+LINE = 20
+"""Pixels from a line of text to the next."""
+MAX_NAME_BYTES = 120
+"""Maximum bytes of a caption in the name of a file."""
 
 
 def to_pixels(
@@ -49,7 +54,8 @@ def draw_grid(
 ) -> None:
     """Draw a grid of enlarged samples: rows by label, each with its name on the left.
 
-    Without `names` the label's number is written; a negative label is "none".
+    `names`: of classes, or captions. Without them the label's number is written; a negative label
+    is "none".
     """
     pixels = to_pixels(samples, value_range)
     zoom = max(1, 48 // pixels.shape[1])
@@ -61,8 +67,10 @@ def draw_grid(
             rows.append((label, members[first : first + max_columns]))
     columns = max(len(members) for _, members in rows)
     font = ImageFont.load_default(16)
-    texts = {label: caption(label, names, font) for label, _ in rows}
-    margin = max(44, *(16 + math.ceil(font.getlength(text)) for text in texts.values()))
+    most = max(1, cell_h // LINE)
+    texts = {label: caption(label, names, font, most) for label, _ in rows}
+    lines = [line for text in texts.values() for line in text.split("\n")]
+    margin = max(44, *(16 + math.ceil(font.getlength(line)) for line in lines))
     sheet = Image.new("RGB", (margin + columns * cell_w, len(rows) * cell_h), "white")
     draw = ImageDraw.Draw(sheet)
     for y, (label, members) in enumerate(rows):
@@ -76,16 +84,38 @@ def draw_grid(
 
 
 def caption(
-    label: int, names: Sequence[str], font: ImageFont.FreeTypeFont | ImageFont.ImageFont
+    label: int,
+    names: Sequence[str],
+    font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
+    most: int = 1,
 ) -> str:
-    """The text of a grid's row, at most `WIDEST` pixels wide."""
+    """The text of a grid's row: at most `most` lines, each at most `WIDEST` pixels wide."""
     text = "none" if label < 0 else names[label] if label < len(names) else str(label)
-    text = " ".join(text.split())  # Pillow measures one line.
-    if font.getlength(text) <= WIDEST:
-        return text
-    while font.getlength(text + "...") > WIDEST:
-        text = text[:-1]
-    return text + "..."
+    lines = [""]
+    for word in (text or EMPTY).split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and font.getlength(longer) > WIDEST:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    kept = lines[:most]
+    if len(lines) > most:
+        kept[-1] += "..."
+    return "\n".join(shortened(line, font) for line in kept)
+
+
+def shortened(line: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
+    """A line cut to `WIDEST` pixels."""
+    if font.getlength(line) <= WIDEST:
+        return line
+    line = line.removesuffix("...")
+    while font.getlength(line + "...") > WIDEST:
+        line = line[:-1]
+    return line + "..."
+
+
+EMPTY = "empty prompt"
+"""What stands for it on a grid and in the names of files."""
 
 
 SIZE, COLUMNS = 64, 40
@@ -118,27 +148,39 @@ DATE = (1980, 1, 1, 0, 0, 0)
 """Date of the arrays in a .npz: equal pictures give equal bytes."""
 
 
+def safe_name(text: str) -> str:
+    """A caption as part of a file's name: letters and digits, and "-" for all between them."""
+    words = re.sub(r"[\W_]+", "-", text or EMPTY).strip("-").lower()
+    return words.encode()[:MAX_NAME_BYTES].decode(errors="ignore").rstrip("-") or "prompt"
+
+
 def write_folder(
     path: Path,
     batches: Iterable[UInt8[Tensor, "b h w 3"]],
     labels: Sequence[int],
     names: Sequence[str],
+    *,
+    captioned: bool = False,
 ) -> None:
     """Write 000000.png, 000001.png ... and `metadata.jsonl` with each one's label.
 
-    The folder appears when it is whole. `data encode` reads it.
+    `captioned`: `names` are captions, which stand in the names of the files, too, as in
+    000000-a-red-seven.png. The folder appears when it is whole. `data encode` reads it.
     """
     lines, number = [], 0
     with new_path(path) as aside:
         aside.mkdir()
         for batch in batches:
             for pixels in batch.numpy():
-                file = f"{number:06d}.png"
-                Image.fromarray(pixels).save(aside / file)
                 label = labels[number]
-                line = {"file_name": file, "label": label}
-                if 0 <= label < len(names):
+                file = f"{number:06d}.png"
+                line: dict[str, str | int] = {"file_name": file, "label": label}
+                if captioned:
+                    file = f"{number:06d}-{safe_name(names[label])}.png"
+                    line = {"file_name": file, "text": names[label]}
+                elif 0 <= label < len(names):
                     line["class"] = names[label]
+                Image.fromarray(pixels).save(aside / file)
                 lines.append(json.dumps(line, ensure_ascii=False))
                 number += 1
         write_whole(aside / METADATA, "\n".join(lines) + "\n")

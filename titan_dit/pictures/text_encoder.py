@@ -324,9 +324,14 @@ def layer_of(layer: int | None, num_layers: int, at: str) -> int:
     return layer % (num_layers + 1)
 
 
+def most_tokens(kind: str, config: Any) -> int | None:
+    """Tokens that an encoder can read; None if it has no learned positions."""
+    return int(config.max_position_embeddings) if kind in LEARNED_POSITIONS else None
+
+
 def tokens_of(max_tokens: int | None, kind: str, config: Any, at: str) -> int:
     """Maximum tokens of a caption. Raises UserError for more than the encoder has positions."""
-    most = int(config.max_position_embeddings) if kind in LEARNED_POSITIONS else None
+    most = most_tokens(kind, config)
     if most is not None and (max_tokens or 1) > most:
         raise UserError(
             f"--text-tokens {max_tokens}: {at.partition(' ')[2]} has positions for {most} tokens. "

@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 from safetensors import torch as safetensors
 from torch import Tensor
 
-from titan_dit.config import user_text
 from titan_dit.config.section import UserError
-from titan_dit.data.caption_embeddings import INDEX, file_name
+from titan_dit.data.caption_embeddings import INDEX, file_name, texts_of
 from titan_dit.data.latent_facts import TEXT_DTYPES, TextFacts
 from titan_dit.data.manifest import MANIFEST, check_manifest, read_json
 from titan_dit.data.packing.pack import (
@@ -178,7 +177,10 @@ def make_text_job(
             f"[{COMMAND}] {file}: its SHA-256 differs from the manifest's. Restore the file, or "
             "encode the pictures again."
         )
-    texts = [texts_of(line, number, file) for number, line in enumerate(data.splitlines(), 1)]
+    texts = [
+        texts_of(line, f"[{COMMAND}] {file}, line {number}")
+        for number, line in enumerate(data.splitlines(), 1)
+    ]
     if len(texts) * (manifest.get("copies") or 1) != manifest.get("count"):
         raise UserError(
             f"[{COMMAND}] {file} has {len(texts):,} lines, but {output / MANIFEST} counts "
@@ -208,18 +210,6 @@ def check_name(output: Path) -> None:
             f"[{COMMAND}] out={output}: its shards would have the names of the embeddings of "
             "captions, text-00000.safetensors. Choose another --out."
         )
-
-
-def texts_of(line: bytes, number: int, file: Path) -> list[str]:
-    """The captions in a line of captions.jsonl."""
-    try:
-        text = user_text.parse_json(line.decode())["text"]
-    except (ValueError, TypeError, KeyError):
-        text = None
-    texts = text if isinstance(text, list) else [text]
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise UserError(f"[{COMMAND}] {file}, line {number}: has no text. Restore the file.")
-    return texts
 
 
 def check_captions(texts: Sequence[str], names: Sequence[str], may_lack: bool) -> None:

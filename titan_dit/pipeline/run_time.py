@@ -38,20 +38,17 @@ class DecidingExecutor(PipelinedExecutor):
         self,
         *planned: Any,
         memory: float,
-        transport: Transport,
-        decisions: Decisions,
-        notes: Sequence[str] = (),
+        links: Links,
     ) -> None:
         """`planned`: the arguments of `PipelinedExecutor`; `memory`: see `Decider`."""
         super().__init__(*planned)
-        self.notes = notes
-        self.memory, self.transport, self.decisions = memory, transport, decisions
-        transport.watched += decisions.peers
-        # Executors have no close(): sockets are freed at garbage collection or process exit.
-        weakref.finalize(self, close, transport, decisions)
+        self.notes = [links.line]
+        self.memory, self.links = memory, links
+        self.transport, self.decisions = links.transport, links.decisions
 
     def learn(self, work: Microbatches) -> None:
         """See `PipelinedExecutor.learn`."""
+        self.transport.use(self.shapes.stream)
         decider = Decider(self.order[self.p2p.rank], len(self.stage_ranks), self.memory)
         source = Deciding(
             decider,
@@ -70,8 +67,19 @@ class DecidingExecutor(PipelinedExecutor):
             reduce_gradients(stage)
 
 
+class Links:
+    """The connections of a rank in run-time order; the executors of all buckets share them."""
+
+    def __init__(self, transport: Transport, line: str, decisions: Decisions) -> None:
+        """`line`: the console line about the transport."""
+        self.transport, self.line, self.decisions = transport, line, decisions
+        transport.watched += decisions.peers
+        # Executors have no close(): sockets are freed at garbage collection or process exit.
+        weakref.finalize(self, close, transport, decisions)
+
+
 def close(transport: Transport, decisions: Decisions) -> None:
-    """Close the sockets and memory of an executor."""
+    """Close the sockets and memory of some links."""
     transport.close()
     decisions.close()
 

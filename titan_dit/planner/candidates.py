@@ -123,7 +123,7 @@ class Space:
 
     def config_of(self, candidate: Candidate) -> JobConfig:
         """The config of a run with this layout."""
-        training = replace(self.config.training, microbatch_size=candidate.microbatch_size)
+        training = self.config.training.with_microbatches(candidate.microbatch_size)
         return replace(
             self.config,
             parallel=self.parallel_of(candidate),
@@ -143,7 +143,7 @@ class Space:
         config = self.config
         own = {key.partition(".")[2]: self.fixed_value(key) for key in self.fixed & PARALLEL}
         size = self.fixed_value("training.microbatch_size")
-        training = replace(config.training, microbatch_size=size)
+        training = config.training.with_microbatches(size)
         simple = replace(
             config, parallel=replace(all_on_dp_shard(config.parallel), **own), training=training
         )

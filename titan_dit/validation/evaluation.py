@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int64, UInt8
@@ -22,6 +22,8 @@ from titan_dit.scores.features import Features
 from titan_dit.scores.pictures import Pictures
 from titan_dit.scores.score import Statistics
 
+Conditions: TypeAlias = Callable[[Int64[Tensor, " b"]], Mapping[str, Tensor]]
+"""Numbers of pictures -> their conditions: inputs of the network by name, on the same device."""
 WHERE = "[fid]"
 BATCH = 64
 """Pictures that a data rank draws per batch."""
@@ -35,9 +37,9 @@ class DrawsPictures(Protocol):
         """Width and height in pixels of what `pictures` draws. UserError if it cannot."""
 
     def knows_classes(self, like: Mapping[str, int]) -> bool:
-        """True if `picture_conditions` can follow the proportions `like`."""
+        """True if `picture_conditions` follows the proportions `like`, or needs no classes."""
 
-    def picture_conditions(self, num: int, like: Mapping[str, int]) -> Mapping[str, Tensor]:
+    def picture_conditions(self, num: int, like: Mapping[str, int]) -> Conditions:
         """Conditions of `num` pictures, if possible in the proportions `like`: class -> count."""
 
     def pictures(
@@ -45,10 +47,10 @@ class DrawsPictures(Protocol):
         forward: Forward,
         sampling: SamplingConfig,
         seed: int,
-        given: Mapping[str, Tensor],
+        conditions: Conditions,
         batches: Iterable[Int64[Tensor, " b"]],
     ) -> Iterator[tuple[UInt8[Tensor, "b h w 3"], Bool[Tensor, " b"]]]:
-        """Draw the pictures of each batch of numbers, on its device; number i has row i of `given`.
+        """Draw the pictures of each batch of numbers, on its device.
 
         With each batch: which samples are finite, without NaN or infinity.
         """
@@ -79,16 +81,13 @@ class Evaluation:
         Returns no scores, and prints the number, if samples are NaN or infinite.
         """
         num, ranks = self.config.num, Ranks()
-        given = {
-            name: value.to(share.device)
-            for name, value in self.objective.picture_conditions(num, self.classes).items()
-        }
+        conditions = self.objective.picture_conditions(num, self.classes)
         found: dict[str, list[Tensor]] = {"features": [], "logits": []}
         firsts = range(0, num, BATCH * share.num_ranks)
         rows = BATCH * share.rank + torch.arange(BATCH, device=share.device)
         # Numbers from `num` on are padding, so that all ranks draw as many; it is cut off below.
         batches = [(first + rows).clamp(max=num - 1) for first in firsts]
-        pictures = self.objective.pictures(forward, sampling, seed, given, batches)
+        pictures = self.objective.pictures(forward, sampling, seed, conditions, batches)
         lost = 0
         for first, (batch, finite) in zip(firsts, pictures, strict=True):
             lost += int((share.gather(finite.float())[: num - first] == 0).sum())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -62,8 +64,7 @@ def check_overlap(
 
 def digests(source: Source, rows: Sequence[int]) -> Iterator[bytes]:
     """Yield a digest of every row, over the bytes of all fields."""
-    for first in range(0, len(rows), BATCH):
-        part = source.read(rows[first : first + BATCH])
+    for part in parts_of(source, rows):
         # View as bytes: numpy has no bfloat16.
         whole = [part[name].contiguous().view(len(part[name]), -1) for name in sorted(part)]
         arrays = [tensor.view(torch.uint8).numpy() for tensor in whole]
@@ -72,6 +73,20 @@ def digests(source: Source, rows: Sequence[int]) -> Iterator[bytes]:
             for array in arrays:
                 sha.update(array[row].tobytes())
             yield sha.digest()
+
+
+def parts_of(source: Source, rows: Sequence[int]) -> Iterator[dict[str, Tensor]]:
+    """Yield the samples of all rows in their order, up to BATCH of one bucket at once."""
+    bucket = bucket_of(source)
+    for _, group in itertools.groupby(rows, key=bucket):
+        while part := list(itertools.islice(group, BATCH)):
+            yield source.read(part)
+
+
+def bucket_of(source: Source) -> Callable[[int], int]:
+    """The function from a row to its bucket."""
+    firsts = [rows.start for rows in source.bucket_rows]
+    return lambda row: bisect_right(firsts, row) - 1
 
 
 COMPARED = "validation.json"
@@ -187,22 +202,79 @@ def losses(
     alive: Callable[[], None],
     *,
     seed: int,
-    batch_size: int,
+    batch_sizes: Sequence[int],
 ) -> dict[str, float]:
     """Mean loss over all rows, the objective's summary, and the losses of evaluations and terms.
 
-    Each data rank evaluates its share in batches of `batch_size`. Sample i has sample number i, so
-    its random draws are the same every time and in every layout. `alive` is called after each
-    batch.
+    Of data in buckets also the loss of each. Each data rank evaluates its share of a bucket in
+    batches of its entry in `batch_sizes`. Sample i has sample number i, so its random draws are the
+    same every time and in every layout. `alive` is called after each batch.
     """
-    count = -(-len(chosen.rows) // share.num_ranks)
-    mine = range(share.rank * count, (share.rank + 1) * count)
+    parts: Sums = {}
+    terms: Sums = {}
+    named: dict[str, float] = {}
+    groups = by_bucket(chosen)
+    for bucket, numbers in groups.items():
+        size = batch_sizes[bucket]
+        found = bucket_sums(chosen, numbers, objective, executor, share, alive, seed, size)
+        if len(groups) > 1:
+            shape = chosen.source.bucket_names[bucket]
+            named[f"{LOSS}_{shape}"] = mean_of(means_of(found[0]))
+        parts, terms = added(parts, found[0]), added(terms, found[1])
+    means = means_of(parts)
+    shown = means | means_of(terms)
+    named = {f"{LOSS}_{name}": v for name, v in shown.items() if name} | named
+    summary = objective.summary(means, chosen.source.facts)
+    others = {f"{PREFIX}{name}": value for name, value in summary.items()}
+    return {LOSS: mean_of(means), **others, **named}
+
+
+Sums: TypeAlias = Mapping[str, Float[Tensor, "2"]]
+"""Name -> (weighted sum of token losses, sum of the weights), in fp64."""
+
+
+def added(first: Sums, second: Sums) -> Sums:
+    """The sums over two sets of samples."""
+    return {name: first[name] + value if name in first else value for name, value in second.items()}
+
+
+def means_of(sums: Sums) -> dict[str, float]:
+    """The mean loss of each name."""
+    return {name: float(whole[0] / whole[1]) for name, whole in sums.items()}
+
+
+def mean_of(means: Mapping[str, float]) -> float:
+    """The mean over the evaluations."""
+    return sum(means.values()) / len(means)
+
+
+def by_bucket(chosen: ValidationSet) -> dict[int, list[int]]:
+    """Bucket -> places of its rows in the set."""
+    bucket, found = bucket_of(chosen.source), dict[int, list[int]]()
+    for place, row in enumerate(chosen.rows):
+        found.setdefault(bucket(row), []).append(place)
+    return found
+
+
+def bucket_sums(
+    chosen: ValidationSet,
+    places: Sequence[int],
+    objective: Objective,
+    executor: Executor,
+    share: DataShare,
+    alive: Callable[[], None],
+    seed: int,
+    batch_size: int,
+) -> tuple[Sums, Sums]:
+    """(sums of the evaluations, sums of their terms) over the rows at some places of the set."""
+    count = -(-len(places) // share.num_ranks)
     parts: dict[str, list[Tensor]] = {}
     terms: dict[str, list[Tensor]] = {}
     for first in range(0, count, batch_size):
         # Fixed batch size: equal counts on every rank, no recompilation. Padding past the end of
-        # the share or the set is cut off below.
-        numbers = [min(mine[0] + first + i, len(chosen.rows) - 1) for i in range(batch_size)]
+        # the share or the places is cut off below.
+        begin = share.rank * count + first
+        numbers = [places[min(begin + i, len(places) - 1)] for i in range(batch_size)]
         pairs = [(i, chosen.rows[i]) for i in numbers]
         inspect, device = objective.inspect, share.device
         batch = loader.load_samples(chosen.source, pairs, inspect, device, len(pairs))
@@ -214,16 +286,11 @@ def losses(
                 terms.setdefault(term, []).append(sums_of(its, prepared))
         alive()
 
-    def mean(found: Sequence[Tensor]) -> float:
-        whole = share.gather(torch.cat(tuple(found))[:count])[: len(chosen.rows)].sum(0)
-        return float(whole[0] / whole[1])
+    def whole(found: Sequence[Tensor]) -> Tensor:
+        return share.gather(torch.cat(tuple(found))[:count])[: len(places)].sum(0)
 
-    means = {name: mean(found) for name, found in parts.items()}
-    shown = means | {name: mean(found) for name, found in terms.items()}
-    named: Mapping[str, float] = {f"{LOSS}_{name}": v for name, v in shown.items() if name}
-    summary = objective.summary(means, chosen.source.facts)
-    others = {f"{PREFIX}{name}": value for name, value in summary.items()}
-    return {LOSS: sum(means.values()) / len(means), **others, **named}
+    both = ({name: whole(found) for name, found in each.items()} for each in (parts, terms))
+    return next(both), next(both)
 
 
 def losses_with_averages(
@@ -234,12 +301,12 @@ def losses_with_averages(
     ema: EMA,
     alive: Callable[[], None],
     seed: int,
-    batch_size: int,
+    batch_sizes: Sequence[int],
 ) -> dict[str, float]:
     """`losses` of the weights; for each EMA, too, with names that end in _ema_DECAY."""
 
     def measured() -> dict[str, float]:
-        return losses(chosen, objective, executor, share, alive, seed=seed, batch_size=batch_size)
+        return losses(chosen, objective, executor, share, alive, seed=seed, batch_sizes=batch_sizes)
 
     found = measured()
     for average in ema.averages:

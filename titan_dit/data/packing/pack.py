@@ -33,6 +33,7 @@ from torch import Tensor
 
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError
+from titan_dit.data.caption_embeddings import CAPTIONS as CAPTIONS
 from titan_dit.data.files import BadFileError, read_latent, read_whole, stamp_of
 from titan_dit.data.latents import STORED_DTYPES
 from titan_dit.data.listing import Listing, few, list_folder
@@ -559,7 +560,7 @@ def worker_error(exit_code: int, message: str) -> Exception:
     return RuntimeError(f"a worker failed (exit code {exit_code}), see above")
 
 
-DROPPED, CAPTIONS, PICTURES = "dropped.json", "captions.jsonl", "pictures.jsonl"
+DROPPED, PICTURES = "dropped.json", "pictures.jsonl"
 SHARD_BYTES = 128 << 20
 SHARD_FILES = r"-\d{5,}\.(safetensors|json)"
 KEPT_TEXT = "text-kept.json"

@@ -61,7 +61,7 @@ def lanes(stage_ranks: Sequence[int]) -> tuple[Lane, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True)
+@dataclass
 class End:
     """One end of a lane: the other rank, and the tensors of a message."""
 
@@ -71,7 +71,7 @@ class End:
     peer: Peer
     p2p: P2PGroups
     tensors: Stream
-    """Shapes and dtypes of a message, on the meta device."""
+    """Shapes and dtypes of a message, on the meta device; see `Transport.use`."""
     device: torch.device
 
     @classmethod
@@ -122,6 +122,9 @@ class Sender(ABC):
         one `end.tell`, for each message, in sequence; it may also follow in `progress`.
         """
 
+    def reshape(self) -> None:  # noqa: B027 Some have no use for the shapes.
+        """The tensors of the end's messages have changed, to no more bytes than at first."""
+
     def progress(self) -> bool:
         """Go on with what was started; True while it must be called again soon."""
         return False
@@ -140,6 +143,9 @@ class Receiver(ABC):
         self.end = end
         self.here: list[int] = []
         """Messages that can be taken and have not been returned by `arrived`."""
+
+    def reshape(self) -> None:  # noqa: B027 Some have no use for the shapes.
+        """See `Sender.reshape`."""
 
     @abstractmethod
     def post(self, number: int) -> tuple[bytes, Sequence[int]]:
@@ -204,6 +210,9 @@ class Transport:
         idle = Sender.progress, Receiver.progress
         self.working = [end for end in ends if type(end).progress not in idle]
         """Ends that must be called to go on."""
+        self.every = ends
+        self.stream: Stream | None = None
+        """The tensors between two stages; None: those of the start."""
         names = {(e.lane.kind, e.lane.stage): i for i, e in self.ends().items()}
         self.names: dict[tuple[Kind, int], int] = names
         self.posted: set[Action] = set()
@@ -217,6 +226,19 @@ class Transport:
         """The end of each lane of this rank, by the index of the lane."""
         senders = {index: out.sender.end for index, out in self.outgoing.items()}
         return senders | {index: receiver.end for index, receiver in self.receivers.items()}
+
+    def use(self, stream: Stream) -> None:
+        """Let the messages of the next pass have these tensors; by all ranks, between two passes.
+
+        `stream`: the tensors between two stages, on the meta device, of no more bytes than those of
+        the start.
+        """
+        if stream is self.stream:
+            return
+        self.stream = stream
+        for each in self.every:
+            each.end.tensors = tensors_of(stream, each.end.lane.kind)
+            each.reshape()
 
     def lane_of(self, message: Action) -> int:
         """The index of a message's lane."""

@@ -120,6 +120,10 @@ class CudaSender(Sender):
         """The host memory of each message that the receiver has not copied, in sequence."""
         self.num_copied = 0
 
+    def reshape(self) -> None:
+        """See `Sender.reshape`."""
+        self.layout = self.layout.reshaped(self.end.tensors)
+
     def made(self, number: int) -> None:
         """See `Sender.made`."""
         self.computed[number] = self.cuda.record(self.cuda.event(), self.cuda.computing())
@@ -224,6 +228,10 @@ class CudaReceiver(Receiver):
         self.pinned: dict[int, Pinned] = {}
         self.num_copied = 0
         self.grow()  # At the start of a run: an error of a step would come late.
+
+    def reshape(self) -> None:
+        """See `Sender.reshape`."""
+        self.layout = self.layout.reshaped(self.end.tensors)
 
     def grow(self) -> None:
         """Add a slot."""

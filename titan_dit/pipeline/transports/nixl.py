@@ -52,6 +52,10 @@ class NixlSender(Sender):
         """The name of the receiver's agent."""
         self.flying: deque[Flying] = deque()
 
+    def reshape(self) -> None:
+        """See `Sender.reshape`."""
+        self.layout = self.layout.reshaped(self.end.tensors)
+
     def send(self, number: int, tensors: Stream, credit: Notice) -> None:
         """See `Sender.send`."""
         slot = self.slot_of(credit)

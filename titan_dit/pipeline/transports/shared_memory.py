@@ -40,12 +40,19 @@ NO_MEMORY = (errno.ENOMEM, errno.ENOSPC, errno.EFAULT, errno.EFBIG)
 class Layout:
     """Offsets of a message's tensors in a slot."""
 
-    def __init__(self, tensors: Stream) -> None:
+    def __init__(self, tensors: Stream, least: int = ALIGNMENT) -> None:
+        """`least`: bytes of a slot, at least."""
         self.tensors, self.offsets, end = tensors, list[int](), 0
         for tensor in tensors:
             self.offsets.append(end)
             end += math.ceil(tensor.numel() * tensor.element_size() / ALIGNMENT) * ALIGNMENT
-        self.num_bytes = max(end, ALIGNMENT)
+        self.num_bytes = max(end, least)
+
+    def reshaped(self, tensors: Stream) -> Layout:
+        """The layout of other tensors in the same slots."""
+        found = Layout(tensors, self.num_bytes)
+        assert found.num_bytes == self.num_bytes, "the first messages must be the largest"
+        return found
 
     def views(self, memory: object) -> Stream:
         """The tensors in a slot's memory; each keeps `memory` alive as long as its storage."""
@@ -101,15 +108,19 @@ class SharedSender(Sender):
     def __init__(self, end: End) -> None:
         super().__init__(end)
         self.layout = Layout(end.tensors)
-        self.slots: dict[int, Stream] = {}
+        self.slots: dict[int, mmap.mmap] = {}
+
+    def reshape(self) -> None:
+        """See `Sender.reshape`."""
+        self.layout = self.layout.reshaped(self.end.tensors)
 
     def send(self, number: int, tensors: Stream, credit: Notice) -> None:
         """See `Sender.send`."""
         (slot,) = SLOT.unpack(credit.payload)
         for file in credit.files:
-            self.slots[slot] = self.layout.views(mapped(file, self.layout.num_bytes))
+            self.slots[slot] = mapped(file, self.layout.num_bytes)
             os.close(file)
-        for room, tensor in zip(self.slots[slot], tensors, strict=True):
+        for room, tensor in zip(self.layout.views(self.slots[slot]), tensors, strict=True):
             room.copy_(tensor)
         self.end.tell(number)
 
@@ -133,6 +144,10 @@ class SharedReceiver(Receiver):
         """Message -> its slot, until it is taken."""
         self.bytes_of_slot = ctypes.c_char * self.layout.num_bytes
         self.grow()  # At the start of a run: an error of a step would come late.
+
+    def reshape(self) -> None:
+        """See `Sender.reshape`."""
+        self.layout = self.layout.reshaped(self.end.tensors)
 
     def grow(self) -> None:
         """Add a slot."""

@@ -1,0 +1,106 @@
+"""Prompts: the embeddings that a network of captions is given in place of a dataset's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from titan_dit.config.section import UserError
+from titan_dit.data.latent_facts import TEXT_DTYPES, LatentFacts, TextFacts
+from titan_dit.pictures import text_encoder
+from titan_dit.pictures.encode import same_bits
+from titan_dit.pictures.text_encoder import TextEncoder
+
+BATCH = 32
+"""Prompts that are encoded at once."""
+
+
+@dataclass(frozen=True)
+class PromptEncoder:
+    """Embeds prompts as the captions of a dataset were embedded."""
+
+    facts: TextFacts
+    """How the captions were embedded."""
+    tokens: int
+    """Tokens to which embeddings are padded."""
+    encoder: TextEncoder | None
+    """None if only the empty prompt is embedded."""
+
+    def num_cut(self, prompts: Sequence[str]) -> int:
+        """Prompts that have more tokens than the network takes."""
+        return 0 if self.encoder is None else len(self.encoder.tokenize(prompts)[1])
+
+    def fields(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """`text` [b, tokens, d] in the dtype of stored captions, and `text_length` [b]; on the CPU.
+
+        A blank prompt has the stored embedding of the empty one. Raises UserError for an embedding
+        that is not finite.
+        """
+        dtype = TEXT_DTYPES[self.facts.dtype]
+        embedded = {prompt: self.facts.null_embedding.to(dtype) for prompt in prompts}
+        distinct = [prompt for prompt in embedded if prompt.strip()]
+        for first in range(0, len(distinct), BATCH):
+            assert self.encoder is not None
+            some = distinct[first : first + BATCH]
+            with same_bits():
+                found = self.encoder.encode(some)
+            for prompt, embedding in zip(some, found, strict=True):
+                embedded[prompt] = self.stored(embedding, prompt)
+        rows = [embedded[prompt] for prompt in prompts]
+        return {
+            "text": torch.stack([functional.pad(r, (0, 0, 0, self.tokens - len(r))) for r in rows]),
+            "text_length": torch.tensor([len(row) for row in rows]),
+        }
+
+    def stored(self, embedding: Tensor, prompt: str) -> Tensor:
+        """An embedding in the dtype of stored ones, in which the network was trained."""
+        kept = embedding.to(TEXT_DTYPES[self.facts.dtype]).cpu()
+        if not kept.isfinite().all():
+            raise UserError(
+                f"the prompt {prompt[:60]!r} has an embedding with values outside of "
+                f"{self.facts.dtype}, in which the captions were stored. Change its words."
+            )
+        return kept
+
+
+def open_encoder(
+    prompts: Sequence[str],
+    data: LatentFacts,
+    source: str | None,
+    tokens: int,
+    device: torch.device,
+    where: str,
+) -> PromptEncoder:
+    """What embeds prompts: with an encoder, unless none is given and all prompts are blank.
+
+    `source`: a folder or name; None takes the recorded one that embedded the captions of `data`.
+    `tokens`: those that the network takes. `where` names the flag or key of `source` in errors.
+    Raises UserError for another encoder than that of the captions, and if there is none.
+    """
+    text = data.text
+    assert text is not None
+    # The empty prompt's embedding is stored with the data.
+    if not source and not any(prompt.strip() for prompt in prompts):
+        return PromptEncoder(text, tokens, None)
+    if not source and not data.text_source:
+        raise UserError(
+            f"{where} is not set, and the folder of the text encoder that made the embeddings of "
+            f"the captions, {text}, is not recorded. Give its folder: {where} DIR."
+        )
+    try:
+        encoder = text_encoder.load(source or data.text_source, device, where=where)
+    except UserError as error:
+        if source:
+            raise
+        raise UserError(
+            f"{error} It made the embeddings of the captions. If it is somewhere else now: "
+            f"{where} DIR."
+        ) from None
+    alike = replace(encoder, layer=text.layer, template=text.template)
+    alike.check_fits(text, where)
+    most = text_encoder.most_tokens(encoder.kind, encoder.module.config)
+    return PromptEncoder(text, tokens, replace(alike, max_tokens=min(tokens, most or tokens)))
