@@ -148,18 +148,16 @@ def test_flags_about_latents_are_refused_for_pixels(root):
         assert message.endswith(f"Leave --{flag} out.")
 
 
-def test_the_recipe_trains_on_the_shards_of_one_shape(root):
-    words = ["--input", "example/pictures", "--out", "squares", "--vae", "none"]
-    words += ["--buckets", "8x8", "--text-encoder", "example/text_encoder"]
-    encode = [sys.executable, "-m", "titan_dit", "data", "encode", *words]
-    done = run(encode, root, NGPU=1)
-    assert done.returncode == 0, done.stderr
-    flags = ("--data.path", "squares", "--training.steps", 2, "--metrics.every", 1)
+def test_the_recipe_trains_on_buckets_and_shows_its_prompts(root):
+    flags = ("--data.path", "set", "--training.steps", 3, "--training.tokens_per_step", 384)
+    flags += ("--metrics.every", 1, "--sampling.steps", 1, "--sampling.num", 4)
     done = run(train_command(*flags, config="digits_captioned"), root)
     assert done.returncode == 0, done.stderr
+    assert "buckets 3x8x8 of 16 tokens by 24, 3x12x8 of 24 tokens by 16" in done.stdout
     losses = [row["loss"] for row in metrics(root / "outputs/digits_captioned")]
-    assert len(losses) == 2
+    assert len(losses) == 3
     assert all(1 < loss < 2.5 for loss in losses)
+    assert (root / "outputs/digits_captioned/samples/step-00000003.png").is_file()
 
 
 def test_without_transformers_it_says_what_to_install(tmp_path, monkeypatch):
