@@ -100,6 +100,8 @@ TEXT_LAYOUTS = {
     "gpt_175b": (512, 1024),
 }
 """Ranks of the recipes for text."""
+CAPTIONED = {"digits_captioned"}
+"""Trained in tests/pictures/test_captioned_digits.py, on the data that they need."""
 
 
 @pytest.mark.parametrize(("name", "ranks", "flags"), LAYOUTS)
@@ -158,7 +160,7 @@ def two_steps_of_each(world):
     from titan_dit.trainer import Trainer
 
     found = {}
-    for name in NAMES:
+    for name in sorted(set(NAMES) - CAPTIONED):
         config = load(name)
         tables = config_file.to_tables(config)
         make_tiny = tiny_text if name in TEXT_LAYOUTS else tiny_pictures
@@ -176,7 +178,7 @@ def two_steps_of_each(world):
 
 def test_every_recipe_takes_steps():
     [found] = on_ranks(1, two_steps_of_each)
-    assert set(found) == set(NAMES)
+    assert set(found) == set(NAMES) - CAPTIONED
     for name, (loss, grad_norm, lr) in found.items():
         # A zero prediction of standard normal targets has loss 1, of velocities 2.
         # Of text the loss is the entropy of equally likely ids: log 2100.

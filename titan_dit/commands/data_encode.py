@@ -27,10 +27,12 @@ from titan_dit.data.packing import pack
 from titan_dit.data.packing.pack import claimed
 from titan_dit.observe import console
 from titan_dit.pictures import autoencoder, encode, text_encoder, text_job
+from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.pictures.bucket_job import BucketJob, make_bucket_job
 from titan_dit.pictures.encode import EncodeJob, make_job
 from titan_dit.pictures.picture_set import ListingOptions, PictureSet
 from titan_dit.pictures.picture_sizes import check_multiples
+from titan_dit.pictures.pixels import NO_VAE, Pixels, check_stored
 from titan_dit.pictures.readers import open_input
 from titan_dit.pictures.report import by_bucket, read_report
 from titan_dit.pictures.survey import Survey, survey_share
@@ -72,8 +74,7 @@ def run(options: DataEncodeFlags, device: torch.device) -> None:
     )
     pictures = open_input(source, asked)
     encoder = text_encoder_of(options, pictures, device, ranks)
-    vae = autoencoder.load(options.vae, device)
-    vae.check_encodes("--vae")
+    vae = vae_of(options, device)
     plan = plan_of(options, pictures, vae, ranks)
     if len(set(ranks.gather(plan.digest()))) > 1:
         raise UserError(
@@ -85,9 +86,19 @@ def run(options: DataEncodeFlags, device: torch.device) -> None:
         encode_captions(options, encoder, ranks)
 
 
+def vae_of(options: DataEncodeFlags, device: torch.device) -> Autoencoder | Pixels:
+    """The autoencoder, or the pixels themselves. Raises UserError."""
+    if options.vae == NO_VAE:
+        check_stored(options.posterior, options.dtype, options.units)
+        return Pixels(device)
+    vae = autoencoder.load(options.vae, device)
+    vae.check_encodes("--vae")
+    return vae
+
+
 def encode_pictures(
     plan: EncodeJob,
-    vae: autoencoder.Autoencoder,
+    vae: Autoencoder | Pixels,
     output: Path,
     ranks: Ranks,
     options: DataEncodeFlags,
@@ -101,10 +112,11 @@ def encode_pictures(
                 report_done(output)
             return
         if ranks.is_first:
+            by = f" by {vae.facts}" if vae.entry else ""
             console.say(
                 f"encoding {len(pictures):,} pictures ({pictures.kind}) of "
                 f"{pictures.num_classes:,} classes into {plan.num_chunks:,} shards of "
-                f"{plan.dtype} {shapes_of(plan)} by {vae.facts}, {ranks.count} ranks"
+                f"{plan.dtype} {shapes_of(plan)}{by}, {ranks.count} ranks"
             )
         encode_share(plan, vae, output, todo, ranks, options.workers)
         found = ranks.run_on_first(lambda: encode.finish(plan, output))
@@ -181,7 +193,7 @@ def encode_captions(options: DataEncodeFlags, encoder: TextEncoder, ranks: Ranks
 
 
 def plan_of(
-    options: DataEncodeFlags, pictures: PictureSet, vae: autoencoder.Autoencoder, ranks: Ranks
+    options: DataEncodeFlags, pictures: PictureSet, vae: Autoencoder | Pixels, ranks: Ranks
 ) -> EncodeJob:
     """Plan the shards; for buckets, read the sizes of all pictures first. Collective."""
     source, output, sizes = Path(options.input), Path(options.out), options.sizes()
@@ -195,6 +207,8 @@ def plan_of(
         "text": options.source,
         "max_pixels": options.max_pixels,
     }
+    if isinstance(vae, Pixels):
+        how |= {"posterior": "mean", "dtype": "uint8"}
     if options.image_size is not None:
         return make_job(pictures, source, output, vae, image_size=options.image_size, **how)
     check_multiples(sizes, vae.facts.factor, vae.source)
@@ -263,7 +277,7 @@ def begin(
 
 def encode_share(
     plan: EncodeJob,
-    vae: autoencoder.Autoencoder,
+    vae: Autoencoder | Pixels,
     output: Path,
     todo: list[int],
     ranks: Ranks,
@@ -314,7 +328,8 @@ def report(
         for bucket, about in by_bucket(list(read_report(output))).items():
             console.say(f"bucket {bucket}: {about}")
         console.say(f"{output / pack.PICTURES} lists every file: data report {output}")
-    console.say(f"latents: mean {shown(tuple(mean))}, std {shown(tuple(std))} of each channel")
+    what = "latents" if plan.about["vae"] else "pixels"
+    console.say(f"{what}: mean {shown(tuple(mean))}, std {shown(tuple(std))} of each channel")
     if num := pack.num_converted(output):
         console.say(f"converted the colours of {num:,} pictures to sRGB, by their ICC profiles")
     manifest = read_json(output)

@@ -196,7 +196,8 @@ class DataEncodeFlags(Section):
     out: Annotated[OutputPath, Aliases("--output")]
     """New folder for the shards, which take its name. Interrupted encoding resumes."""
     vae: FilePath
-    """Folder of an autoencoder of diffusers, or of a pipeline; or its name on the hub."""
+    """Folder of an autoencoder of diffusers, or of a pipeline; or its name on the hub. none: store
+    pixels, for models without an autoencoder."""
     image_size: Few | None = None
     """Resize and center-crop pictures to squares of this many pixels, like ADM and DiT."""
     buckets: str | None = None
@@ -301,12 +302,14 @@ class DataReportFlags(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class DataExampleFlags(Section):
-    """Write example data as a user has his: a folder of pictures for each class, with captions."""
+    """Write example data as a user has his: pictures with labels, or with captions."""
 
     section = "data example"
 
-    name: Annotated[Literal["pictures"], tyro.conf.Positional]
-    """pictures: 3,786 Noto emoji of 64 x 64 pixels in ten classes."""
+    name: Annotated[Literal["pictures", "digits_captioned"], tyro.conf.Positional]
+    """pictures: 3,786 Noto emoji of 64 x 64 pixels in ten classes. digits_captioned: 5,391
+    handwritten digits in two colours, on canvases of three shapes, with a caption beside each
+    ("a red seven on blue") and a text encoder of random weights."""
     out: OutputPath
     """Folder to make."""
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, UInt8
@@ -56,6 +56,19 @@ class Autoencoder:
     scale: Units
     shift: Units
     """A model should see (latent - shift) * scale, as the autoencoder's config says."""
+
+    value_range: ClassVar[None] = None
+    """Latents have none."""
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """`vae` of a manifest."""
+        return {
+            "class": self.facts.kind,
+            "source": self.source,
+            "digest": self.facts.digest,
+            "factor": self.facts.factor,
+        }
 
     @torch.no_grad()
     def encode(

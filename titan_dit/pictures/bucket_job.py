@@ -25,6 +25,7 @@ from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.pictures.encode import DecodedPicture, EncodeJob, EncodeOptions, make_job
 from titan_dit.pictures.picture_set import PictureSet
 from titan_dit.pictures.picture_sizes import Size, check_multiples
+from titan_dit.pictures.pixels import Pixels
 from titan_dit.pictures.survey import Survey, fit_of
 
 CROP = (
@@ -116,7 +117,7 @@ def make_bucket_job(
     pictures: PictureSet,
     root: Path,
     output: Path,
-    vae: Autoencoder,
+    vae: Autoencoder | Pixels,
     *,
     sizes: Sequence[Size],
     survey: Survey,

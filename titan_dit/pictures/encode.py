@@ -39,6 +39,7 @@ from titan_dit.data.packing.pack import (
 from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.pictures.picture_set import UNLABELLED, ListingOptions, PictureSet
 from titan_dit.pictures.picture_sizes import Size
+from titan_dit.pictures.pixels import Pixels
 from titan_dit.pictures.report import picture_lines
 from titan_dit.pictures.survey import Survey
 from titan_dit.system.files import write_whole
@@ -134,7 +135,8 @@ class EncodeJob(Chunks):
 
     def digest(self) -> str:
         """SHA-256 of the job, independent of the folders of input, output and autoencoder."""
-        about = {**self.about, "vae": {**self.about["vae"], "source": ""}}
+        vae = self.about["vae"]
+        about = {**self.about, "vae": vae and {**vae, "source": ""}}
         parts = (self.command, self.name, self.shape, self.dtype, self.shard_size, self.batch_size)
         values = [*parts, self.units, about, self.pictures.kind, list(self.pictures.texts)]
         sha = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
@@ -212,7 +214,7 @@ class EncodeOptions:
                 f"pictures and their mirror images. Set --batch-size {self.batch_size + 1}."
             )
 
-    def shape(self, vae: Autoencoder, size: Size) -> tuple[int, int, int]:
+    def shape(self, vae: Autoencoder | Pixels, size: Size) -> tuple[int, int, int]:
         """Shape of a row of a picture of this size."""
         channels = vae.channels * (2 if self.posterior == "both" else 1)
         return channels, size.height // vae.facts.factor, size.width // vae.facts.factor
@@ -224,7 +226,7 @@ class EncodeOptions:
         return self.shard_size or max(1, min(SHARD_BYTES // bytes_each, size))
 
     def about(
-        self, pictures: PictureSet, root: Path, vae: Autoencoder, sizes: dict[str, Any]
+        self, pictures: PictureSet, root: Path, vae: Autoencoder | Pixels, sizes: dict[str, Any]
     ) -> dict[str, Any]:
         """Keys of the manifest. `sizes`: those about the size of pictures."""
         return {
@@ -233,14 +235,9 @@ class EncodeOptions:
             **({"classes": list(pictures.class_names)} if pictures.class_names else {}),
             "scale": vae.scale,
             "shift": vae.shift,
-            "value_range": None,
-            "vae": {
-                "class": vae.facts.kind,
-                "source": vae.source,
-                "digest": vae.facts.digest,
-                "factor": vae.facts.factor,
-            },
-            "posterior": self.posterior,
+            "value_range": vae.value_range,
+            "vae": vae.entry,
+            "posterior": self.posterior if vae.entry else None,
             **sizes,
             "copies": self.copies,
             "batch_size": self.batch_size,
@@ -252,7 +249,7 @@ def make_job(
     pictures: PictureSet,
     root: Path,
     output: Path,
-    vae: Autoencoder,
+    vae: Autoencoder | Pixels,
     *,
     image_size: int,
     survey: Survey | None = None,
@@ -333,7 +330,7 @@ def missing_chunks(job: EncodeJob, output: Path, verify: bool) -> list[int] | No
 
 def encode_chunks(
     job: EncodeJob,
-    vae: Autoencoder,
+    vae: Autoencoder | Pixels,
     output: Path,
     chunks: Sequence[int],
     threads: int,
@@ -372,7 +369,7 @@ def same_bits() -> Iterator[None]:
 
 
 def decoded(
-    job: EncodeJob, vae: Autoencoder, chunks: Sequence[int], threads: int
+    job: EncodeJob, vae: Autoencoder | Pixels, chunks: Sequence[int], threads: int
 ) -> Iterator[PictureBatch]:
     """Decode the pictures of all chunks in threads, some batches ahead."""
     pinned = vae.device.type == "cuda"
@@ -410,7 +407,7 @@ def joined(chunk: int, rows: Sequence[int], readings: list[Reading], pinned: boo
 
 
 def encoded(
-    job: EncodeJob, vae: Autoencoder, batches: Iterator[PictureBatch]
+    job: EncodeJob, vae: Autoencoder | Pixels, batches: Iterator[PictureBatch]
 ) -> Iterator[tuple[PictureBatch, Tensor | None]]:
     """Each batch with its rows on the CPU: [pictures, copies, c, h, w].
 
@@ -435,9 +432,9 @@ def rows_of(batch: PictureBatch, stored: HostCopy | None) -> tuple[PictureBatch,
 
 
 def latents_of(
-    job: EncodeJob, vae: Autoencoder, pictures: UInt8[Tensor, "b 3 h w"]
+    job: EncodeJob, vae: Autoencoder | Pixels, pictures: UInt8[Tensor, "b 3 h w"]
 ) -> Shaped[Tensor, "b k c h w"]:
-    """The rows of pictures: unscaled mean and std of each, or the mean alone."""
+    """The rows of pictures: unscaled mean and std of each, or the mean alone, or the pixels."""
     images = pictures.to(vae.device, non_blocking=True)
     copies = [images, images.flip(-1)] if job.flip else [images]
     mean, std = vae.encode(torch.stack(copies, 1).flatten(0, 1))
