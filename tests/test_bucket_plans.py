@@ -113,6 +113,9 @@ def test_a_bucket_that_the_layout_does_not_divide_is_named(trainer_of):
     config = config_of(parallel={"cp": 8})
     said = refused(lambda: plan_buckets(config, plan_run(config, 8), source))
     assert said.startswith("bucket 2x4x4: [parallel] cp=8 ")
+    config = config_of(parallel={"tp": 2}, compile={"enabled": True, "shapes": "dynamic"})
+    said = refused(lambda: plan_buckets(config, plan_run(config, 2), source))
+    assert 'shapes="dynamic" with [parallel] tp=2: torch cannot compile DTensors' in said
 
 
 def test_a_dry_run_counts_the_steps_and_flops_of_every_bucket(trainer_of):

@@ -1,8 +1,10 @@
 """A text-to-image DiT on ranks: formats and compiled blocks. Its layouts: test_grid.py."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from harness import on_ranks
 from PIL import Image
@@ -35,11 +37,36 @@ def preview(trainer, folder, name):
         return np.asarray(opened).astype(int)
 
 
+THREE_SIZES = {
+    "data": {"others": [[4, 4], [8, 4]]},
+    "training": {"global_batch_size": None, "tokens_per_step": 64},
+    "compile": {"enabled": True},
+}
+
+
+def compiled_losses(world, shapes, **sections):
+    """The losses of two rounds over three buckets, and what was compiled after the first."""
+    torch.compiler.reset()  # Graphs of other runs count against the limit.
+    config = joint_config(**THREE_SIZES, **sections)
+    config = replace(config, compile=replace(config.compile, shapes=shapes))
+    trainer = Trainer(config, world)
+    randomize(trainer.parameters)
+    batches, losses = trainer.batches(), []
+    for trainer.step in range(1, 17):
+        batch = next(batches)
+        with trainer.recompiles.during(batch):
+            loss, _, _ = trainer.train_step(batch)
+        losses.append(trainer.mesh.sum_loss(loss).item())
+    return losses, trainer.recompiles.count
+
+
 def alone(world, folder):
     fp32 = measured(joint_config(**BATCH), world)
     drawn = preview(fp32[0], folder, "alone")
     bf16 = measured(joint_config(**BATCH, precision={"dtype": "bf16"}), world)
-    return fp32[1:], bf16[1:], drawn
+    with graphs_alone():
+        each = compiled_losses(world, "each")
+    return fp32[1:], bf16[1:], drawn, each
 
 
 def in_two(world, folder):
@@ -49,20 +76,28 @@ def in_two(world, folder):
             config = joint_config(**BATCH, parallel={axis: 2}, compile={"enabled": True})
             trainer, *found[f"compiled, {axis}"] = measured(config, world)
             drawn[axis] = preview(trainer, folder, axis)
+        buckets = {
+            axis: compiled_losses(world, "auto", parallel={axis: 2}) for axis in ("tp", "cp", "pp")
+        }
     for axis in ("tp", "cp", "pp"):
         config = joint_config(**BATCH, parallel={axis: 2}, precision={"dtype": "bf16"})
         trainer, *found[f"bf16, {axis}"] = measured(config, world)
         if axis == "pp":
             stages = trainer.executor.stages.values()
             found["sent"] = {tensor.dtype for stage in stages for tensor in stage.stream}
-    return found, drawn
+    return found, drawn, buckets
 
 
 def test_compiled_blocks_and_bf16_give_what_they_give_on_one_process(tmp_path):
-    [(fp32, bf16, expected)] = on_ranks(1, alone, str(tmp_path))
+    [(fp32, bf16, expected, (losses, recompiled))] = on_ranks(1, alone, str(tmp_path))
+    assert recompiled == 0
     rounding = distance(bf16[1], fp32[1])
     assert 1e-4 < rounding < 0.05
-    for found, drawn in on_ranks(2, in_two, str(tmp_path)):
+    for found, drawn, buckets in on_ranks(2, in_two, str(tmp_path)):
+        for axis, (its_losses, its_recompiled) in buckets.items():
+            assert its_losses == pytest.approx(losses, rel=1e-5)
+            # A join of a ring's blocks has its second kind of graph in the second pass.
+            assert its_recompiled <= (axis == "cp"), axis
         for axis, pixels in drawn.items():
             assert np.abs(pixels - expected).max() <= 1, f"a preview of captions, {axis}"
         # The modulation is in fp32 between stages, too.

@@ -12,8 +12,16 @@ from titan_dit.ranks.torch_range import pip_install
 
 
 def check_compile(plan: RunPlan) -> None:
-    """Refuse compiling a split backward, and CUDA graphs with several ranks or microbatches."""
+    """Refuse compiling a split backward, and CUDA graphs with several ranks or microbatches.
+
+    Also dynamic shapes of buckets with tp, for which torch's compiler does not end.
+    """
     settings = plan.compile
+    if settings.enabled and settings.shapes == "dynamic" and plan.sizes.tp > 1 and plan.bucket:
+        raise UserError(
+            f'[compile] shapes="dynamic" with [parallel] tp={plan.sizes.tp}: torch cannot compile '
+            'DTensors of dynamic shapes (RecursionError in 2.13). Set shapes = "each" or "auto".'
+        )
     if settings.enabled and plan.splits_backward:
         key, other = plan.what_splits
         raise UserError(

@@ -155,9 +155,9 @@ class CompileConfig(Section):
     """Compile the blocks; they share one graph."""
     ends: bool = False
     """Compile embed and head, too: two more graphs. Needs `enabled`."""
-    shapes: Literal["dynamic", "each"] = "dynamic"
+    shapes: Literal["auto", "dynamic", "each"] = "auto"
     """Graphs of data in buckets. dynamic: one of the first bucket and one of all other shapes.
-    each: one of every bucket, a compilation each."""
+    each: one of every bucket, a compilation each. auto: each with tp, else dynamic."""
     objective: bool = True
     """Compile the objective's `prepare` and its loss in training. Needs `enabled`."""
     cuda_graphs: bool = False

@@ -70,7 +70,7 @@ def parallelize(
             compiled=compilation.enabled,
         )
     remat.apply(model, checkpointing)
-    compile_blocks(model, compilation)
+    compile_blocks(model, compilation, mesh.sizes.tp)
     if mesh.whole.size() == 1 and precision.float8 in compute_copies.FLOAT8:
         keep = compilation.cuda_graphs
         compute_copies.apply(model, fsdp.DTYPES[precision.dtype], keep)

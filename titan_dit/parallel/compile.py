@@ -26,8 +26,11 @@ from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.rng import SampleRNG, stream_key
 
 
-def compile_blocks(model: nn.Module, config: CompileConfig) -> None:
-    """Compile in place, before fully_shard; parameter names do not change."""
+def compile_blocks(model: nn.Module, config: CompileConfig, tp: int = 1) -> None:
+    """Compile in place, before fully_shard; parameter names do not change.
+
+    `tp`: tensor-parallel ranks.
+    """
     if not config.enabled:
         return
     parts = list(model.get_submodule("blocks").children())
@@ -39,12 +42,13 @@ def compile_blocks(model: nn.Module, config: CompileConfig) -> None:
         # Outputs of the last pass may be overwritten.
         model.register_forward_pre_hook(begin_pass)
     for part in parts:
-        part.compile(fullgraph=True, options=options, dynamic=dynamic(config))
+        part.compile(fullgraph=True, options=options, dynamic=dynamic(config, tp))
 
 
-def dynamic(config: CompileConfig) -> bool | None:
+def dynamic(config: CompileConfig, tp: int) -> bool | None:
     """torch.compile's `dynamic`: None makes a dim dynamic once it has had two sizes."""
-    return False if config.shapes == "each" else None
+    each = config.shapes == "each" or (config.shapes == "auto" and tp > 1)
+    return False if each else None
 
 
 def expect_shapes(number: int) -> None:
