@@ -53,3 +53,15 @@ def test_a_kind_without_a_member_is_refused_by_its_name():
 
     with pytest.raises(UserError, match=r"Half .* has no corrupt, last_timestep, loss, process"):
         built(HalfConfig())
+
+
+def test_a_kind_may_take_fields_of_its_own():
+    class Masked(RectifiedFlow):
+        takes = ("latent", "label", "mask")
+
+    class MaskedConfig(RectifiedFlowConfig):
+        def build(self, model, facts):
+            return Masked.of(self, model, facts)
+
+    assert built(MaskedConfig()).takes == ("latent", "label", "mask")
+    assert built(RectifiedFlowConfig()).takes == ("latent", "label")

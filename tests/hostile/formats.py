@@ -215,12 +215,8 @@ def evaluate(samples, against):
 
 def prompt(box):
     """A prompt as the shell gives it: of any bytes but NUL."""
-    return (
-        (box / "in" / "prompt.txt")
-        .read_bytes()
-        .replace(b"\0", b"")[:2000]
-        .decode("utf-8", "surrogateescape")
-    )
+    data = (box / "in" / "prompt.txt").read_bytes().replace(b"\0", b"")[:2000]
+    return [data.decode("utf-8", "surrogateescape")]
 
 
 CLASSES = "{i}/classes.txt"

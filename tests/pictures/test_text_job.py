@@ -370,6 +370,8 @@ def test_bad_flags_are_refused_before_a_picture_is_encoded(root, tmp_path):
         (["a", " "], False, "1 of 2 pictures have no caption, such as 2.png. Add it, or choose"),
         (["a", ""], True, None),
         (["a", "b"], False, None),
+        (["a", ("b", "c")], False, None),
+        (["a", ("", " ")], False, "1 of 2 pictures have no caption, such as 2.png."),
     ],
 )
 def test_missing_captions_are_refused_unless_they_may_be_empty(texts, may_lack, said):

@@ -35,7 +35,8 @@ def tar_of(file, *members):
 
 
 ROWS = {
-    '"text": ["a cat", "two cats"]': "row 2: the caption is a list",
+    '"text": ["a cat", ["two cats"]]': "row 2: the caption is a list",
+    '"label": ["a cat"]': "row 2: the label is a list",
     '"text": {"en": "cat"}': "row 2: the caption is a dict",
     '"text": "\\ud83d"': "row 2: the caption '\\ud83d' has half a surrogate pair",
     '"label": true': "row 2: the label is a bool",
@@ -87,7 +88,7 @@ TARS = {
     "0.txt": (b"abc\xe9", "is not UTF-8 (byte 4)"),
     "0.cls": (b"9" * 40, "the label is a number of 40 digits"),
     "0.json": (DEEP.encode(), "is not JSON (nested too deeply)"),
-    "1.json": (b'{"text": ["a"]}', "the caption is a list"),
+    "1.json": (b'{"text": ["a", {"b": 1}]}', "the caption is a dict"),
     "2.txt": (b"x" * 250_000, "is longer than 220,000 bytes. Correct it, or raise --max-text-by"),
 }
 
@@ -286,3 +287,19 @@ def test_a_split_is_a_word_of_the_name(tmp_path):
         assert "holds the splits train, val. Choose one" in said_of(tmp_path)
         assert len(open_input(tmp_path, ListingOptions(split="val"))) == 1
         (tmp_path / name).rename(tmp_path / "valley-0.tar")
+
+
+def test_a_caption_may_be_a_list_in_metadata_and_in_tars(tmp_path):
+    values = [["a cat", "two cats"], ["a dog", ""], [], "an owl", [7, "eight"]]
+    (tmp_path / "rows").mkdir()
+    rows = [{"file_name": f"{n}.png", "text": text} for n, text in enumerate(values)]
+    for row in rows:
+        (tmp_path / "rows" / row["file_name"]).write_bytes(b"x")
+    (tmp_path / "rows" / "metadata.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (tmp_path / "tars").mkdir()
+    beside = [(f"{n}.json", json.dumps({"text": text}).encode()) for n, text in enumerate(values)]
+    pictures = [(f"{n}.png", b"x") for n in range(len(values))]
+    tar_of(tmp_path / "tars" / "0.tar", *pictures, *beside)
+    for folder in ("rows", "tars"):
+        found = open_input(tmp_path / folder, ListingOptions(no_caption="empty"))
+        assert list(found.texts) == [("a cat", "two cats"), "a dog", "", "an owl", ("7", "eight")]

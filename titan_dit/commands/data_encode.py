@@ -30,7 +30,7 @@ from titan_dit.pictures import autoencoder, encode, text_encoder, text_job
 from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.pictures.bucket_job import BucketJob, make_bucket_job
 from titan_dit.pictures.encode import EncodeJob, make_job
-from titan_dit.pictures.picture_set import ListingOptions, PictureSet
+from titan_dit.pictures.picture_set import ListingOptions, PictureSet, captions_in
 from titan_dit.pictures.picture_sizes import check_multiples
 from titan_dit.pictures.pixels import NO_VAE, Pixels, check_stored
 from titan_dit.pictures.readers import open_input
@@ -149,7 +149,9 @@ def text_encoder_of(
     text_job.check_same_encoder(output, encoder, options.text_dtype)
     text_job.stored(encoder.encode([""])[0], options.text_dtype, "")
     if ranks.is_first:
-        found = text_job.Tokenized.of(encoder, text_job.distinct([[text] for text in texts])[0])
+        found = text_job.Tokenized.of(
+            encoder, text_job.distinct([captions_in(text) for text in texts])[0]
+        )
         size = found.num_bytes(encoder, options.text_dtype)
         console.say(
             f"{len(found.ends) - 1:,} captions of {len(found.ids):,} tokens: their embeddings take "

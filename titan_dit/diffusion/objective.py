@@ -244,8 +244,9 @@ class Diffusion(Objective, ABC):
         return cls(config, latent, found, condition_of(latent, found, config.name))
 
     def __post_init__(self) -> None:
-        """Read what the condition needs."""
-        object.__setattr__(self, "takes", ("latent", *self.condition.takes))
+        """Read what the condition needs, and what a subclass takes besides."""
+        own = [name for name in type(self).takes if name not in Diffusion.takes]
+        object.__setattr__(self, "takes", ("latent", *self.condition.takes, *own))
 
     @property
     def num_classes(self) -> int:

@@ -16,7 +16,13 @@ from titan_dit.config.user_text import BadTextError
 from titan_dit.data.files import read_whole, stamp_of
 from titan_dit.data.listing import IMAGE_SUFFIXES, few, is_folder, kind_of, natural, suffix_of
 from titan_dit.data.manifest import CLAIM, MANIFEST
-from titan_dit.pictures.picture_set import ListingOptions, PictureSet, Stamp, make_set
+from titan_dit.pictures.picture_set import (
+    ListingOptions,
+    PictureSet,
+    Stamp,
+    is_empty,
+    make_set,
+)
 
 CAPTION = ".txt"
 
@@ -170,7 +176,7 @@ def apply_caption_rule(pictures: PictureSet, asked: ListingOptions) -> PictureSe
     Raises UserError only if captions are all that the pictures have: labels may stand alone.
     """
     texts = pictures.texts or [""] * len(pictures)
-    missing = [row for row, text in enumerate(texts) if not text.strip()]
+    missing = [row for row, text in enumerate(texts) if is_empty(text)]
     if not missing or asked.no_caption == "empty":
         return pictures
     if asked.no_caption == "skip":

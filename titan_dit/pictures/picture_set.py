@@ -21,6 +21,8 @@ from titan_dit.data.files import LABEL_LIMIT, BadFileError
 from titan_dit.data.listing import Names, few, missing_below
 
 Label = str | int | None
+Caption = str | tuple[str, ...]
+"""The caption of a picture, or several of them; "" is none."""
 Stamp = tuple[int, int]
 """Length and time of modification (ns) of a file."""
 MAX_ROWS, BYTES_PER_ROW = 1_000_000, 16
@@ -89,7 +91,7 @@ class PictureSet:
     num_classes: int
     class_names: tuple[str, ...]
     """Names in label order; empty if classes are numbers."""
-    texts: Sequence[str]
+    texts: Sequence[Caption]
     """Captions; "" for a picture without one. Empty if the set has none."""
     read: Callable[[int], bytes]
     """Bytes of a picture's file by its row. Raises BadFileError or OSError."""
@@ -109,7 +111,7 @@ class PictureSet:
     @property
     def num_uncaptioned(self) -> int:
         """Pictures without a caption that are not left out."""
-        empty = (row for row, text in enumerate(self.texts) if not text.strip())
+        empty = (row for row, text in enumerate(self.texts) if is_empty(text))
         return sum(row not in self.left_out for row in empty)
 
     def without(self, rows: Sequence[int], reason: str) -> PictureSet:
@@ -126,7 +128,7 @@ def make_set(
     kind: str,
     names: Sequence[str],
     labels: Sequence[Label],
-    texts: Sequence[str],
+    texts: Sequence[Caption],
     read: Callable[[int], bytes],
     stamp: Callable[[int], Stamp],
     asked: ListingOptions,
@@ -279,8 +281,37 @@ def label_of(value: object, where: str) -> Label:
     return value
 
 
-def caption_of(value: object, where: str) -> str:
-    """The caption in a value of a file: text, a number as text, or "". Raises UserError."""
+def captions_in(caption: Caption) -> tuple[str, ...]:
+    """The captions of a picture; one of them is ""."""
+    return (caption,) if isinstance(caption, str) else caption
+
+
+def is_empty(caption: Caption) -> bool:
+    """True if a picture has no caption."""
+    return not any(text.strip() for text in captions_in(caption))
+
+
+def caption_of(value: object, where: str) -> Caption:
+    """The caption in a value of a file: text, a number as text, "", or those of a list.
+
+    Raises UserError for another value.
+    """
+    if isinstance(value, list):
+        found = tuple(filter(str.strip, (one_caption(each, where) for each in value)))
+        return found if len(found) > 1 else "".join(found)
+    return one_caption(value, where)
+
+
+def first_caption(values: Sequence[object], where: str) -> Caption:
+    """The first of several values that holds a caption; "" if none does."""
+    for found in (caption_of(value, where) for value in values):
+        if found:
+            return found
+    return ""
+
+
+def one_caption(value: object, where: str) -> str:
+    """The caption in a value that is no list."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     check_scalar(value, "caption", where)

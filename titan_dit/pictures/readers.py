@@ -36,11 +36,13 @@ from titan_dit.pictures.library import parquet
 from titan_dit.pictures.picture_set import (
     BYTES_PER_ROW,
     MAX_ROWS,
+    Caption,
     Label,
     ListingOptions,
     PictureSet,
     Stamp,
     caption_of,
+    first_caption,
     is_number,
     label_of,
     make_set,
@@ -238,14 +240,12 @@ def open_metadata(root: Path, file: Path, asked: ListingOptions) -> PictureSet:
     where = f"{asked.where}{file}"
     names: list[str] = []
     labels: list[tuple[Label, ...]] = []
-    texts: list[str] = []
+    texts: list[Caption] = []
     for number, row in enumerate(rows_of(file, where, asked), 1):
         at = f"{where}, row {number}"
         names.append(name_of(row, at, root))
         labels.append(tuple(label_of(row.get(key), at) for key in METADATA_LABELS))
-        texts.append(
-            next(filter(None, (caption_of(row.get(key), at) for key in METADATA_TEXTS)), "")
-        )
+        texts.append(first_caption([row.get(key) for key in METADATA_TEXTS], at))
 
     def read(row: int) -> bytes:
         path = found_file(root, names[row])
@@ -360,7 +360,7 @@ def open_parquet(root: Path, files: Sequence[Path], asked: ListingOptions) -> Pi
     """List the rows of parquet files, one after another. Reads no pictures."""
     names: list[str] = []
     labels: list[Label] = []
-    texts: list[str] = []
+    texts: list[Caption] = []
     groups: list[RowGroup] = []
     class_names: Sequence[str] = ()
     total = sum(file.stat().st_size for file in files)
@@ -605,7 +605,7 @@ def refuse_other_names(samples: Mapping[str, Mapping[str, Any]], where: str) -> 
 def described(suffix: str, content: str, at: str) -> dict[str, Any]:
     """The label and the caption in the text beside a picture, if it has them."""
     label: Label = None
-    text = ""
+    text: Caption = ""
     if suffix == LABEL:
         return {"label": label_of(content, at)}
     if suffix == TEXT:
@@ -617,8 +617,7 @@ def described(suffix: str, content: str, at: str) -> dict[str, Any]:
     if isinstance(values, dict):
         labels = (label_of(values.get(key), at) for key in ("label", "class"))
         label = next((found for found in labels if found is not None), None)
-        texts = (caption_of(values.get(key), at) for key in ("text", "caption"))
-        text = next(filter(None, texts), "")
+        text = first_caption([values.get(key) for key in METADATA_TEXTS], at)
     return ({} if label is None else {"label": label}) | ({"text": text} if text else {})
 
 

@@ -35,7 +35,7 @@ class FileReport:
     """Why it was left out; empty if it was encoded."""
     row: int | None = None
     """Its first row."""
-    text: str = ""
+    text: str | list[str] = ""
     """Its caption."""
     size: str = ""
     """Width x height of the file, upright; empty if not known."""
@@ -62,7 +62,7 @@ SCHEMA = {
     "file_name": str,
     "reason": Maybe(str),
     "row": Maybe(schema.COUNT),
-    "text": Maybe(str),
+    "text": Maybe(schema.Either(str, tuple[str, ...])),
     "size": Maybe(str),
     "bucket": Maybe(str),
     "crop": Maybe(Finite),

@@ -36,6 +36,7 @@ from titan_dit.data.packing.pack import (
     writing,
 )
 from titan_dit.pictures.encode import same_bits
+from titan_dit.pictures.picture_set import Caption, is_empty
 from titan_dit.pictures.text_encoder import TextEncoder
 from titan_dit.system.files import write_json, write_whole
 
@@ -212,9 +213,9 @@ def check_name(output: Path) -> None:
         )
 
 
-def check_captions(texts: Sequence[str], names: Sequence[str], may_lack: bool) -> None:
+def check_captions(texts: Sequence[Caption], names: Sequence[str], may_lack: bool) -> None:
     """Raise UserError if pictures have no captions; `may_lack`: some may be empty."""
-    empty = [name for name, text in zip(names, texts, strict=False) if not text.strip()]
+    empty = [name for name, text in zip(names, texts, strict=False) if is_empty(text)]
     if len(empty) == len(names) or not texts:
         raise UserError(
             "--text-encoder: the pictures have no captions. Add them (NAME.txt beside NAME.jpg), "
