@@ -94,8 +94,10 @@ PROMPTS = ("a red seven", "one", "a green two")
 def test_a_run_on_captions_resumes_on_a_pipeline_with_the_same_losses_and_previews(folder):
     prompts = ("--sampling.prompts", *PROMPTS[:2], "--sampling.vae", "vae")
     trained(folder, "--job.dir", "whole", *PREVIEWS, *prompts)
-    trained(folder, "--job.dir", "parts", "--training.steps", 2)
+    trained(folder, "--job.dir", "parts", "--training.steps", 2, *PREVIEWS, *prompts)
+    (folder / "t5").rename(folder / "gone")  # Its embeddings of the prompts are in the run.
     trained(folder, "--job.dir", "parts", "--parallel.pp", 2, *PREVIEWS, *prompts, ranks=2)
+    (folder / "gone").rename(folder / "t5")
     whole, parts = ([r["loss"] for r in metrics(folder / name)] for name in ("whole", "parts"))
     assert len(whole) == 4
     validated = metrics(folder / "parts")[-1]

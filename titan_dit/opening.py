@@ -411,7 +411,7 @@ def open_run(config: JobConfig, world: World) -> OpenedRun:
     objective = open_objective(config, plan, source, previews=bool(config.sampling.every))
     if config.sampling.every:
         objective.check_preview(config.sampling, config.generation)
-    objective.open_drawing(config.sampling, source, Ranks().run_on_first)
+    objective.open_drawing(config.sampling, source, Ranks().run_on_first, job.folder)
     held_out = rows_held_out(config, source)
     sample_order = training_order(config, plan, source, held_out)
     of_epochs = buckets.rows_and_sizes(sample_order, plan.global_batch_size)

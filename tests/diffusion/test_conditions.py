@@ -1,6 +1,7 @@
 """Class labels and captions: what a network is given, and what in its place without it."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,7 +143,7 @@ def opened(**sampling):
     config = joint_config(sampling={"every": 1, "steps": 1, "sampler": "euler", **sampling})
     objective = config.objective.build(CONFIG.model, SOURCE.facts)
     objective.check_preview(config.sampling, config.generation)
-    objective.open_drawing(config.sampling, SOURCE, lambda action: action())
+    objective.open_drawing(config.sampling, SOURCE, lambda action: action(), Path("none"))
     return objective, config.sampling
 
 

@@ -1,14 +1,16 @@
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFont
 
 from titan_dit.commands import data_show
 from titan_dit.commands.flags import DataShowFlags
 from titan_dit.config.section import UserError
 from titan_dit.data.latents import write_shards
+from titan_dit.pictures import output
 from titan_dit.pictures.output import WIDEST, draw_grid, to_pixels
 
 CELL, MARGIN = 50, 44  # 48 pixels and a border of one; room for the label
@@ -110,3 +112,10 @@ def test_data_show_on_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monke
     with pytest.raises(UserError, match=message):
         data_show.main(DataShowFlags(path=str(source), out=str(out)))
     assert not list(out.parent.iterdir())
+
+
+def test_a_word_of_a_million_characters_is_cut_at_once():
+    font, began = ImageFont.load_default(12), time.process_time()
+    assert output.caption(0, ["x" * 2_000_000], font, most=3).endswith("...")
+    assert output.shortened("y" * 2_000_000, font).endswith("...")
+    assert time.process_time() - began < 1

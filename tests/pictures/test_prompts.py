@@ -87,3 +87,8 @@ def test_another_encoder_or_none_is_refused_by_name(root, data):
     assert "gone: no such folder. It made the embeddings of the captions." in said(None, gone)
     assert said(None, gone).endswith("If it is somewhere else now: --text-encoder DIR.")
     assert "T5EncoderModel" in said(None, replace(data, text_source=""))
+
+
+def test_a_prompt_of_bytes_that_are_no_text_is_refused(root, data):
+    said = refused(lambda: open_encoder(["\udcff"], data, str(root / "t5"), 8, CPU, "--x"))
+    assert said == "the prompt '\\udcff' is not UTF-8. Write it as such."

@@ -84,6 +84,8 @@ def check_pictures(options: EvaluateFlags, keys: Sequence[str]) -> bool:
             f"{others[0]} is a key of the config, which --reference does not take: each rank draws "
             "with the whole network. Leave it out."
         )
+    if options.samples and (data := [key for key in keys if is_of_data(key)]):
+        raise UserError(f"{data[0]} is for --run: --samples are read as they are. Leave it out.")
     check_outputs(options)
     if options.samples and options.save_samples:
         raise UserError("--save-samples: --samples are saved already. Leave it out.")

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from titan_dit.config.did_you_mean import nearest
 from titan_dit.config.section import Named, UserError, show
 from titan_dit.data.latent_facts import shown
 from titan_dit.diffusion.base import SizedModel
-from titan_dit.diffusion.conditions import Given
+from titan_dit.diffusion.conditions import Given, rows_of
 from titan_dit.diffusion.drawing import spread_labels
 from titan_dit.diffusion.guidance import Conditional
 from titan_dit.diffusion.objective import Diffusion
@@ -78,6 +79,10 @@ def unknown(text: str, word: str, names: Sequence[str]) -> UserError:
     return UserError(f'--labels {text}: no class is named "{word}".{hint} Numbers do, too.')
 
 
+KEPT = 1000
+"""Prompts whose embeddings are kept; of more they are made batch by batch."""
+
+
 @dataclass(frozen=True)
 class CaptionSource:
     """The captions that are drawn: prompts, or those of stored rows."""
@@ -99,7 +104,10 @@ def read_prompts(flags: PictureFlags) -> tuple[str, ...]:
     found = list(flags.prompt)
     if flags.prompts is not None:
         where = f"--prompts {flags.prompts}"
-        lines = user_text.read(Path(flags.prompts), where).removesuffix("\n").split("\n")
+        text = user_text.read(Path(flags.prompts), where)
+        if not text.strip():
+            raise UserError(f"{where}: holds no prompts. Write one per line.")
+        lines = text.removesuffix("\n").split("\n")
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 raise UserError(
@@ -146,13 +154,23 @@ def prompts_of(diffusion: Diffusion, flags: PictureFlags, device: torch.device) 
         )
     numbers = torch.arange(len(prompts)).repeat_interleave(flags.num or 1)
 
+    negative = None if flags.negative is None else captions.given(encoder.fields(also))
+    identity = repr((prompts, flags.negative, diffusion.data.text))
+    if len(prompts) <= KEPT:  # The encoder's memory is free before anything is drawn.
+        whole = captions.given(encoder.fields(prompts))
+        kept = partial(row_of_each, whole, numbers)
+        return CaptionSource(numbers, kept, identity, prompts, negative)
+
     def read(samples: Int64[Tensor, " b"]) -> Given:
         chosen = [prompts[number] for number in numbers[samples].tolist()]
         return captions.given(encoder.fields(chosen))
 
-    negative = None if flags.negative is None else captions.given(encoder.fields(also))
-    identity = repr((prompts, flags.negative, diffusion.data.text))
     return CaptionSource(numbers, read, identity, prompts, negative)
+
+
+def row_of_each(whole: Given, numbers: Int64[Tensor, " n"], samples: Int64[Tensor, " b"]) -> Given:
+    """The conditions of some samples; `numbers`: the row of each in `whole`."""
+    return rows_of(whole, numbers[samples])
 
 
 def check_no_prompts(flags: PictureFlags) -> None:
@@ -181,8 +199,11 @@ def at_size(diffusion: Diffusion, size: str, vae: Autoencoder | None) -> Diffusi
                 "give it, --vae DIR."
             )
         factor = facts.factor
-    if width % factor or height % factor or not width or not height:
-        raise UserError(f"{where}: the sides must be multiples of {factor}, the pixels per latent.")
+    multiple = factor * (getattr(diffusion.model, "patch_size", None) or 1)
+    if width % multiple or height % multiple or not width or not height:
+        raise UserError(
+            f"{where}: the sides must be multiples of {multiple}, the pixels per token."
+        )
     try:
         return diffusion.at_size(height // factor, width // factor)
     except UserError as error:

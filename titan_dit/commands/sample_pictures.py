@@ -115,7 +115,12 @@ class Job:
         """Everything that the bits of the samples depend on."""
         flags = self.flags
         keys = ("seed", "batch_size", "sampler", "steps", "eta", "cfg_scale", "cfg_channels")
-        return {
+        more: dict[str, Any] = {}  # Parts of older versions go on.
+        if self.captions:
+            more["captions"] = digest(self.captions.identity.encode())
+        if flags.size is not None:
+            more["shape"] = list(self.diffusion.model.sample_shape)
+        return more | {
             "checkpoint": identity(self.run),
             "weights": self.run.weights,
             "suffix": self.out.suffix,
@@ -124,8 +129,6 @@ class Job:
             "cfg_interval": list(flags.cfg_interval),
             "shift": self.diffusion.shift if flags.shift is None else flags.shift,
             "labels": digest(self.labels.numpy().tobytes()),
-            "captions": self.captions and digest(self.captions.identity.encode()),
-            "shape": list(self.diffusion.model.sample_shape),
             "noise": "" if self.noise is None else digest(self.noise.numpy().tobytes()),
             "vae": self.vae and self.vae.facts.digest,
             "num": len(self.labels),
@@ -224,6 +227,10 @@ def job_of(
     """
     drawing.check(diffusion, flags, "--{}")
     sampler = drawing.sampler_of(diffusion.config, flags.sampler, "--sampler")
+    # What is checked at once comes before a text encoder is loaded.
+    vae = vae_of(diffusion, flags, run.device)
+    if flags.size is not None:
+        diffusion = at_size(diffusion, flags.size, vae)
     if diffusion.captions is None:
         check_no_prompts(flags)
         names = diffusion.data.class_names
@@ -231,9 +238,6 @@ def job_of(
     else:
         captions = captions or prompts_of(diffusion, flags, run.device)
         labels = captions.numbers
-    vae = vae_of(diffusion, flags, run.device)
-    if flags.size is not None:
-        diffusion = at_size(diffusion, flags.size, vae)
     noise = None
     if flags.noise is not None:
         noise, labels = read_noise(

@@ -90,6 +90,8 @@ class OpenedData:
     """The fields of the prompts' conditions, a row per prompt; on the CPU."""
     notes: tuple[str, ...] = ()
     """Console lines about the prompts."""
+    key: str = ""
+    """What the prompts' embeddings depend on; "" if they are stored ones."""
 
 
 def without(given: Given, null: Given, dropped: Bool[Tensor, " b"]) -> dict[str, Tensor]:

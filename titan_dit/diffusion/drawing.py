@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import pathlib
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
+from safetensors import SafetensorError, safe_open
+from safetensors import torch as safetensors
 from torch import Tensor
 
 from titan_dit.config import catalog
@@ -26,6 +31,8 @@ from titan_dit.diffusion.sections import DiffusionConfig
 from titan_dit.objectives.base import DataShare, Forward, Preview
 from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.rng import SampleRNG
+from titan_dit.system import run_files
+from titan_dit.system.files import write_whole
 
 NUM = 40
 """Default number of pictures in a preview."""
@@ -132,12 +139,12 @@ def captions_of_rows(captions: Captions, source: Source, num: int) -> Conditions
 
 
 def prompts_of(
-    sampling: SamplingConfig, data: LatentFacts, tokens: int, source: Source
+    sampling: SamplingConfig, data: LatentFacts, tokens: int, source: Source, folder: Path
 ) -> OpenedData:
     """The prompts of [sampling] and their embeddings; without any, captions of stored rows.
 
-    `tokens`: those of a prompt that the network takes. Raises UserError for another text encoder
-    than that of the data.
+    `tokens`: those of a prompt that the network takes. `folder`: of the run, which may have the
+    embeddings. Raises UserError for another text encoder than that of the data.
     """
     # Imported late: the benchmarks train on machines without Pillow.
     from titan_dit.pictures.prompts import open_encoder
@@ -145,11 +152,36 @@ def prompts_of(
     prompts = sampling.prompts
     if not prompts:
         return stored_captions(source)
+    depends = [prompts, tokens, data.text and asdict(data.text), sampling.text_encoder]
+    key = hashlib.sha256(json.dumps(depends).encode("utf-8", "replace")).hexdigest()
+    if found := read_prompts(folder, prompts, key):
+        return found
     where, cpu = "[sampling] text_encoder", torch.device("cpu")
     encoder = open_encoder(prompts, data, sampling.text_encoder, tokens, cpu, where)
     cut = encoder.num_cut(prompts)
     note = f"hint    {cut} of {len(prompts)} prompts of [sampling] are cut to {tokens} tokens"
-    return OpenedData(prompts=prompts, fields=encoder.fields(prompts), notes=(note,) if cut else ())
+    fields = encoder.fields(prompts, same=False)
+    return OpenedData(prompts=prompts, fields=fields, notes=(note,) if cut else (), key=key)
+
+
+def read_prompts(folder: Path, prompts: tuple[str, ...], key: str) -> OpenedData | None:
+    """What `write_prompts` has written for the same prompts and data; None without it."""
+    try:
+        with safe_open(folder / run_files.PROMPTS, framework="pt") as file:
+            about = file.metadata() or {}
+            fields = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return None
+    if about.get("key") != key or {len(value) for value in fields.values()} != {len(prompts)}:
+        return None
+    notes = tuple(about.get("notes", "").splitlines())
+    return OpenedData(prompts=prompts, fields=fields, notes=notes, key=key)
+
+
+def write_prompts(folder: Path, opened: OpenedData) -> None:
+    """Write the prompts' embeddings to the run directory."""
+    about = {"key": opened.key, "notes": "\n".join(opened.notes)}
+    write_whole(folder / run_files.PROMPTS, safetensors.save(dict(opened.fields), about))
 
 
 def stored_captions(source: Source) -> OpenedData:
@@ -337,7 +369,7 @@ def preview(
         drawn, value_range = vae.decode(drawn).float(), PIXELS
     drawn = share.gather(drawn)[:num]
 
-    def write(file: pathlib.Path) -> None:
+    def write(file: Path) -> None:
         # Imported late: the benchmarks train on machines without Pillow.
         from titan_dit.pictures import output
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -526,18 +527,35 @@ class Diffusion(Objective, ABC):
                 f"[sampling] {key} is for networks that take captions, but [model] "
                 f"name={show(self.model.name)} takes classes. Leave it out."
             )
+        if sampling.text_encoder and not sampling.prompts:
+            raise UserError(
+                "[sampling] text_encoder has no effect without prompts. Set prompts, or leave it "
+                "out: previews show captions of [data]."
+            )
 
-    def open_drawing(self, sampling: SamplingConfig, source: Source, on_first: OnFirst) -> None:
-        """Embed the prompts of previews, on one rank and on the CPU: memory of GPUs stays free."""
+    def open_drawing(
+        self, sampling: SamplingConfig, source: Source, on_first: OnFirst, folder: Path
+    ) -> None:
+        """Embed the prompts of previews, on one rank and on the CPU: memory of GPUs stays free.
+
+        A run that goes on reads their embeddings from its `folder`: its encoder may be gone.
+        """
         from titan_dit.diffusion import drawing
 
         self.opened.source = source
         if self.captions and sampling.every:
             data, tokens = self.data, self.captions.tokens
-            found = on_first(lambda: drawing.prompts_of(sampling, data, tokens, source))
+            found = on_first(lambda: drawing.prompts_of(sampling, data, tokens, source, folder))
             self.opened.prompts, self.opened.fields = found.prompts, found.fields
-            self.opened.notes = found.notes
+            self.opened.notes, self.opened.key = found.notes, found.key
             drawing.shown(self, sampling)
+
+    def remember(self, folder: Path) -> None:
+        """Write the prompts' embeddings, for `open_drawing`."""
+        from titan_dit.diffusion import drawing
+
+        if self.opened.key:
+            drawing.write_prompts(folder, self.opened)
 
     def check_autoencoder(self, sampling: SamplingConfig) -> None:
         """Load [sampling] vae; UserError if it did not make the data's latents."""

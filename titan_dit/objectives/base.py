@@ -191,11 +191,17 @@ class Objective:
         """
         return {}
 
-    def open_drawing(self, sampling: SamplingConfig, source: Source, on_first: OnFirst) -> None:
+    def open_drawing(
+        self, sampling: SamplingConfig, source: Source, on_first: OnFirst, folder: Path
+    ) -> None:
         """Read or compute, once before training, what `preview` and [fid] take beside the network.
 
-        Called on every rank, after `check_preview`.
+        Called on every rank, after `check_preview`. `folder`: the run directory, to read what
+        `remember` has written.
         """
+
+    def remember(self, folder: Path) -> None:
+        """Write to the run directory what would take long to compute again; on the first rank."""
 
     def check_preview(self, sampling: SamplingConfig, generation: GenerationConfig) -> None:
         """Raise UserError if `preview` cannot draw with the data, before training starts."""

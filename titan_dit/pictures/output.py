@@ -92,7 +92,8 @@ def caption(
     """The text of a grid's row: at most `most` lines, each at most `WIDEST` pixels wide."""
     text = "none" if label < 0 else names[label] if label < len(names) else str(label)
     lines = [""]
-    for word in (text or EMPTY).split():
+    # A character is wider than a pixel.
+    for word in (text[: (most + 1) * WIDEST] or EMPTY).split():
         longer = f"{lines[-1]} {word}".strip()
         if lines[-1] and font.getlength(longer) > WIDEST:
             lines.append(word)
@@ -106,9 +107,9 @@ def caption(
 
 def shortened(line: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
     """A line cut to `WIDEST` pixels."""
-    if font.getlength(line) <= WIDEST:
+    if len(line) <= WIDEST and font.getlength(line) <= WIDEST:
         return line
-    line = line.removesuffix("...")
+    line = line.removesuffix("...")[:WIDEST]
     while font.getlength(line + "...") > WIDEST:
         line = line[:-1]
     return line + "..."

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from titan_dit.config import user_text
 from titan_dit.config.section import UserError
 from titan_dit.data.latent_facts import TEXT_DTYPES, LatentFacts, TextFacts
 from titan_dit.pictures import text_encoder
 from titan_dit.pictures.encode import same_bits
 from titan_dit.pictures.text_encoder import TextEncoder
 
-BATCH = 32
-"""Prompts that are encoded at once."""
+BATCH, AT_ONCE = 32, 10_000
+"""Prompts that are encoded, and that are tokenized, at once."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,16 @@ class PromptEncoder:
 
     def num_cut(self, prompts: Sequence[str]) -> int:
         """Prompts that have more tokens than the network takes."""
-        return 0 if self.encoder is None else len(self.encoder.tokenize(prompts)[1])
+        if self.encoder is None:
+            return 0
+        parts = [prompts[first : first + AT_ONCE] for first in range(0, len(prompts), AT_ONCE)]
+        return sum(len(self.encoder.tokenize(part)[1]) for part in parts)
 
-    def fields(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+    def fields(self, prompts: Sequence[str], *, same: bool = True) -> dict[str, Tensor]:
         """`text` [b, tokens, d] in the dtype of stored captions, and `text_length` [b]; on the CPU.
 
-        A blank prompt has the stored embedding of the empty one. Raises UserError for an embedding
-        that is not finite.
+        A blank prompt has the stored embedding of the empty one. `same`: the same bits on every
+        rank, by one thread. Raises UserError for an embedding that is not finite.
         """
         dtype = TEXT_DTYPES[self.facts.dtype]
         embedded = {prompt: self.facts.null_embedding.to(dtype) for prompt in prompts}
@@ -46,7 +51,7 @@ class PromptEncoder:
         for first in range(0, len(distinct), BATCH):
             assert self.encoder is not None
             some = distinct[first : first + BATCH]
-            with same_bits():
+            with same_bits() if same else nullcontext():
                 found = self.encoder.encode(some)
             for prompt, embedding in zip(some, found, strict=True):
                 embedded[prompt] = self.stored(embedding, prompt)
@@ -83,6 +88,9 @@ def open_encoder(
     """
     text = data.text
     assert text is not None
+    for prompt in prompts:
+        if not user_text.is_utf8(prompt):
+            raise UserError(f"the prompt {prompt[:60]!a} is not UTF-8. Write it as such.")
     # The empty prompt's embedding is stored with the data.
     if not source and not any(prompt.strip() for prompt in prompts):
         return PromptEncoder(text, tokens, None)

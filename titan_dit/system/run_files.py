@@ -12,7 +12,8 @@ CHECKPOINTS = "checkpoints"
 SNAPSHOTS = "snapshots"
 PROFILE = "profile"
 SAMPLES_SEEN = "samples-seen"
+PROMPTS = "prompts.safetensors"
 
 FOLDERS = (CHECKPOINTS, SNAPSHOTS, PROFILE, SAMPLES_SEEN)
-OWN = (CONFIG, METRICS, FAULTS, LOCK, ROLLBACKS, WANDB, *FOLDERS)
+OWN = (CONFIG, METRICS, FAULTS, LOCK, ROLLBACKS, WANDB, PROMPTS, *FOLDERS)
 """Files that a run resumes from. Others in its folder are results, which may be overwritten."""
