@@ -300,6 +300,8 @@ def microbatch_size(
     training: TrainingConfig, spec: ModelSpec, sizes: AxisSizes, batch: int, *, resuming: bool
 ) -> int | None:
     """The microbatch size that [training] asks for, of `batch` samples per step; None if none."""
+    if training.tokens_per_microbatch is None:
+        return training.microbatch_size
     share = -(-batch // sizes.data)
     return training.samples_per_microbatch(spec.num_tokens, share, pads=resuming)
 

@@ -184,7 +184,6 @@ def test_microbatches_divide_a_ranks_share():
     assert sizes == [12, 6, 4, 1]
     assert config.samples_per_microbatch(180, 11) == 1
     assert config.samples_per_microbatch(180, 11, pads=True) == 5
-    assert TrainingConfig(steps=1, global_batch_size=4).samples_per_microbatch(64, 4) is None
 
 
 @pytest.mark.parametrize(

@@ -127,15 +127,13 @@ class TrainingConfig(Section):
             )
         return found
 
-    def samples_per_microbatch(self, tokens: int, share: int, *, pads: bool = False) -> int | None:
-        """[training] microbatch_size, or that of tokens_per_microbatch; None if neither is set.
+    def samples_per_microbatch(self, tokens: int, share: int, *, pads: bool = False) -> int:
+        """The microbatch size of tokens_per_microbatch.
 
         `share`: samples of a rank and step, with `tokens` predicted tokens each. `pads`: the last
         microbatch may be filled up, so the others need not divide the share.
         """
-        if self.tokens_per_microbatch is None:
-            return self.microbatch_size
-        most = max(1, min(share, self.tokens_per_microbatch // tokens))
+        most = max(1, min(share, (self.tokens_per_microbatch or 0) // tokens))
         if pads:
             return most
         return next(size for size in range(most, 0, -1) if share % size == 0)
