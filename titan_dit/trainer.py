@@ -410,10 +410,9 @@ class Trainer:
         self.open_sample_log()
         if self.validation_set and world.is_first:
             self.validation_set.remember(self.folder)
-        if world.is_first:
-            self.objective.remember(self.folder)
         self.say(*self.opened.lines(self.built, world.device, self.step))
         if world.is_first:
+            self.objective.remember(self.folder)
             self.say(*self.opened.hints(self.built, world.device))
         self.hooks.show(
             Run(
