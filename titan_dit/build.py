@@ -56,14 +56,18 @@ class BuiltNetwork:
     """Copies of tied weights that another stage owns, by the owners' names."""
     num_parameters: int
     """Parameters of the whole network."""
-    flops_per_sample: int
-    """FLOPs of forward and backward of the whole network; of buckets for the largest."""
     flops_by_bucket: tuple[int, ...]
-    """The same for a sample of each bucket; one number if all data has one shape."""
+    """FLOPs of forward and backward of the whole network, for a sample of each bucket; one number
+    if all data has one shape."""
     notes: Sequence[str]
     """Console lines about the build."""
     recording: PipelineRecording | None
     """Recording of the pipeline's timeline; None without a pipeline."""
+
+    @property
+    def flops_per_sample(self) -> int:
+        """FLOPs of a sample of the largest bucket."""
+        return max(self.flops_by_bucket)
 
 
 def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device) -> BuiltNetwork:
@@ -86,7 +90,6 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
         parameters=parameters,
         copies=copies_of(parts),
         num_parameters=count,
-        flops_per_sample=max(flops),
         flops_by_bucket=flops,
         notes=[*float8_lines(plan, parts), *executor.notes],
         recording=recording_of(executor, plan, mesh),

@@ -61,6 +61,18 @@ def threads_of_collectives(world):
     return names.count("pt_gloo_runloop"), len(groups)
 
 
+def own_options(world):
+    """The threads of a group that somebody opens with options of his own."""
+    gloo = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices, options._threads = [gloo.create_default_device()], 3
+    return gloo(dist.HashStore(), 0, 1, options).options._threads
+
+
+def test_options_of_ones_own_are_kept():
+    assert on_ranks(1, own_options) == [3]
+
+
 def test_one_thread_runs_the_collectives_of_a_gloo_group():
     """Two threads write the last collective's name at once, and the rank dies."""
     [(threads, groups)] = on_ranks(1, threads_of_collectives)

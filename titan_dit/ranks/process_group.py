@@ -229,7 +229,18 @@ def use_one_gloo_thread() -> None:
         return
 
     @wraps(gloo.__init__)
-    def init(group: Any, *where: Any, timeout: timedelta = STARTING, **more: Any) -> None:
+    def init(
+        group: Any,
+        store: Any,
+        rank: int,
+        size: int,
+        *given: Any,
+        timeout: timedelta = STARTING,
+        **more: Any,
+    ) -> None:
+        if given or "options" in more:  # Somebody's own options.
+            init.__wrapped__(group, store, rank, size, *given, **more)
+            return
         options = gloo._Options()
         options._timeout, options._threads = timeout, 1
         # As torch chooses them.
@@ -241,7 +252,7 @@ def use_one_gloo_thread() -> None:
         )
         for name, value in more.items():
             setattr(options, name, value)
-        init.__wrapped__(group, *where, options)
+        init.__wrapped__(group, store, rank, size, options)
 
     gloo.__init__ = init
 
