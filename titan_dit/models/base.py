@@ -83,8 +83,13 @@ class ModelSpec:
     """Tokens of a sample that attention sees beside the predicted ones, such as a caption's."""
     mask: Mask = "none"
     """Attention mask of the blocks."""
+    layer_kinds: tuple[str, ...] = ()
+    """Kind of every block, the attribute `kind` of its class. Empty: all blocks are alike."""
+    kind_costs: Mapping[str, float] = field(default_factory=dict)
+    """Cost of a block of each kind, in one unit with `embed_cost` and `head_cost`, for balancing
+    pipeline stages. Empty: 1."""
     embed_cost: float = 0.0
-    """Cost of embed relative to a block, for balancing pipeline stages."""
+    """Cost of embed relative to a block."""
     head_cost: float = 0.0
     """Cost of head relative to a block."""
 
