@@ -23,7 +23,7 @@ from titan_dit.execution import (
     shapes_of_spec,
 )
 from titan_dit.models import lora
-from titan_dit.models.base import Model, ModelSpec, TensorSpec, default_initializer
+from titan_dit.models.base import Model, ModelSpec, TensorSpec, default_initializer, kind_of
 from titan_dit.models.layers import Attention
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.parallel import fsdp, tensor
@@ -117,9 +117,7 @@ def recording_of(executor: Executor, plan: RunPlan, mesh: Mesh) -> PipelineRecor
 
     pipelined = executor.inner if isinstance(executor, SlicedExecutor) else executor
     assert isinstance(pipelined, PipelinedExecutor)
-    sizes = [float(len(layers)) for layers in plan.stage_layers]
-    sizes[0] += plan.spec.embed_cost
-    sizes[-1] += plan.spec.head_cost
+    sizes = [plan.spec.cost(layers) for layers in plan.stage_layers]
     others = [field.name for field in fields(AxisSizes) if field.name != "pp"]
     takes_part = not any(mesh.axis(name).get_local_rank() for name in others)
     count = mesh.sizes.product("samples") * mesh.sizes.model // mesh.sizes.pp
@@ -200,6 +198,12 @@ def check_model(model: Model, model_spec: ModelSpec) -> None:
             f"[model] its spec says num_layers={model_spec.num_layers}, but its blocks are "
             f"{', '.join(blocks) or 'none'}. Key them by layer, from 0 to "
             f"{model_spec.num_layers - 1}."
+        )
+    kinds = tuple(map(kind_of, blocks.values()))
+    if kinds != model_spec.kinds:
+        raise UserError(
+            f"[model] its spec says layer_kinds={show(model_spec.layer_kinds)}, but the attribute "
+            f"`kind` of its blocks is {show(kinds)}. Make them agree."
         )
     heads = model_spec.num_heads
     groups = model_spec.num_key_value_heads or heads

@@ -233,7 +233,7 @@ class RunPlan:
         if split:
             return layers_of_stages(check_split(split, model_spec.num_layers, self.num_stages))
         balanced = split_layers(
-            model_spec.num_layers,
+            model_spec.layer_costs,
             self.num_stages,
             embed=model_spec.embed_cost,
             head=model_spec.head_cost,

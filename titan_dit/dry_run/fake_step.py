@@ -346,8 +346,5 @@ def first_rows(prepared: Prepared, rows: int) -> Prepared:
 
 def flops_of(model_spec: ModelSpec, held: tuple[range, ...], flops_per_sample: int) -> float:
     """FLOPs per sample of these layers, with embedding and head on the first and last stage."""
-    embed, head = model_spec.embed_cost, model_spec.head_cost
-    cost: float = sum(map(len, held))
-    cost += embed * any(0 in layers for layers in held)
-    cost += head * any(model_spec.num_layers - 1 in layers for layers in held)
-    return flops_per_sample * cost / (model_spec.num_layers + embed + head)
+    cost = sum(map(model_spec.cost, held))
+    return flops_per_sample * cost / model_spec.cost(range(model_spec.num_layers))

@@ -101,6 +101,5 @@ def simulated(
 ) -> Simulation:
     """A simulated step; `jitter` and `memory`: see `simulate`."""
     # Forward, input gradient and weight gradient of a layer cost the same.
-    layers = [len(part) for part in plan.stage_layers]
-    costs = stage_costs(layers, embed=plan.spec.embed_cost, head=plan.spec.head_cost)
+    costs = stage_costs([plan.spec.cost(layers) for layers in plan.stage_layers])
     return simulate(plan.order(count), costs, jitter=jitter, memory=memory)

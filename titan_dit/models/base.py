@@ -84,10 +84,10 @@ class ModelSpec:
     mask: Mask = "none"
     """Attention mask of the blocks."""
     layer_kinds: tuple[str, ...] = ()
-    """Kind of every block, the attribute `kind` of its class. Empty: all blocks are alike."""
+    """Kind of every block, see `kind_of`. Empty: all blocks are alike."""
     kind_costs: Mapping[str, float] = field(default_factory=dict)
     """Cost of a block of each kind, in one unit with `embed_cost` and `head_cost`, for balancing
-    pipeline stages. Empty: 1."""
+    pipeline stages; 1 for a kind that is not named."""
     embed_cost: float = 0.0
     """Cost of embed relative to a block."""
     head_cost: float = 0.0
@@ -97,6 +97,22 @@ class ModelSpec:
     def num_attended_tokens(self) -> int:
         """Tokens of a sample in attention and in the linears of a block."""
         return self.num_tokens + self.num_text_tokens
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kind of every block: `layer_kinds`, or "" for each if all are alike."""
+        return self.layer_kinds or ("",) * self.num_layers
+
+    @property
+    def layer_costs(self) -> tuple[float, ...]:
+        """Cost of every block."""
+        return tuple(float(self.kind_costs.get(kind, 1.0)) for kind in self.kinds)
+
+    def cost(self, layers: range) -> float:
+        """Cost of consecutive blocks, with embed and head if they hold the first and last one."""
+        found = sum(self.layer_costs[layers.start : layers.stop])
+        found += self.embed_cost * (0 in layers) + self.head_cost * (self.num_layers - 1 in layers)
+        return found
 
     @property
     def tokens_shown(self) -> str:
@@ -178,6 +194,14 @@ class Model(nn.Module):
         embeddings as matmuls and leaves out the products inside attention.
         """
         return 6 * tokens * sum(p.numel() for p in self.parameters() if p.ndim > 1)
+
+
+def kind_of(block: nn.Module) -> str:
+    """The kind of a block: the attribute `kind` of its class, "" without one.
+
+    Blocks of a kind have equal parameters, one tensor plan and one compiled graph.
+    """
+    return str(getattr(block, "kind", ""))
 
 
 def default_initializer(name: str, tensor: Tensor) -> Initializer:

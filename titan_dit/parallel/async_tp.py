@@ -52,10 +52,11 @@ def take_biases_out(model: Model, plan: TensorPlan) -> None:
     another dim or return DTensors, are left alone.
     """
     for block in model.blocks.values():
+        styles = plan.styles_of(block)
         for name, layer in block.named_modules():
             if not isinstance(layer, TokenLinear) or layer.bias is None:
                 continue
-            style = plan.block.get(name)
+            style = styles.get(name)
             if gathers_tokens(style):
                 layer.product = product_then_bias
             elif scatters_tokens(style):

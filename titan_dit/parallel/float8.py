@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 
 from titan_dit.config.layout import PrecisionConfig
 from titan_dit.config.section import UserError, show
-from titan_dit.models.base import Model
+from titan_dit.models.base import Model, kind_of
 from titan_dit.models.layers import TokenLinear
 from titan_dit.parallel import fsdp, transformer_engine
 from titan_dit.parallel.mesh import AxisSizes
@@ -74,7 +74,9 @@ def apply(
     convert(model, chosen, precision, sizes.product("fsdp"))
     # gloo cannot send float8: without CUDA, tokens are gathered in their own dtype.
     if sizes.tp > 1 and precision.float8 == "tensorwise" and device_type == "cuda":
-        return replace(plan, block=float8_styles(plan.block, model))
+        kinds = {kind_of(block): block for block in model.blocks.values()}
+        styles = {k: float8_styles(plan.styles_of(block), block) for k, block in kinds.items()}
+        return replace(plan, kinds=styles)
     return plan
 
 
@@ -84,9 +86,10 @@ def linears(
     """The blocks' linears over tokens, by name, with their shapes on one rank."""
     found = {}
     for key, block in model.blocks.items():
+        styles = plan.styles_of(block)
         for name, layer in block.named_modules():
             if isinstance(layer, TokenLinear):
-                style = inner(plan.block.get(name))
+                style = inner(styles.get(name))
                 inputs = layer.in_features // sizes.tp ** isinstance(style, RowwiseParallel)
                 outputs = layer.out_features // sizes.tp ** isinstance(style, ColwiseParallel)
                 found[f"blocks.{key}.{name}"] = LinearShape(tokens, inputs, outputs)
@@ -140,7 +143,9 @@ def is_not_about_amax(record: logging.LogRecord) -> bool:
     return "Partial(max)" not in record.getMessage()
 
 
-def float8_styles(styles: Mapping[str, ParallelStyle], model: Model) -> dict[str, ParallelStyle]:
+def float8_styles(
+    styles: Mapping[str, ParallelStyle], block: nn.Module
+) -> dict[str, ParallelStyle]:
     """A block's styles with tokens all-gathered in float8: half of bf16's bytes.
 
     An all-gather is replaced if every column-parallel layer that reads it is float8. A
@@ -149,7 +154,6 @@ def float8_styles(styles: Mapping[str, ParallelStyle], model: Model) -> dict[str
     kind = float8_linear()
     from torchao.float8 import float8_tensor_parallel
 
-    block = next(iter(model.blocks.values()))
     layers = {
         name: isinstance(layer, kind) for name, layer in block.named_modules() if name in styles
     }

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, pa
 from titan_dit.config.did_you_mean import nearest
 from titan_dit.config.section import UserError
 from titan_dit.kernels import cross_entropy
-from titan_dit.models.base import Model, Stream
+from titan_dit.models.base import Model, Stream, kind_of
 from titan_dit.models.layers import JoinedRotary
 from titan_dit.models.sample_dropout import SampleDropout
 from titan_dit.models.vocabulary import Vocabulary
@@ -46,9 +46,16 @@ class TensorPlan:
     whose gradients accumulate before one all-reduce. None: a whole plain tensor."""
     embed: Styles
     block: Styles
+    """Styles of a block, unless `kinds` has those of its kind."""
     head: Styles
+    kinds: Mapping[str, Styles] = field(default_factory=dict)
+    """Kind of a block (`models.base.kind_of`) -> its styles."""
     token_first: bool = False
     """Tokens that are Shard(1) lie as [n, b, d] in memory, as `TokenFirst` styles take them."""
+
+    def styles_of(self, block: nn.Module) -> Styles:
+        """The styles of a block."""
+        return self.kinds.get(kind_of(block), self.block)
 
 
 def shard_dim(placement: Shard | Replicate | None) -> int | None:
@@ -64,7 +71,7 @@ def uncut(num_streams: int) -> TensorPlan:
 def apply(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
     """Shard a model on the meta device; hooks call `enter` before and `leave` after its blocks."""
     parts = [(model.embed, plan.embed), (model.head, plan.head)]
-    parts += [(block, plan.block) for block in model.blocks.values()]
+    parts += [(block, plan.styles_of(block)) for block in model.blocks.values()]
     for part, styles in parts:
         if part is not None:
             apply_styles(part, mesh, styles)

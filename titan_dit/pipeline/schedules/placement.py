@@ -7,6 +7,7 @@ has both ends of the model (arXiv:2401.10241 sec. 6).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -17,14 +18,15 @@ from titan_dit.pipeline.schedules.schedule import Order, schedule_of, with_micro
 
 @lru_cache(maxsize=4096)  # A search asks for the same stages thousands of times.
 def split_layers(
-    num_layers: int, num_stages: int, *, embed: float = 0.0, head: float = 0.0
+    costs: tuple[float, ...], num_stages: int, *, embed: float = 0.0, head: float = 0.0
 ) -> tuple[int, ...]:
     """Layers per stage, at least one, that minimise the cost of the slowest stage.
 
-    `embed` and `head`: extra costs of the first and last stage, in layers. Ties are broken by the
-    smallest sum of squared costs, then by the fewest layers in the first stages, where 1F1B holds
-    the most activations. Raises UserError if there are fewer layers than stages.
+    `costs`: of every layer. `embed` and `head`: extra costs of the first and last stage. Ties are
+    broken by the smallest sum of squared costs, then by the fewest layers in the first stages,
+    where 1F1B holds the most activations. Raises UserError if there are fewer layers than stages.
     """
+    num_layers = len(costs)
     if num_layers < num_stages:
         raise UserError(
             f"{num_stages} pipeline stages ([parallel] pp x stages per rank) need at least as many "
@@ -33,34 +35,47 @@ def split_layers(
     extra = [0.0] * num_stages
     extra[0] += embed
     extra[-1] += head
-    limit = _smallest_limit(num_layers, extra)
-    # best[n]: (sum of squares, layers per stage) of n layers on the stages so far, last to first.
-    # Comparing the tuples breaks ties in favour of few layers in the first stages.
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    before = tuple(accumulate(costs, initial=0.0))
+    limit = _smallest_limit(before, extra)
+    # best[first]: (sum of squares, layers per stage) of the layers from `first` on, on the stages
+    # so far, last to first. Comparing the tuples breaks ties in favour of few layers in the first
+    # stages.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {num_layers: (0.0, ())}
     for cost in reversed(extra):
         grown: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for held, (squares, split) in best.items():
-            for count in range(1, _most_layers(limit, cost, num_layers - held) + 1):
-                option = (squares + (count + cost) ** 2, (count, *split))
-                grown[held + count] = min(option, grown.get(held + count, option))
+        for end, (squares, split) in best.items():
+            for first in range(end - 1, -1, -1):
+                own = before[end] - before[first] + cost
+                if own > limit:
+                    break
+                option = (squares + own**2, (end - first, *split))
+                grown[first] = min(option, grown.get(first, option))
         best = grown
-    return best[num_layers][1]
+    return best[0][1]
 
 
-def _most_layers(limit: float, cost: float, num_layers: int) -> int:
-    """Maximum layers, up to `num_layers`, of a stage with this extra cost within the limit."""
-    # Count down instead of dividing: the same sums as the limits, with the same rounding.
-    return next((n for n in range(num_layers, 0, -1) if n + cost <= limit), 0)
+def _fits(before: Sequence[float], extra: Sequence[float], limit: float) -> bool:
+    """True if stages of at most this cost, filled one after another, have room for every layer."""
+    first, num_layers = 0, len(before) - 1
+    for stage, cost in enumerate(extra):
+        end, most = first, num_layers - (len(extra) - 1 - stage)
+        while end < most and before[end + 1] - before[first] + cost <= limit:
+            end += 1
+        if end == first:
+            return False
+        first = end
+    return first == num_layers
 
 
-def _smallest_limit(num_layers: int, extra: Sequence[float]) -> float:
-    """The smallest possible cost of the slowest stage; tries every possible cost of a stage."""
-    limits = sorted({n + cost for n in range(1, num_layers + 1) for cost in extra})
-    for limit in limits:
-        room = [_most_layers(limit, cost, num_layers) for cost in extra]
-        if min(room) > 0 and sum(room) >= num_layers:
-            return limit
-    raise AssertionError("The last limit has room for every layer on one stage.")
+def _smallest_limit(before: Sequence[float], extra: Sequence[float]) -> float:
+    """The smallest possible cost of the slowest stage, among all possible costs of a stage.
+
+    `before`: costs of all layers before each, and of all.
+    """
+    ends = range(1, len(before))
+    sums = {before[end] - before[first] for end in ends for first in range(end)}
+    limits = sorted({one + cost for one in sums for cost in set(extra)})
+    return limits[bisect_left(limits, True, key=lambda limit: _fits(before, extra, limit))]
 
 
 def check_split(split: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
