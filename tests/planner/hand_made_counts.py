@@ -59,7 +59,7 @@ def counts(embed=None, block=None, head=None, prepare=NOTHING, stream=0.0, tied=
     embed, block, head = (given or part() for given in (embed, block, head))
     return Counts(
         embed=embed,
-        block=block,
+        blocks={"": block},
         head=head,
         prepare=prepare,
         inputs=0.0,

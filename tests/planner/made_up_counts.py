@@ -75,7 +75,7 @@ def counts_of(plan):
     )
     return Counts(
         embed=end,
-        block=block,
+        blocks={"": block},
         head=end,
         prepare=NOTHING,
         inputs=64.0 * spec.num_tokens,

@@ -139,10 +139,10 @@ def test_units_double_up_to_the_largest():
 # Six blocks of one unit each.
 COMPUTE = Compute(
     embed_forward=1,
-    block_forward=10,
+    block_forward={"": 10},
     head_forward=2,
     embed_backward=1,
-    block_backward=20,
+    block_backward={"": 20},
     head_backward=4,
 )
 COMPUTED = 3 + 60 + 5 + 120

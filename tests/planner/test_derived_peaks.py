@@ -26,7 +26,7 @@ def counts(size):
 
 def with_block(own, moments, kept):
     block = replace(own.block, allocated=moments, kept=kept, **moments.peaks(kept))
-    return replace(own, block=block)
+    return replace(own, blocks={"": block})
 
 
 @pytest.mark.parametrize(

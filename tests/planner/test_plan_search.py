@@ -124,7 +124,7 @@ def test_no_bound_is_above_the_estimate():
         for coarse in coarser_than(candidate):
             known.append((coarse, counts_of(space.plan(coarse))))
             busy = busy_of(known, candidate, plan, DEVICE)
-            floor = floor_of(busy, candidate, LAYERS, plan.global_batch_size)
+            floor = floor_of(busy, candidate, plan)
             assert floor <= seconds, (candidate, coarse)
             shares = scaled(known[-1][1], coarse, candidate)
             assert step.bound(plan, shares, DEVICE) <= seconds, (candidate, coarse)
@@ -153,7 +153,7 @@ def test_no_bound_is_above_the_estimate_of_a_rehearsal(real, changes):
     for coarse in coarser_than(candidate):
         known.append((coarse, exact(space.plan(coarse))))
         busy = busy_of(known, candidate, plan, DEVICE)
-        floors.append(floor_of(busy, candidate, LAYERS, plan.global_batch_size))
+        floors.append(floor_of(busy, candidate, plan))
         shares = scaled(known[-1][1], coarse, candidate)
         assert step.bound(plan, shares, DEVICE) <= seconds, coarse
         if coarse.mode == candidate.mode:

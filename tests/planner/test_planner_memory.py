@@ -47,7 +47,7 @@ def part(parameters=0.0, kept=0.0, forward=0.0, backward=0.0, work=None):
 def counts(embed=None, block=None, head=None, stream=0.0, tied=0.0):
     return Counts(
         embed=embed or part(),
-        block=block or part(kept=1000),
+        blocks={"": block or part(kept=1000)},
         head=head or part(),
         prepare=Work(),
         inputs=0,

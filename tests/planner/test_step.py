@@ -221,7 +221,7 @@ def test_launches_are_host_time_beyond_the_devices():
     device = replace(DEVICE, launch_us=1e5)  # 0.1 s
     host = equal_blocks()
     short = part(moving(F, operators=4, kernels=2), moving(B, operators=50, kernels=50))
-    found = estimate(plan_of(), replace(host, block=short), device)
+    found = estimate(plan_of(), replace(host, blocks={"": short}), device)
     assert found.terms["launches"] == pytest.approx(4 * (50 * 0.1 - B))
     assert added_up(found) == pytest.approx(4 * (F + 5.0))
 
@@ -238,7 +238,7 @@ def test_fused_work_is_that_of_compiled_blocks():
 
 def test_shards_update_their_part_and_replicas_everything():
     given = equal_blocks()
-    given = replace(given, block=replace(given.block, update=moving(1.0), trained=1e9))
+    given = replace(given, blocks={"": replace(given.block, update=moving(1.0), trained=1e9)})
     plan = plan_of(world=4)
     assert estimate(plan, given, DEVICE).terms["optimizer"] == pytest.approx(1.0)
     bytes_given = Runtime(update_bytes=50)
@@ -259,7 +259,7 @@ def test_every_shard_waits_for_whole_sums_over_tp():
 
 def test_a_pipeline_updates_as_long_as_its_largest_rank():
     given = equal_blocks(head=part(update=moving(3.0)))
-    given = replace(given, block=replace(given.block, update=moving(1.0)))
+    given = replace(given, blocks={"": replace(given.block, update=moving(1.0))})
     found = estimate(plan_of(2, 2, world=4), given, DEVICE)
     assert found.terms["optimizer"] == pytest.approx((2 * 1.0 + 3.0) / 2)
     assert added_up(found) == pytest.approx(3 * 2 * (F + B) + 2.5)
@@ -269,7 +269,7 @@ def test_replicas_reduce_over_the_link_that_they_really_have():
     # Eight ranks on two nodes of four: pp is outermost, so data ranks are inside a node.
     whole = Runtime(sharding="replicas", overlaps_data=False, update_bytes=0)
     given = equal_blocks()
-    given = replace(given, block=replace(given.block, parameters=1e10, trained=1e10))
+    given = replace(given, blocks={"": replace(given.block, parameters=1e10, trained=1e10)})
     inside = estimate(plan_of(2, 2, world=8), given, DEVICE, whole)
     # 2 x 3/4 of two blocks' 4e10 bytes each, at 100 GB/s.
     assert inside.terms["data parallel"] == pytest.approx(1.5 * 2 * 4e10 / 1e11)

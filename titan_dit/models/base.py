@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
@@ -104,6 +104,11 @@ class ModelSpec:
         return self.layer_kinds or ("",) * self.num_layers
 
     @property
+    def alike(self) -> bool:
+        """True if all blocks are of one kind."""
+        return len(set(self.layer_kinds)) < 2
+
+    @property
     def layer_costs(self) -> tuple[float, ...]:
         """Cost of every block."""
         return tuple(float(self.kind_costs.get(kind, 1.0)) for kind in self.kinds)
@@ -165,7 +170,7 @@ class Model(nn.Module):
         out: Tensor | Stream = stream if self.head is None else self.head(stream, side)
         return out
 
-    def cut(self, layers: range, *, is_first: bool, is_last: bool) -> None:
+    def cut(self, layers: Collection[int], *, is_first: bool, is_last: bool) -> None:
         """Keep only the part of one pipeline stage; parameter names do not change."""
         kept = {key: block for key, block in self.blocks.items() if int(key) in layers}
         self.blocks = nn.ModuleDict(kept)

@@ -21,7 +21,6 @@ from titan_dit.parallel.float8 import UNIT
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.plan import RunPlan
 from titan_dit.planner.rehearsal import (
-    PARTS,
     Access,
     Change,
     Inputs,
@@ -31,6 +30,8 @@ from titan_dit.planner.rehearsal import (
     Sections,
     State,
     Trace,
+    blocks_by_kind,
+    first_layers,
     fused,
     moved,
     rehearse,
@@ -151,7 +152,7 @@ class Rehearsals:
         )
         self.inputs = Inputs(sections)
         self.blocks: dict[tuple[Any, ...], Trace] = {}
-        """Traces of a block, by `layout_of`, remat and microbatch size."""
+        """Traces of a block of each kind, by `layout_of`, remat, microbatch size and name."""
         self.ends: dict[tuple[Any, ...], Rehearsal] = {}
         """Rehearsals of embed and head, by `layout_of` and microbatch size."""
         self.states: dict[tuple[Any, ...], Mapping[str, State]] = {}
@@ -177,17 +178,23 @@ class Rehearsals:
         self.rehearse(plan, sizes)
         other = next(each for each in sizes if each != size)
         ends, reference = self.ends[*layout, size], self.ends[*layout, other]
-        traces = {
-            part: with_weight_gradients(ends.parts[part], reference.parts[part])
-            for part in ("embed", "head")
-        }
-        traces["block"] = self.block(plan, sizes)
         states, how = self.states[state_key(plan)], ends.prepare
-        parts = {part: self.part(traces[part], states[part], plan) for part in PARTS}
+        embed, head = (
+            self.part(
+                with_weight_gradients(ends.parts[name], reference.parts[name]), states[name], plan
+            )
+            for name in ("embed", "head")
+        )
+        blocks = {
+            kind: self.part(self.block(plan, sizes, name), states[name], plan)
+            for kind, name in blocks_by_kind(plan.spec).items()
+        }
         prepared = {each: held(self.ends[*layout, each].prepare.made) for each in (size, other)}
         slope = (prepared[size] - prepared[other]) / (size - other)
         return Counts(
-            **parts,
+            embed=embed,
+            blocks=blocks,
+            head=head,
             prepare=work_of({"prepare": how.made.operators}, how.read)["prepare"],
             inputs=slope,
             static=prepared[size] - slope * size + how.cached,
@@ -200,7 +207,10 @@ class Rehearsals:
         return *split_key(plan), plan.precision, self.in_float8(plan)
 
     def in_float8(self, plan: RunPlan) -> frozenset[str]:
-        """Names of a block's linears in float8, which depend on the tokens of a microbatch."""
+        """Names of the linears in float8, which depend on the tokens of a microbatch.
+
+        Those of one block of each kind.
+        """
         precision, size = plan.precision, plan.microbatch_size
         if precision.float8 == "off":
             return frozenset()
@@ -208,7 +218,7 @@ class Rehearsals:
         if key not in self.chosen:
             with torch.device("meta"):
                 model = plan.spec.build()
-            model.cut(range(1), is_first=False, is_last=False)
+            model.cut(first_layers(plan.spec).values(), is_first=False, is_last=False)
             own = plan.tensor_plan, plan.sizes, size * plan.attended_per_rank
             self.chosen[key] = frozenset(
                 name
@@ -224,7 +234,12 @@ class Rehearsals:
             plan.activation_checkpoint,
             plan.microbatch_size,
         )
-        missing = [each for each in sizes if (*layout, remat, each) not in self.blocks]
+        names = blocks_by_kind(plan.spec).values()
+        missing = [
+            each
+            for each in sizes
+            if any((*layout, remat, each, name) not in self.blocks for name in names)
+        ]
         if (*layout, wanted) not in self.ends and wanted not in missing:
             missing.append(wanted)
         if not missing:
@@ -233,13 +248,14 @@ class Rehearsals:
         self.states[key], found = rehearse(plan, self.inputs, missing, self.states.get(key))
         for size, rehearsal in found.items():
             self.ends[*layout, size] = rehearsal
-            self.blocks[*layout, remat, size] = rehearsal.parts["block"]
+            for name in names:
+                self.blocks[*layout, remat, size, name] = rehearsal.parts[name]
 
-    def block(self, plan: RunPlan, sizes: tuple[int, int]) -> Trace:
+    def block(self, plan: RunPlan, sizes: tuple[int, int], name: str = "blocks.0") -> Trace:
         """The trace of a block at the plan's microbatch size."""
         key, size = (*self.layout_of(plan), plan.activation_checkpoint), plan.microbatch_size
         one, two = (
-            with_weight_gradients(self.blocks[*key, own], self.blocks[*key, other])
+            with_weight_gradients(self.blocks[*key, own, name], self.blocks[*key, other, name])
             for own, other in (sizes, sizes[::-1])
         )
         return one if size == sizes[0] else interpolated(one, two, sizes, size)
@@ -519,7 +535,10 @@ def with_remat(slices: Counts, remat: Counts, silent: Counts) -> Counts:
     return replace(
         slices,
         embed=part(slices.embed, remat.embed, silent.embed),
-        block=part(slices.block, remat.block, silent.block),
+        blocks={
+            kind: part(own, remat.blocks[kind], silent.blocks[kind])
+            for kind, own in slices.blocks.items()
+        },
         head=part(slices.head, remat.head, silent.head),
     )
 
@@ -565,9 +584,7 @@ def sliced(halves: Counts, cp: int) -> Counts:
     def part(own: Part) -> Part:
         return replace(own, forward=work(own.forward), backward=work(own.backward))
 
-    return replace(
-        halves, embed=part(halves.embed), block=part(halves.block), head=part(halves.head)
-    )
+    return halves.each(part)
 
 
 def combined(first: Any, second: Any, law: Callable[[float, float], float]) -> Any:
@@ -581,6 +598,8 @@ def combined(first: Any, second: Any, law: Callable[[float, float], float]) -> A
             found[f.name] = None
         elif isinstance(a, Part | Work):
             found[f.name] = combined(a, b, law)
+        elif f.name == "blocks":
+            found[f.name] = {kind: combined(a[kind], b[kind], law) for kind in a}
         elif isinstance(a, Mapping):
             found[f.name] = items(a, b, law)
         else:

@@ -8,23 +8,28 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from titan_dit.parallel.fsdp import unit_sizes
 from titan_dit.parallel.mesh import FILL, AxisSizes, axes
 from titan_dit.plan import RunPlan
 from titan_dit.planner.links import Network
 from titan_dit.planner.rates import Runtime
-from titan_dit.planner.work import Counts, Message
+from titan_dit.planner.work import Blocks, Counts, Message, blocks_of
 
 
 class Compute(NamedTuple):
     """Seconds of a microbatch, copies of FSDP included."""
 
     embed_forward: float
-    block_forward: float
+    block_forward: Mapping[str, float]
+    """Kind -> seconds of a block."""
     head_forward: float
     embed_backward: float
-    block_backward: float
+    block_backward: Mapping[str, float]
     head_backward: float
+
+
+def of_blocks(blocks: Blocks, seconds: Mapping[str, float]) -> float:
+    """Seconds of consecutive blocks; `seconds`: of one of each kind."""
+    return sum(count * seconds[kind] for kind, count in blocks)
 
 
 class Reduction(NamedTuple):
@@ -85,11 +90,11 @@ class Overlap:
         self,
         compute: Compute,
         root: float,
-        blocks: Sequence[tuple[int, float]],
+        units: Sequence[tuple[Blocks, float]],
         *,
         ahead: bool = False,
     ) -> None:
-        """A forward; `blocks`: (number, seconds of the gather) of every unit.
+        """A forward; `units`: (blocks, seconds of the gather) of every unit.
 
         A gather starts when the unit before the last one starts to compute (FSDP2 then frees the
         buffer of that one's gather), `ahead`: as soon as the link is free.
@@ -97,31 +102,31 @@ class Overlap:
         begun = 0.0 if ahead else self.now
         self.wait(self.send(begun, root))
         starts = [begun, begun]
-        arrived = self.send(begun, blocks[0][1]) if blocks else 0.0
+        arrived = self.send(begun, units[0][1]) if units else 0.0
         self.now += compute.embed_forward
-        for index, (count, _) in enumerate(blocks):
+        for index, (blocks, _) in enumerate(units):
             self.wait(arrived)
             starts.append(self.now)
-            if index + 1 < len(blocks):
-                arrived = self.send(begun if ahead else starts[-2], blocks[index + 1][1])
-            self.now += count * compute.block_forward
+            if index + 1 < len(units):
+                arrived = self.send(begun if ahead else starts[-2], units[index + 1][1])
+            self.now += of_blocks(blocks, compute.block_forward)
         self.now += compute.head_forward
 
     def backward(
         self,
         compute: Compute,
-        blocks: Sequence[tuple[int, float]],
+        units: Sequence[tuple[Blocks, float]],
         reductions: Sequence[Reduction],
     ) -> None:
         """A backward; a unit's gather starts with the unit computed before it."""
-        given = list(zip(blocks, reductions, strict=True))[::-1]
+        given = list(zip(units, reductions, strict=True))[::-1]
         arrived = self.send(self.now, given[0][0][1]) if given else 0.0
         self.now += compute.head_backward
-        for index, ((count, _), reduction) in enumerate(given):
+        for index, ((blocks, _), reduction) in enumerate(given):
             self.wait(arrived)
             if index + 1 < len(given):
                 arrived = self.send(self.now, given[index + 1][0][1])
-            self.now += count * compute.block_backward
+            self.now += of_blocks(blocks, compute.block_backward)
             self.reduce(reduction)
         self.now += compute.embed_backward
 
@@ -133,14 +138,14 @@ class FSDPUnit(NamedTuple):
     """Elements on a tp rank."""
     trained: float
     """Elements with gradients."""
-    blocks: int
-    """Blocks in it; 0 for the root unit."""
+    blocks: Blocks
+    """Blocks in it; () for the root unit."""
 
 
 class StageShape(NamedTuple):
-    """Number of blocks of a stage, and its ends. Stages of equal shape take equal time."""
+    """The blocks of a stage, and its ends. Stages of equal shape take equal time."""
 
-    blocks: int
+    blocks: Blocks
     is_first: bool
     is_last: bool
 
@@ -186,9 +191,10 @@ class DataParallel:
     @cached_property
     def shapes(self) -> tuple[StageShape, ...]:
         """The shape of every stage."""
-        sizes = [len(layers) for layers in self.plan.stage_layers]
-        last = len(sizes) - 1
-        return tuple(StageShape(size, i == 0, i == last) for i, size in enumerate(sizes))
+        kinds, stages = self.plan.spec.kinds, self.plan.stage_layers
+        held = [blocks_of(kinds[layers.start : layers.stop]) for layers in stages]
+        last = len(held) - 1
+        return tuple(StageShape(blocks, i == 0, i == last) for i, blocks in enumerate(held))
 
     @cached_property
     def _units(self) -> dict[StageShape, tuple[FSDPUnit, list[FSDPUnit]]]:
@@ -201,17 +207,20 @@ class DataParallel:
         return self._units[shape]
 
     def _new_units(self, shape: StageShape) -> tuple[FSDPUnit, list[FSDPUnit]]:
-        embed, block, head = self.counts.embed, self.counts.block, self.counts.head
+        counts, embed, head = self.counts, self.counts.embed, self.counts.head
         # The last of several stages has a copy of what it shares with the first.
         copied = self.counts.tied * (not shape.is_first)
         root = FSDPUnit(
             shape.is_first * embed.parameters + shape.is_last * (head.parameters + copied),
             shape.is_first * embed.trained + shape.is_last * (head.trained + copied),
-            0,
+            (),
         )
-        size = self.plan.parallel.blocks_per_fsdp_unit
-        sizes = unit_sizes(shape.blocks, block.parameters, size)
-        return root, [FSDPUnit(n * block.parameters, n * block.trained, n) for n in sizes]
+        kinds = [kind for kind, count in shape.blocks for _ in range(count)]
+        units = counts.units(kinds, self.plan.parallel.blocks_per_fsdp_unit)
+        return root, [
+            FSDPUnit(counts.sum(unit, "parameters"), counts.sum(unit, "trained"), unit)
+            for unit in units
+        ]
 
     def gathers(self, unit: FSDPUnit) -> Iterator[Message]:
         """The messages of one all-gather of a unit."""

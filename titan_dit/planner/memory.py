@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -19,7 +19,6 @@ from titan_dit.dry_run.memory import StorageKind
 from titan_dit.dry_run.pipeline import most_held
 from titan_dit.optim.sections import MuonConfig
 from titan_dit.parallel.compute_copies import CHUNK, FLOAT8
-from titan_dit.parallel.fsdp import unit_sizes
 from titan_dit.pipeline.pipelined import RECEIVES_AHEAD
 from titan_dit.pipeline.schedules.placement import pipeline_order
 from titan_dit.pipeline.schedules.schedule import (
@@ -35,7 +34,7 @@ from titan_dit.pipeline.schedules.schedule import (
 from titan_dit.plan import RunPlan
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.rates import OURS, Runtime
-from titan_dit.planner.work import Counts, Part
+from titan_dit.planner.work import Blocks, Counts, Part, blocks_of, number_of
 
 PARTS = ("embed", "block", "head")
 
@@ -47,13 +46,14 @@ class OptimizerState:
     embed: float = 2.0
     """Tensors of the optimizer per trained element of embed; AdamW has two."""
     block: float = 2.0
+    """That of the blocks; the mean if they are of several kinds."""
     head: float = 2.0
     averages: int = 0
     """Number of EMAs; each holds all elements."""
     matrices: float = 0.0
-    """Share of a block's trained elements that Muon orthogonalises."""
-    num_matrices: int = 0
-    """Number of a block's tensors that Muon orthogonalises."""
+    """Share of the blocks' trained elements that Muon orthogonalises."""
+    num_matrices: float = 0.0
+    """Number of a block's tensors that Muon orthogonalises; the mean over blocks."""
     shard_work: float = 0.0
     """Temporary bytes of Muon's step at its peak, per element of this rank's shards."""
     whole_work: float = 0.0
@@ -73,9 +73,8 @@ def state_of(config: JobConfig) -> OptimizerState:
         model = config.objective.model_spec(config.model).build()
     shapes: dict[str, dict[str, Sequence[int]]] = {part: {} for part in PARTS}
     frozen = groups_of((name for name, _ in model.named_parameters()), config.optimizer.groups)
-    first = f"blocks.{next(iter(model.blocks))}."
     for name, parameter in model.named_parameters():
-        part = "block" if name.startswith(first) else name.partition(".")[0]
+        part = name.partition(".")[0].removesuffix("s")
         is_trained = name not in frozen or not frozen[name].frozen
         if part in shapes and is_trained:
             shapes[part][name] = tuple(parameter.shape)
@@ -86,7 +85,7 @@ def state_of(config: JobConfig) -> OptimizerState:
         return state
     own = {n: shape for n, shape in shapes["block"].items() if optimizer.takes(n, shape)}
     share = elements(own.values()) / max(1, elements(shapes["block"].values()))
-    state = replace(state, matrices=share, num_matrices=len(own))
+    state = replace(state, matrices=share, num_matrices=len(own) / len(model.blocks))
     return with_muon_work(state, optimizer, own) if own else state
 
 
@@ -157,18 +156,23 @@ class Sharding:
     """Units gathered ahead on request; 0: FSDP2's implicit prefetch."""
     accumulates: bool
     """There are several microbatches."""
-    in_float8: float = 0.0
-    """Share of a block's parameters that are gathered in float8."""
+    in_float8: Mapping[str, float] = field(default_factory=dict)
+    """Kind -> share of a block's parameters that are gathered in float8."""
 
     @property
     def is_alone(self) -> bool:
         """Nothing is sharded: parameters are only cast."""
         return self.shards == 1
 
-    @property
-    def block_width(self) -> float:
+    def gathered(self, counts: Counts, blocks: Blocks) -> float:
+        """Bytes of blocks' gathered parameters."""
+        return sum(
+            count * counts.blocks[kind].parameters * self.width_of(kind) for kind, count in blocks
+        )
+
+    def width_of(self, kind: str) -> float:
         """Bytes of a gathered element of a block."""
-        return self.width - self.in_float8 * (self.width - 1)
+        return self.width - self.in_float8.get(kind, 0.0) * (self.width - 1)
 
     @property
     def fresh(self) -> float:
@@ -187,45 +191,47 @@ class Sharding:
         return self.sum_width * (1 / self.shards + divided)
 
 
-def sharded_memory(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator[MemoryUse]:
+def sharded_memory(counts: Counts, units: Sequence[Blocks], how: Sharding) -> Iterator[MemoryUse]:
     """Yield the memory at moments of a step's last forward and backward under FSDP2."""
     yield from _forward(counts, units, how)
     yield from _backward(counts, units, how)
 
 
-def _forward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator[MemoryUse]:
-    embed, block, head = counts.embed, counts.block, counts.head
+def _forward(counts: Counts, units: Sequence[Blocks], how: Sharding) -> Iterator[MemoryUse]:
+    embed, head = counts.embed, counts.head
     root = how.width * (embed.parameters + head.parameters)
-    sums = _sums(counts, sum(units), how)
+    sums = _sums(counts, units, how)
     # The output of an all-gather is kept until the next unit's has been copied from its own.
     buffer = 0.0 if how.is_alone else root
     gathered, kept = root, embed.kept
     yield MemoryUse(gathered + buffer, sums, 0.0, kept + embed.forward_peak)
-    for number, size in enumerate(units):
-        own = how.block_width * block.parameters * size
+    for number, unit in enumerate(units):
+        own = how.gathered(counts, unit)
         if not how.is_alone:
             yield MemoryUse(gathered + buffer + own * (1 + how.own_copy), sums, 0.0, kept)
             buffer = own
         ahead = _ahead(counts, units[number + 1 : number + 1 + how.prefetch], how)
-        kept += size * block.kept
-        yield MemoryUse(gathered + own + buffer + ahead, sums, 0.0, kept + block.forward_peak)
+        for kind, count in unit:
+            block = counts.blocks[kind]
+            kept += count * block.kept
+            yield MemoryUse(gathered + own + buffer + ahead, sums, 0.0, kept + block.forward_peak)
         gathered += 0.0 if how.reshards else own
     kept += head.kept
     yield MemoryUse(gathered + buffer, sums, 0.0, kept + head.forward_peak)
 
 
-def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator[MemoryUse]:
-    embed, block, head = counts.embed, counts.block, counts.head
+def _backward(counts: Counts, units: Sequence[Blocks], how: Sharding) -> Iterator[MemoryUse]:
+    embed, head = counts.embed, counts.head
     width, wide = how.width, how.sum_width
     root, root_trained = embed.parameters + head.parameters, embed.trained + head.trained
-    kept = embed.kept + sum(units) * block.kept
-    whole = how.block_width * block.parameters * sum(units)
+    kept = embed.kept + sum(counts.sum(unit, "kept") for unit in units)
+    whole = sum(how.gathered(counts, unit) for unit in units)
     resident = width * root + (0.0 if how.reshards else whole)
     gathers = how.reshards and not how.is_alone
     # Before the backward of a unit, the one before it in forward is gathered ahead.
     ahead = _ahead(counts, units[-1:], how) if gathers else 0.0
     again = width * root if how.reshards_root and not how.is_alone else 0.0
-    sums, gradients = _sums(counts, sum(units), how), 0.0
+    sums, gradients = _sums(counts, units, how), 0.0
     yield MemoryUse(resident + again, sums, 0.0, kept + head.kept)
     fresh = how.fresh
     made = sums + fresh * head.backward_gradients
@@ -235,20 +241,25 @@ def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator
     reducing = 0.0
     """The input of the last reduce-scatter, kept until the next one."""
     for number in reversed(range(len(units))):
-        size = units[number]
-        own, trained = how.block_width * block.parameters * size, block.trained * size
+        unit = units[number]
+        own, trained = how.gathered(counts, unit), counts.sum(unit, "trained")
         if how.reshards:
             if gathers:
                 yield MemoryUse(resident + ahead + own, sums + of_head + reducing, gradients, kept)
             resident += own
         before = units[max(0, number - max(1, how.prefetch)) : number]
         ahead = _ahead(counts, before, how) if gathers else 0.0
-        for done in {0, size - 1}:
-            made = of_head + reducing
-            made += fresh * (width * block.trained * done + block.backward_gradients)
-            held = kept - done * block.kept
-            yield MemoryUse(resident + ahead, sums + made, gradients, held, block.backward_peak)
-        kept -= size * block.kept
+        ended = 0.0
+        """Trained elements of the unit's blocks whose backward is over."""
+        for kind, count in reversed(unit):
+            block = counts.blocks[kind]
+            for done in {0, count - 1}:
+                made = of_head + reducing
+                made += fresh * (width * (ended + block.trained * done) + block.backward_gradients)
+                held = kept - done * block.kept
+                yield MemoryUse(resident + ahead, sums + made, gradients, held, block.backward_peak)
+            kept -= count * block.kept
+            ended += count * block.trained
         resident -= own
         made, summed = width * trained, wide * trained
         reducing = summed
@@ -276,32 +287,30 @@ def _backward(counts: Counts, units: tuple[int, ...], how: Sharding) -> Iterator
     yield MemoryUse(0.0, wide * root_trained, gradients + how.reduced * root_trained)
 
 
-def _ahead(counts: Counts, units: tuple[int, ...], how: Sharding) -> float:
+def _ahead(counts: Counts, units: Sequence[Blocks], how: Sharding) -> float:
     """Outputs of all-gathers that no block uses yet."""
-    if how.is_alone:
-        return 0.0
-    return how.block_width * counts.block.parameters * sum(units)
+    return 0.0 if how.is_alone else sum(how.gathered(counts, unit) for unit in units)
 
 
-def _sums(counts: Counts, layers: int, how: Sharding) -> float:
+def _sums(counts: Counts, units: Sequence[Blocks], how: Sharding) -> float:
     """Gradients of earlier microbatches, which are reduced with the last one's."""
-    return how.sum_width * trained_of(counts, layers) if how.accumulates else 0.0
+    return how.sum_width * trained_of(counts, units) if how.accumulates else 0.0
 
 
-def trained_of(counts: Counts, layers: int) -> float:
-    """Trained elements of embed, head and `layers` blocks."""
-    return counts.embed.trained + counts.head.trained + layers * counts.block.trained
+def trained_of(counts: Counts, units: Sequence[Blocks]) -> float:
+    """Trained elements of embed, head and blocks."""
+    blocks = sum(counts.sum(unit, "trained") for unit in units)
+    return counts.embed.trained + counts.head.trained + blocks
 
 
-def single_rank_memory(counts: Counts, layers: int, how: Sharding) -> Iterator[MemoryUse]:
+def single_rank_memory(counts: Counts, blocks: Blocks, how: Sharding) -> Iterator[MemoryUse]:
     """Yield the memory at moments of a step's last microbatch on one rank, without FSDP."""
-    embed, block, head = counts.embed, counts.block, counts.head
+    embed, head = counts.embed, counts.head
     is_cast = how.width < how.sum_width
-    parameters = embed.parameters + head.parameters + layers * block.parameters
-    trained = trained_of(counts, layers)
+    parameters = embed.parameters + head.parameters + counts.sum(blocks, "parameters")
+    trained = trained_of(counts, [blocks])
     gathered = how.width * parameters if is_cast else 0.0
     sums = how.sum_width * trained if how.accumulates else 0.0
-    kept = embed.kept + layers * block.kept
 
     def at(made: float, activations: float, part: Part | None = None) -> MemoryUse:
         """The memory in the backward of `part`, with the gradients of `made` elements."""
@@ -313,13 +322,20 @@ def single_rank_memory(counts: Counts, layers: int, how: Sharding) -> Iterator[M
         return MemoryUse(gathered, 0.0, sums + own, activations, temporary)
 
     yield at(0.0, embed.kept + embed.forward_peak)
-    yield at(0.0, kept + block.forward_peak)
+    kept = embed.kept
+    for kind, count in blocks:
+        kept += count * counts.blocks[kind].kept
+        yield at(0.0, kept + counts.blocks[kind].forward_peak)
     yield at(0.0, kept + head.kept + head.forward_peak)
     yield at(0.0, kept + head.kept, head)
-    for done in {0, layers - 1}:
-        made = head.trained + counts.tied + done * block.trained
-        yield at(made, kept - done * block.kept, block)
-    yield at(head.trained + counts.tied + layers * block.trained, embed.kept, embed)
+    made = head.trained + counts.tied
+    for kind, count in reversed(blocks):
+        block = counts.blocks[kind]
+        for done in {0, count - 1}:
+            yield at(made + done * block.trained, kept - done * block.kept, block)
+        made += count * block.trained
+        kept -= count * block.kept
+    yield at(made, embed.kept, embed)
     if is_cast:
         chunk = min(trained, CHUNK)
         if how.accumulates:
@@ -447,15 +463,19 @@ class StageParts:
     """A stage of this rank."""
 
     counts: Counts
-    layers: int
+    units: tuple[Blocks, ...]
+    """The blocks of each FSDP unit."""
     has_embed: bool
     has_head: bool
     has_copy: bool
     """True if the stage computes with a copy of the first stage's weights."""
-    units: tuple[int, ...]
-    """Number of blocks of each FSDP unit."""
     whole_table: float = 0.0
     """Result of `whole_table`."""
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """All its blocks."""
+        return blocks_of([kind for unit in self.units for kind, n in unit for _ in range(n)])
 
     @cached_property
     def parameters(self) -> float:
@@ -467,10 +487,10 @@ class StageParts:
         """Elements with gradients on a tp rank, with the copy."""
         return self._elements("trained")
 
-    @property
-    def largest_unit(self) -> int:
-        """Blocks of its largest FSDP unit."""
-        return max(self.units)
+    @cached_property
+    def largest_unit(self) -> Blocks:
+        """The blocks of its largest FSDP unit."""
+        return max(self.units, key=lambda unit: self.counts.sum(unit, "parameters"))
 
     @property
     def copied(self) -> float:
@@ -485,11 +505,11 @@ class StageParts:
     @property
     def root(self) -> float:
         """Gradient elements outside the blocks, before they are reduced."""
-        return self.unreduced - self.layers * self.counts.block.trained
+        return self.unreduced - self.counts.sum(self.blocks, "trained")
 
     def _elements(self, key: str) -> float:
         counts = self.counts
-        found = self.layers * getattr(counts.block, key)
+        found = counts.sum(self.blocks, key)
         found += getattr(counts.embed, key) * self.has_embed
         found += getattr(counts.head, key) * self.has_head
         return float(found + counts.tied * self.has_copy)
@@ -503,16 +523,18 @@ class StageParts:
     def kept(self) -> float:
         """Bytes that a microbatch keeps until its backward."""
         counts = self.counts
-        return self.entered + self.layers * counts.block.kept + counts.head.kept * self.has_head
+        blocks = self.entered + counts.sum(self.blocks, "kept")
+        return blocks + counts.head.kept * self.has_head
 
     @cached_property
     def forward_high(self) -> float:
         """Peak bytes of a forward's own microbatch."""
-        counts, found = self.counts, 0.0
+        counts, found, kept = self.counts, 0.0, self.entered
         if self.has_embed:
-            found = self.entered + counts.embed.forward_peak
-        blocks = self.entered + self.layers * counts.block.kept
-        found = max(found, blocks + counts.block.forward_peak)
+            found = kept + counts.embed.forward_peak
+        for kind, count in self.blocks:
+            kept += count * counts.blocks[kind].kept
+            found = max(found, kept + counts.blocks[kind].forward_peak)
         return max(found, self.kept + counts.head.forward_peak) if self.has_head else found
 
     @cached_property
@@ -522,7 +544,12 @@ class StageParts:
         if self.has_embed:  # The first stage computes no input gradients: all waits.
             return counts.stream
         # The head's: a loss over a vocabulary writes them over its logits; others are small.
-        return self.layers * of_products(counts.block)
+        return sum(count * of_products(counts.blocks[kind]) for kind, count in self.blocks)
+
+    @property
+    def highest_backward(self) -> float:
+        """The largest `Part.backward_peak` of its blocks."""
+        return max(self.counts.blocks[kind].backward_peak for kind, _ in self.blocks)
 
     def backward(self, how: Sharding, is_summed: bool) -> Iterator[MemoryUse]:
         """Moments of a full backward. Activations are relative to what its microbatch keeps."""
@@ -538,17 +565,24 @@ class StageParts:
             gone = counts.head.kept
             made = width * (counts.head.trained + counts.tied * self.has_copy)
         # Its output is held to the end; a block's gradients are counted in place of its output.
-        output, ended = 0.0 if self.has_head else counts.stream, 0
-        for size in reversed(self.units):
-            for own in {0, size - 1}:
-                done = ended + own
-                found = made + own * width * counts.block.trained
-                found += fresh * counts.block.backward_gradients
-                found += ended * sums * counts.block.trained
-                activations = -gone - done * counts.block.kept + (output if done else 0.0)
-                yield MemoryUse(0.0, found, 0.0, activations, counts.block.backward_peak)
-            ended += size
-        blocks = self.layers * sums * counts.block.trained
+        output, summed = 0.0 if self.has_head else counts.stream, 0.0
+        is_last = True
+        for unit in reversed(self.units):
+            own = 0.0
+            """Trained elements of the unit's blocks whose backward is over."""
+            for kind, count in reversed(unit):
+                block = counts.blocks[kind]
+                for done in {0, count - 1}:
+                    found = made + width * (own + done * block.trained)
+                    found += fresh * block.backward_gradients + sums * summed
+                    ended = 0.0 if is_last and not done else output
+                    activations = ended - gone - done * block.kept
+                    yield MemoryUse(0.0, found, 0.0, activations, block.backward_peak)
+                own += count * block.trained
+                gone += count * block.kept
+                is_last = False
+            summed += own
+        blocks = sums * counts.sum(self.blocks, "trained")
         if self.has_embed:
             found = made + blocks + fresh * counts.embed.backward_gradients
             # Alone on its stage, it adds no part of a table to the head's.
@@ -594,10 +628,11 @@ def pipeline_memory(
     `growth`: activations over those of the planned order. `sending`: bytes of a message that
     belongs to no action.
     """
-    in_float8 = (how.width - how.block_width) * sum(
-        stage.layers * stage.counts.block.parameters for stage in stages
+    gathered = sum(
+        how.width * (stage.parameters - stage.counts.sum(stage.blocks, "parameters"))
+        + how.gathered(stage.counts, stage.blocks)
+        for stage in stages
     )
-    gathered = how.width * sum(stage.parameters for stage in stages) - in_float8
     stream = stages[0].counts.stream
     for flight in flights:
         summed = sum(
@@ -634,18 +669,22 @@ def _own(flight: InFlight, stage: StageParts, how: Sharding) -> Iterator[MemoryU
         # The graph is kept for the second half: nothing is freed.
         if stage.has_head:
             yield MemoryUse(temporary=counts.head.backward_peak)
-        yield MemoryUse(activations=arrived, temporary=stage.half + counts.block.backward_peak)
+        yield MemoryUse(activations=arrived, temporary=stage.half + stage.highest_backward)
     elif flight.kind is Kind.BACKWARD_WEIGHT and stage.has_embed:
         yield from stage.backward(how, is_summed)
     elif flight.kind is Kind.BACKWARD_WEIGHT:
         yield MemoryUse(unreduced=whole)
     if flight.last:
         sums = 0.0 if is_summed else how.sum_width * stage.unreduced
-        blocks = stage.largest_unit * counts.block.trained
+        largest = stage.largest_unit
         gone = stage.kept + (stage.half if flight.kind is Kind.BACKWARD_WEIGHT else 0.0)
         # Each unit frees its parameters, then copies its gradients to reduce them.
-        for unit, width in ((stage.root, how.width), (blocks, how.block_width)):
-            yield MemoryUse(-width * unit, sums + how.sum_width * unit, 0.0, -gone)
+        units = (
+            (how.width * stage.root, stage.root),
+            (how.gathered(counts, largest), counts.sum(largest, "trained")),
+        )
+        for freed, reduced in units:
+            yield MemoryUse(-freed, sums + how.sum_width * reduced, 0.0, -gone)
 
 
 GIB, MIB_OF_GIB = 2**30, 2**10
@@ -672,11 +711,10 @@ def memory(
         rank = (
             StageParts(
                 counts=counts,
-                layers=plan.spec.num_layers,
+                units=(blocks_of(plan.spec.kinds),),
                 has_embed=True,
                 has_head=True,
                 has_copy=False,
-                units=(plan.spec.num_layers,),
             ),
         )
         return [at_peak(plan, rank, _local(plan, counts, how), how, runtime, state)]
@@ -699,10 +737,8 @@ def memory(
 def _local(plan: RunPlan, counts: Counts, how: Sharding) -> Iterator[MemoryUse]:
     """Moments without a pipeline."""
     if plan.world_size == 1 and plan.precision.float8 in FLOAT8:
-        return single_rank_memory(counts, plan.spec.num_layers, how)
-    units = unit_sizes(
-        plan.spec.num_layers, counts.block.parameters, plan.parallel.blocks_per_fsdp_unit
-    )
+        return single_rank_memory(counts, blocks_of(plan.spec.kinds), how)
+    units = counts.units(plan.spec.kinds, plan.parallel.blocks_per_fsdp_unit)
     return sharded_memory(counts, units, how)
 
 
@@ -727,18 +763,23 @@ def sharding_of(plan: RunPlan, runtime: Runtime) -> Sharding:
     )
 
 
-def in_float8(plan: RunPlan, counts: Counts, how: Sharding) -> float:
-    """Share of a block's parameters that FSDP gathers in float8: see `parallel.float8.convert`."""
+def in_float8(plan: RunPlan, counts: Counts, how: Sharding) -> dict[str, float]:
+    """Kind -> share of a block's parameters that FSDP gathers in float8 (`float8.convert`)."""
     if plan.precision.float8 != "tensorwise":
-        return 0.0
+        return {}
+    return {kind: share_in_float8(block, how.shards) for kind, block in counts.blocks.items()}
+
+
+def share_in_float8(block: Part, shards: int) -> float:
+    """Share of a block's parameters that are gathered in float8."""
     weights = {
         product: number * product.n * product.k
-        for product, number in counts.block.forward.products.items()
+        for product, number in block.forward.products.items()
     }
     found = sum(
         elements
         for product, elements in weights.items()
-        if product.dtype == "float8" and product.n % how.shards == 0
+        if product.dtype == "float8" and product.n % shards == 0
     )
     return found / sum(weights.values())
 
@@ -791,7 +832,7 @@ def state_bytes(
     parameters = optimizer = averaged = buffers = 0.0
     for stage in stages:
         counts = stage.counts
-        parts = [(counts.block, state.block, stage.layers)]
+        parts = [(counts.blocks[kind], state.block, count) for kind, count in stage.blocks]
         parts += [(counts.embed, state.embed, int(stage.has_embed))]
         parts += [(counts.head, state.head, int(stage.has_head))]
         parameters += stage.parameters
@@ -821,10 +862,11 @@ def optimizer_work(
     plan: RunPlan, stages: Sequence[StageParts], how: Sharding, state: OptimizerState
 ) -> float:
     """Temporary bytes of the optimizer's step."""
-    blocks = sum(stage.layers for stage in stages)
+    blocks = sum(number_of(stage.blocks) for stage in stages)
     if not state.matrices or not blocks:
         return 0.0
-    elements = state.matrices * stages[0].counts.block.trained * blocks
+    trained = sum(stage.counts.sum(stage.blocks, "trained") for stage in stages)
+    elements = state.matrices * trained
     owners = how.shards * plan.sizes.tp
     number = blocks * state.num_matrices
     # A rank owns whole matrices.
@@ -845,16 +887,15 @@ def stages_of(plan: RunPlan, counts: Counts, how: Sharding, pipeline_rank: int) 
     """The stages of a pipeline rank."""
     last, found = plan.num_stages - 1, []
     for stage in plan.stages_of(pipeline_rank):
-        layers = len(plan.stage_layers[stage])
-        units = unit_sizes(layers, counts.block.parameters, plan.parallel.blocks_per_fsdp_unit)
+        layers = plan.stage_layers[stage]
+        kinds = plan.spec.kinds[layers.start : layers.stop]
         found.append(
             StageParts(
                 counts=counts,
-                layers=layers,
+                units=counts.units(kinds, plan.parallel.blocks_per_fsdp_unit),
                 has_embed=stage == 0,
                 has_head=stage == last,
                 has_copy=stage == last,
-                units=units,
                 whole_table=whole_table(counts, plan.sizes.tp, how.width),
             )
         )
@@ -888,7 +929,7 @@ def are_alike(stages: Sequence[StageParts], others: Sequence[StageParts]) -> boo
     """True if two ranks of a plan have equal stages."""
 
     def kinds(each: Sequence[StageParts]) -> list[tuple[object, ...]]:
-        return [(s.layers, s.has_embed, s.has_head, s.has_copy) for s in each]
+        return [(s.blocks, s.has_embed, s.has_head, s.has_copy) for s in each]
 
     return kinds(stages) == kinds(others)
 

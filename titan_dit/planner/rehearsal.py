@@ -1,4 +1,4 @@
-"""One microbatch of embed, a block and the head of the real model, on fake tensors.
+"""One microbatch of embed, a block of each kind and the head of the real model, on fake tensors.
 
 Operators are recorded with their FLOPs, messages, reads and writes; neighbours are fused as a
 compiler would.
@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -26,7 +27,7 @@ from titan_dit.dry_run.fake_step import CPU, HostReads, chunks_of_a_device, fake
 from titan_dit.dry_run.memory import MemoryLog, StorageKind, local
 from titan_dit.dry_run.traffic import READERS, SILENT, TrafficLog, group_name
 from titan_dit.execution import SlicedExecutor, scaled
-from titan_dit.models.base import Model
+from titan_dit.models.base import Model, ModelSpec
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
@@ -466,7 +467,14 @@ def bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-PARTS = ("embed", "block", "head")
+def first_layers(spec: ModelSpec) -> dict[str, int]:
+    """Kind -> the first layer of it, which is rehearsed for all of them; in the model's order."""
+    return {kind: spec.kinds.index(kind) for kind in dict.fromkeys(spec.kinds)}
+
+
+def blocks_by_kind(spec: ModelSpec) -> dict[str, str]:
+    """Kind -> the name of the first block of it."""
+    return {kind: f"blocks.{layer}" for kind, layer in first_layers(spec).items()}
 
 
 class Change(NamedTuple):
@@ -504,8 +512,8 @@ class Trace:
 class PassLog:
     """Positions in the logs at which the passes of a microbatch begin and end."""
 
-    def __init__(self, memory: MemoryLog, log: OperatorLog) -> None:
-        self.memory, self.log = memory, log
+    def __init__(self, memory: MemoryLog, log: OperatorLog, parts: tuple[str, ...]) -> None:
+        self.memory, self.log, self.parts = memory, log, parts
         self.spans: dict[Key, tuple[int, int]] = {}
 
     @contextmanager
@@ -540,8 +548,8 @@ class PassLog:
 
     def trace(self, part: str) -> Trace:
         """The record of a part."""
-        before = PARTS[: PARTS.index(part) + 1]
-        start = self.spans[PARTS[0], "forward"][0]
+        before = self.parts[: self.parts.index(part) + 1]
+        start = self.spans[self.parts[0], "forward"][0]
         live = self.between(start, self.spans[part, "backward"][0])
         kept = sum(c.bytes for each in before for c in self.changes(each, "forward"))
         return Trace(
@@ -570,13 +578,13 @@ class _Border(torch.autograd.Function):
 
 
 class Chain:
-    """Embed, block and head of one microbatch, each with an autograd graph of its own."""
+    """Embed, blocks and head of one microbatch, each with an autograd graph of its own."""
 
     def __init__(self, model: Model, executor: Any, prepared: Prepared, marks: PassLog) -> None:
         self.model, self.executor, self.prepared, self.marks = model, executor, prepared, marks
         self.edges: dict[str, list[GradientEdge | None]] = {}
         """By part: gradient edges of its outputs."""
-        self.arrived: dict[str, dict[int, Tensor]] = {part: {} for part in PARTS}
+        self.arrived: dict[str, dict[int, Tensor]] = {part: {} for part in marks.parts}
         """By part: gradients of its inputs."""
         self.stream = 0.0
         self.loss: tuple[Tensor, Tensor] | None = None
@@ -587,10 +595,12 @@ class Chain:
         with self.marks.of("embed", "forward"):
             stream = self.model.embed(prepared.inputs, side)  # type: ignore[misc]
             self.cut("embed", stream)
-        stream = self.entered("block", stream)
-        with self.marks.of("block", "forward"):
-            stream = next(iter(self.model.blocks.values()))(stream, side)
-            self.cut("block", stream)
+        for key, block in self.model.blocks.items():
+            name = f"blocks.{key}"
+            stream = self.entered(name, stream)
+            with self.marks.of(name, "forward"):
+                stream = block(stream, side)
+                self.cut(name, stream)
         self.stream = sum(local(tensor).nbytes for tensor in stream)
         stream = self.entered("head", stream)
         with self.marks.of("head", "forward"):
@@ -619,7 +629,7 @@ class Chain:
             self.loss = None
             torch.autograd.backward(loss, factor)
             del loss
-        for part, after in (("block", "head"), ("embed", "block")):
+        for after, part in pairwise(self.marks.parts[::-1]):
             with self.marks.of(part, "backward"):
                 edges, gradients = self.edges.pop(part), self.arrived.pop(after)
                 used = [
@@ -791,7 +801,7 @@ def without_fsdp() -> Iterator[None]:
 
 
 class FakeParts:
-    """Embed, the first block and the head of a plan's model, on this rank."""
+    """Embed, the first block of each kind and the head of a plan's model, on this rank."""
 
     def __init__(self, plan: RunPlan, inputs: Inputs, mesh: Mesh) -> None:
         """`plan`: see `two_replicas`; within a fake world."""
@@ -799,7 +809,8 @@ class FakeParts:
         self.sections, self.mode = inputs.sections, inputs.mode
         with torch.device("meta"):
             self.model: Model = plan.spec.build()
-        self.model.cut(range(1), is_first=True, is_last=True)
+        self.model.cut(first_layers(plan.spec).values(), is_first=True, is_last=True)
+        self.parts = ("embed", *blocks_by_kind(plan.spec).values(), "head")
         model, own = (
             self.model,
             (plan.parallel, plan.precision, plan.activation_checkpoint, plan.compile),
@@ -828,13 +839,13 @@ class FakeParts:
 
     def named(self, part: str) -> dict[str, nn.Parameter]:
         """The parameters of a part. The objective's parameters belong to the head."""
-        first = {"embed": ("embed.",), "block": ("blocks.",), "head": ("head.", "objective.")}
-        return {n: p for n, p in self.parameters.items() if n.startswith(first[part])}
+        first = (f"{part}.", "objective.") if part == "head" else f"{part}."
+        return {n: p for n, p in self.parameters.items() if n.startswith(first)}
 
     def states(self) -> dict[str, State]:
         """Update every part once. Weights must be fp32 still."""
         with self.mode, self.memory, self.log:
-            return {part: self.state(part) for part in PARTS}
+            return {part: self.state(part) for part in self.parts}
 
     def state(self, part: str) -> State:
         """Update one part once."""
@@ -842,7 +853,7 @@ class FakeParts:
         trained = {name: p for name, p in named.items() if p.requires_grad}
         if trained:
             self.update(part, trained, self.sections.optimizer.build(trained, self.plan.spec))
-        module = self.model.get_submodule("blocks.0" if part == "block" else part)
+        module = self.model.get_submodule(part)
         table = {name for name in self.model.tied.values() if name.startswith(f"{part}.")}
         log = self.log.found
         return State(
@@ -887,7 +898,7 @@ class FakeParts:
         for parameter in self.parameters.values():
             parameter.grad = None
         self.log.found.clear()
-        marks = PassLog(self.memory, self.log)
+        marks = PassLog(self.memory, self.log, self.parts)
         with self.mode, self.memory, self.log:
             own = self.plan, self.objective, self.mesh, {0: self.model}, CPU
             executor: Any = executor_of(*own)
@@ -900,12 +911,12 @@ class FakeParts:
                 chain = Chain(self.model, executor, prepared, marks)
                 chain.forward()
                 chain.backward()
-            for part in PARTS:
+            for part in self.parts:
                 self.log.during(part, "reduce")
                 self.reduce(self.named(part).values())
             self.log.key = None
         prepare.read = prepare.read or marks.later("inputs")
-        return Rehearsal({part: marks.trace(part) for part in PARTS}, prepare, chain.stream)
+        return Rehearsal({part: marks.trace(part) for part in self.parts}, prepare, chain.stream)
 
     def reduce(self, parameters: Iterable[nn.Parameter]) -> None:
         """Reduce gradients over tp, as FSDP does before it reduces their fp32 sums."""

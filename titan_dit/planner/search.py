@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import NamedTuple
@@ -42,7 +43,7 @@ class Busy(NamedTuple):
     """Lower bounds in seconds, for one microbatch on a rank of a tp x cp group."""
 
     forward: float
-    """Forward of one block."""
+    """Forward of one block; the mean if they are of several kinds."""
     backward: float
     ends: float
     """Forward and backward of embed and head."""
@@ -112,10 +113,15 @@ def busy_of(known: KnownSplits, sample: Candidate, plan: RunPlan, device: Device
                 if (term in terms if terms else term != "launches")
             )
 
-        ends = counts.embed, counts.head
+        ends, kinds = (counts.embed, counts.head), Counter(plan.spec.kinds)
+
+        def mean(of_part: Callable[[Part], Work]) -> float:
+            took = (n * seconds(of_part(counts.blocks[kind])) for kind, n in kinds.items())
+            return sum(took) / kinds.total()
+
         return Busy(
-            seconds(counts.block.forward),
-            seconds(counts.block.backward),
+            mean(lambda part: part.forward),
+            mean(lambda part: part.backward),
             seconds(*(work for end in ends for work in (end.forward, end.backward))),
         )
 
@@ -134,12 +140,13 @@ def busy_of(known: KnownSplits, sample: Candidate, plan: RunPlan, device: Device
     return base.plus(more)
 
 
-def floor_of(busy: Busy, candidate: Candidate, layers: int, batch: int) -> float:
+def floor_of(busy: Busy, candidate: Candidate, model: RunPlan) -> float:
     """Lower bound of a step in seconds: the mean over ranks, or the chain through the last rank."""
+    layers, batch = model.spec.num_layers, model.global_batch_size
     count = batch / (candidate.dp_replicate * candidate.dp_shard * candidate.microbatch_size)
     block, pp = busy.forward + busy.backward, candidate.pp
     mean = count * (layers * block + busy.ends) / pp
-    if pp == 1:
+    if pp == 1 or not model.spec.alike:
         return mean
     stages = stages_per_rank(candidate.schedule, candidate.virtual_stages)
     least = layers // (pp * stages)
@@ -157,8 +164,10 @@ def least_bytes(counts: Counts, coarse: Candidate, fine: Candidate, model: RunPl
     keeps the gathered weights. Except in V-shaped schedules, the first rank begins with a
     forward for each rank.
     """
-    layers = model.spec.num_layers // fine.pp
-    elements = layers * counts.block.parameters * coarse.tp / fine.tp
+    blocks = counts.blocks.values()
+    # Of several kinds, the first stage may hold any number.
+    layers = model.spec.num_layers // fine.pp if model.spec.alike else 1
+    elements = layers * min(one.parameters for one in blocks) * coarse.tp / fine.tp
     held = FP32 * elements / (fine.dp_shard * fine.cp)
     flights = 1.0
     if fine.pp > 1:
@@ -172,7 +181,7 @@ def least_bytes(counts: Counts, coarse: Candidate, fine: Candidate, model: RunPl
             # After its first backward the rank has the gradients of all its weights, unreduced.
             held += model.dtype.itemsize * elements
     share = coarse.tp * coarse.cp / (fine.tp * fine.cp)
-    return held + flights * layers * counts.block.kept * share
+    return held + flights * layers * min(one.kept for one in blocks) * share
 
 
 def scaled(counts: Counts, coarse: Candidate, fine: Candidate) -> Counts:
@@ -195,10 +204,7 @@ def scaled(counts: Counts, coarse: Candidate, fine: Candidate) -> Counts:
         )
 
     return replace(
-        counts,
-        embed=part(counts.embed),
-        block=part(counts.block),
-        head=part(counts.head),
+        counts.each(part),
         prepare=counts.prepare.times(share),
         inputs=counts.inputs * share,
         stream=counts.stream * share,
@@ -358,7 +364,7 @@ class Search:
         """
         self.space, self.device, self.model = space, device, model
         self.known_too_large = too_large or {}
-        self.batch, self.layers = space.base.global_batch_size, space.base.spec.num_layers
+        self.batch = space.base.global_batch_size
         self.tally = Tally()
         self.rows: dict[object, PredictedLayout] = {}
         self.times: list[float] = []
@@ -475,7 +481,7 @@ class Search:
             whole = len(known) == len(found)
             self.busy[key] = busy_of(known, candidate, plan, self.device) if whole else None
         busy = self.busy[key]
-        return None if busy is None else floor_of(busy, candidate, self.layers, self.batch)
+        return None if busy is None else floor_of(busy, candidate, self.space.base)
 
     def _is_too_large(self, candidate: Candidate, coarse: Candidate) -> bool:
         """True if weights and activations alone do not fit, by a coarser split. Costs little."""

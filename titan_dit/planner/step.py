@@ -12,12 +12,12 @@ from typing import TypeAlias
 from titan_dit.pipeline.schedules.schedule import Kind
 from titan_dit.plan import RunPlan
 from titan_dit.planner import rates
-from titan_dit.planner.data_parallel import Compute, DataParallel, StageShape
+from titan_dit.planner.data_parallel import Compute, DataParallel, StageShape, of_blocks
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.links import Network
 from titan_dit.planner.pipeline import Durations, pass_times
 from titan_dit.planner.rates import OURS, Runtime
-from titan_dit.planner.work import Counts, Message, Part, Work
+from titan_dit.planner.work import Counts, Message, Part, Work, number_of
 
 Terms: TypeAlias = Mapping[str, float]
 """Seconds by term, see `rates.seconds`."""
@@ -59,7 +59,8 @@ class PartPasses:
     """The passes of a model's parts, of one microbatch."""
 
     embed: Passes
-    block: Passes
+    blocks: Mapping[str, Passes]
+    """Kind -> the passes of a block."""
     head: Passes
     prepare: Terms
 
@@ -108,7 +109,7 @@ def _part_passes(setting: Setting) -> PartPasses:
     counts, (blocks, ends, prepare) = setting.counts, setting.fused
     return PartPasses(
         embed=_passes(counts.embed, setting, fused=ends),
-        block=_passes(counts.block, setting, fused=blocks),
+        blocks={k: _passes(part, setting, fused=blocks) for k, part in counts.blocks.items()},
         head=_passes(counts.head, setting, fused=ends),
         prepare=rates.seconds(counts.prepare, setting.device, setting.links, fused=prepare),
     )
@@ -232,7 +233,7 @@ class StepTime:
     def stage(self, shape: StageShape) -> Passes:
         """The passes of a stage. FSDP's copies are spread over the microbatches."""
         plan, parts = self.plan, self.parts
-        own = [(float(shape.blocks), parts.block)]
+        own = [(float(count), parts.blocks[kind]) for kind, count in shape.blocks]
         own += [(1.0, parts.embed)] * shape.is_first + [(1.0, parts.head)] * shape.is_last
         copied = Passes(*map(elementwise, self.copies_s(shape)))
         found = Passes.sum([*own, (1 / plan.num_microbatches, copied)])
@@ -266,11 +267,16 @@ class StepTime:
     def compute(self, stage: int = 0) -> Compute:
         """Seconds of a stage's parts. FSDP's copies are spread over its blocks."""
         count, shape = self.plan.num_microbatches, self.data.shapes[stage]
-        gathered, reduced = (copies / count / shape.blocks for copies in self.copies_s(shape))
-        embed, block, head = self.parts.embed, self.parts.block, self.parts.head
+        num = number_of(shape.blocks)
+        gathered, reduced = (copies / count / num for copies in self.copies_s(shape))
+        embed, blocks, head = self.parts.embed, self.parts.blocks, self.parts.head
         return Compute(
-            *(seconds(embed.forward), seconds(block.forward) + gathered, seconds(head.forward)),
-            *(seconds(embed.backward), seconds(block.backward) + reduced, seconds(head.backward)),
+            embed_forward=seconds(embed.forward),
+            block_forward={k: seconds(block.forward) + gathered for k, block in blocks.items()},
+            head_forward=seconds(head.forward),
+            embed_backward=seconds(embed.backward),
+            block_backward={k: seconds(block.backward) + reduced for k, block in blocks.items()},
+            head_backward=seconds(head.backward),
         )
 
     def pipelined(self) -> tuple[dict[str, float], int, tuple[float, ...]]:
@@ -372,13 +378,15 @@ class StepTime:
     def update_s(self) -> float:
         """Seconds of clipping, optimizer and EMA on the pipeline rank with the most of them."""
         counts = self.counts
-        took = tuple(map(self.part_update_s, (counts.embed, counts.block, counts.head)))
-        found: list[float] = []
-        for stages in self.held:
-            shapes = [self.data.shapes[stage] for stage in stages]
-            has = zip(*((each.is_first, each.blocks, each.is_last) for each in shapes), strict=True)
-            found.append(sum(sum(times) * one for times, one in zip(has, took, strict=True)))
-        return max(found)
+        embed, head = self.part_update_s(counts.embed), self.part_update_s(counts.head)
+        blocks = {kind: self.part_update_s(part) for kind, part in counts.blocks.items()}
+        return max(
+            sum(
+                shape.is_first * embed + of_blocks(shape.blocks, blocks) + shape.is_last * head
+                for shape in (self.data.shapes[stage] for stage in stages)
+            )
+            for stages in self.held
+        )
 
     def part_update_s(self, part: Part) -> float:
         """Seconds of the update of a rank's shard of a part."""

@@ -6,9 +6,12 @@ rank, for one microbatch. Nothing here knows a model or a device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple, TypeAlias, TypeVar
+
+from titan_dit.parallel.fsdp import unit_sizes
 
 Key = TypeVar("Key")
 
@@ -192,7 +195,8 @@ class Counts:
     """The counts of a model's parts, for one tp, cp, recomputation mode and microbatch size."""
 
     embed: Part
-    block: Part
+    blocks: Mapping[str, Part]
+    """Kind (`models.base.kind_of`) -> a block of it."""
     head: Part
     prepare: Work
     """Noise, timesteps, inputs and targets of the objective, per microbatch of this rank."""
@@ -205,3 +209,47 @@ class Counts:
     """Bytes per rank that a microbatch sends between two pipeline stages."""
     tied: float
     """Elements on a tp rank of which the last pipeline stage has a copy."""
+
+    @property
+    def block(self) -> Part:
+        """The block of a model whose blocks are all alike."""
+        [found] = self.blocks.values()
+        return found
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Embed, a block of each kind, and the head."""
+        return self.embed, *self.blocks.values(), self.head
+
+    def each(self, change: Callable[[Part], Part]) -> Counts:
+        """The counts with every part changed."""
+        return replace(
+            self,
+            embed=change(self.embed),
+            blocks={kind: change(part) for kind, part in self.blocks.items()},
+            head=change(self.head),
+        )
+
+    def sum(self, blocks: Blocks, key: str) -> float:
+        """The sum over blocks of a number of `Part`, named `key`."""
+        return float(sum(count * getattr(self.blocks[kind], key) for kind, count in blocks))
+
+    def units(self, kinds: Sequence[str], size: int | None) -> tuple[Blocks, ...]:
+        """The FSDP units of consecutive blocks, see `fsdp.units`."""
+        largest = max((self.blocks[kind].parameters for kind in set(kinds)), default=1.0)
+        ends = accumulate(unit_sizes(len(kinds), largest, size), initial=0)
+        return tuple(blocks_of(kinds[first:end]) for first, end in pairwise(ends))
+
+
+Blocks: TypeAlias = tuple[tuple[str, int], ...]
+"""Consecutive blocks: (kind, how many in a row)."""
+
+
+def blocks_of(kinds: Sequence[str]) -> Blocks:
+    """Consecutive blocks by their kinds."""
+    return tuple((kind, len([*group])) for kind, group in groupby(kinds))
+
+
+def number_of(blocks: Blocks) -> int:
+    """Number of blocks."""
+    return sum(count for _, count in blocks)
