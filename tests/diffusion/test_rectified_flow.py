@@ -251,3 +251,80 @@ def test_impossible_settings_are_refused(settings, words):
     with pytest.raises(UserError) as caught:
         RectifiedFlowConfig(**settings)
     assert f"[objective] {words}" in str(caught.value)
+
+
+RANGES = [(0.0, 0.875), (0.875, 1.0), (0.3, 0.4)]
+
+
+@pytest.mark.parametrize("bounds", RANGES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"timesteps": "uniform"},
+        {"timesteps": "logit_normal", "logit_mean": -0.4, "logit_std": 1.3},
+        {"timesteps": "mode"},
+        {"timesteps": "mode", "mode_scale": -0.5, "shift": 2.0},
+        {"timesteps": "logit_normal", "shift": 3.0},
+    ],
+)
+def test_a_range_cuts_the_distribution_and_keeps_its_shape(settings, bounds):
+    first, last = bounds
+    every = times(400_000, **settings)
+    inside = every[(every >= first) & (every <= last)].sort().values
+    cut = times(t_min=first, t_max=last, **settings)
+    assert first - 1e-7 <= cut.min()
+    assert cut.max() <= last + 1e-7
+    # Two samples of one distribution.
+    assert len(inside) > 2000
+    share = torch.searchsorted(inside, cut.sort().values).double() / len(inside)
+    steps = (torch.arange(len(cut), dtype=torch.float64) + 0.5) / len(cut)
+    scale = math.sqrt(len(cut) * len(inside) / (len(cut) + len(inside)))
+    assert scale * (share - steps).abs().max() < 1.95
+
+
+def test_an_expert_is_validated_on_its_own_times():
+    expert = built(RectifiedFlowConfig(t_min=0.875))
+    levels = [expert.noise_level(t) for t in expert.validation_timesteps(8).values()]
+    assert levels == sorted(levels)
+    assert 0.875 < levels[0] < 0.89
+    assert 0.98 < levels[-1] < 1
+
+
+def test_an_empty_range_of_times_is_refused():
+    with pytest.raises(UserError, match=r"t_min=0.5 must be below t_max=0.5\. Set two"):
+        RectifiedFlowConfig(t_min=0.5, t_max=0.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight"),
+    [
+        ("uniform", lambda t: torch.ones_like(t)),
+        ("cosmap", lambda t: 2 / (math.pi - 2 * math.pi * t + 2 * math.pi * t**2)),
+        ("sigma_sqrt", lambda t: t**-2.0),
+    ],
+)
+def test_a_loss_is_weighted_by_its_time(kind, weight):
+    numbers, config = torch.arange(6), RectifiedFlowConfig(loss_weight=kind)
+    prepared = prepare(config, numbers)
+    velocity = prepared.targets["velocity"]
+    prediction = {"prediction": torch.zeros_like(velocity)}
+    plain = built(RectifiedFlowConfig()).loss(prediction, {"velocity": velocity})
+    found = built(config).loss(prediction, prepared.targets)
+    t = prepared.inputs["timestep"] / 1000
+    torch.testing.assert_close(found, plain * weight(t)[:, None], rtol=1e-5, atol=1e-6)
+
+
+def test_the_weights_of_cosmap_have_mean_one():
+    t = torch.linspace(0, 1, 100_001, dtype=torch.float64)
+    objective = built(RectifiedFlowConfig(loss_weight="cosmap"))
+    assert objective.loss_weight(t).mean().item() == pytest.approx(1, abs=1e-4)
+
+
+def test_the_shift_of_flux2_depends_on_tokens_and_steps():
+    pipeline = pytest.importorskip("diffusers.pipelines.flux2.pipeline_flux2_klein")
+    config = RectifiedFlowConfig(shift_by_tokens="flux2")
+    for tokens in (64, 1024, 4096, 4300, 4301, 9216):
+        for steps in (4, 10, 28, 50, 200):
+            expected = math.exp(pipeline.compute_empirical_mu(tokens, steps))
+            assert config.shift_of(tokens, steps) == pytest.approx(expected)
+        assert config.shift_of(tokens) == config.shift_of(tokens, 200)

@@ -127,7 +127,7 @@ class Job:
             **{key: getattr(flags, key) for key in (*keys, "cfg_rescale")},
             "guide": self.guide and identity(self.guide),
             "cfg_interval": list(flags.cfg_interval),
-            "shift": self.diffusion.shift if flags.shift is None else flags.shift,
+            "shift": self.diffusion.shift_in(flags.steps) if flags.shift is None else flags.shift,
             "labels": digest(self.labels.numpy().tobytes()),
             "noise": "" if self.noise is None else digest(self.noise.numpy().tobytes()),
             "vae": self.vae and self.vae.facts.digest,

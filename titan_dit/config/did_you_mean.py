@@ -67,6 +67,8 @@ MEANT = {
     "objective.min_snr_gamma": "snr_gamma",
     "objective.prediction": "prediction_type parameterization",
     "objective.sentence_order": "bert_no_binary_head",
+    "objective.t_max": "max_timestep",
+    "objective.t_min": "min_timestep",
     "objective.timesteps": "weighting_scheme timestep_sampling",
     "optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2",
     "optimizer.eps": "adam_epsilon adam_eps",

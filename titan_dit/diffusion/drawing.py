@@ -314,7 +314,7 @@ def generate(
             steps,
             eta,
             lambda step: rng.normal(f"sample/{step}", shape),
-            shift=(objective.shift or 1.0) if shift is None else shift,
+            shift=(objective.shift_in(steps) or 1.0) if shift is None else shift,
             keys=lambda: rng.keys("sample/keys"),
         ),
     )

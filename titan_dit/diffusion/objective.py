@@ -310,6 +310,10 @@ class Diffusion(Objective, ABC):
         """The shift of a flow's times (arXiv:2403.03206 eq. 23); None without a flow."""
         return None
 
+    def shift_in(self, steps: int) -> float | None:
+        """The shift in sampling with so many steps; that of training unless a subclass differs."""
+        return self.shift
+
     @property
     def channels(self) -> int:
         """Channels of a latent: a token holds its patch as (p, p, channels)."""

@@ -55,28 +55,46 @@ class RectifiedFlow(Diffusion):
         return 1 - along if self.to_data else along
 
     def validation_timesteps(self, bins: int) -> dict[str, float]:
-        """The middles of equal bins of t: the same t whatever the network's direction and unit."""
-        middles = [round((number + 0.5) * (LEVELS + 1) / bins) for number in range(bins)]
+        """The middles of equal bins of t in training, whatever the network's direction and unit."""
+        first, width = self.config.t_min, self.config.t_max - self.config.t_min
+        each = (LEVELS + 1) / bins
+        middles = [round((first * bins + (number + 0.5) * width) * each) for number in range(bins)]
         # Exact, unlike timestep_at(middle / LEVELS).
         along = {middle: LEVELS - middle if self.to_data else middle for middle in middles}
         return {f"t{middle}": k * self.config.time_scale / LEVELS for middle, k in along.items()}
 
     def times(self, rng: SampleRNG) -> Float[Tensor, " b"]:
-        """Draw t in (0, 1)."""
+        """Draw t in (0, 1), or between [objective] t_min and t_max."""
+        config = self.config
+        if (config.t_min, config.t_max) == (0.0, 1.0):
+            if config.timesteps == "logit_normal":
+                t = torch.sigmoid(config.logit_mean + config.logit_std * rng.normal("t"))
+                return shifted(t, self.shift)
+            return shifted(self.time_of(rng.uniform("t")), self.shift)
+        first, last = config.draws(self.shift)
+        t = shifted(self.time_of(first + (last - first) * rng.uniform("t")), self.shift)
+        return t.clamp(config.t_min, config.t_max)  # Against rounding.
+
+    def time_of(self, u: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+        """The time before the shift at u in (0, 1), the inverse of its distribution function.
+
+        It falls with u for "mode".
+        """
         config = self.config
         if config.timesteps == "logit_normal":
-            t = torch.sigmoid(config.logit_mean + config.logit_std * rng.normal("t"))
-        else:
-            t = rng.uniform("t")
+            return torch.sigmoid(config.logit_mean + config.logit_std * torch.special.ndtri(u))
         if config.timesteps == "mode":
-            # Falls with the draw: 1 - u - s (cos(pi u / 2)^2 - 1 + u).
-            t = 1 - t - config.mode_scale * (torch.cos(math.pi / 2 * t).square() - 1 + t)
-        return shifted(t, self.shift)
+            return 1 - u - config.mode_scale * (torch.cos(math.pi / 2 * u).square() - 1 + u)
+        return u
 
     @property
     def shift(self) -> float:
-        """The shift of the times, in training and unless set otherwise in sampling."""
+        """The shift of the times in training."""
         return self.config.shift_of(self.model.token_shape[0])
+
+    def shift_in(self, steps: int) -> float:
+        """See `Diffusion.shift_in`."""
+        return self.config.shift_of(self.model.token_shape[0], steps)
 
     def timesteps_of(self, rng: SampleRNG) -> Float[Tensor, " b"]:
         """`times` in the network's unit."""
@@ -94,18 +112,28 @@ class RectifiedFlow(Diffusion):
         target = -velocity if self.to_data else velocity
         if self.config.learn_sigma:
             target = by_channel(target, self.channels)
+        targets = {"velocity": target}
+        if self.config.loss_weight != "uniform":
+            targets["loss_weight"] = self.loss_weight(t[:, 0, 0])
         return Corrupted(
             inputs={"tokens": torch.lerp(clean, noise, t), "timestep": timestep},
-            targets={"velocity": target},
+            targets=targets,
         )
+
+    def loss_weight(self, t: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+        """The weight of a sample's loss at time t, see `RectifiedFlowConfig.loss_weight`."""
+        if self.config.loss_weight == "sigma_sqrt":
+            return t.square().reciprocal()
+        return 2 / (math.pi * (1 - 2 * t + 2 * t.square()))
 
     def loss(
         self, predictions: Mapping[str, Tensor], targets: Mapping[str, Tensor]
     ) -> Float[Tensor, "b n"]:
-        """Squared error of the velocity, mean over channels."""
+        """Squared error of the velocity, mean over channels, times the sample's weight."""
         # fp32: bf16 squares lose the digits in which two runs differ.
         found = self.velocity_of(at_least_fp32(predictions["prediction"]))
-        return (found - targets["velocity"].flatten(2)).square().mean(-1)
+        error = (found - targets["velocity"].flatten(2)).square().mean(-1)
+        return error * targets["loss_weight"][:, None] if "loss_weight" in targets else error
 
     def velocity_of(self, prediction: Float[Tensor, "b n _"]) -> Tensor:
         """The prediction's velocity [b, n, d], without the channels that are ignored."""

@@ -9,9 +9,10 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from titan_dit.config.section import Bound, Finite, Fraction, PositiveFloat
+from titan_dit.config.section import Bound, Finite, Fraction, PositiveFloat, UserError
 from titan_dit.config.training import FIDConfig, SamplingConfig
 from titan_dit.objectives.sections import ObjectiveConfig
 
@@ -23,12 +24,29 @@ if TYPE_CHECKING:
     from titan_dit.diffusion.rectified_flow import RectifiedFlow
     from titan_dit.models.base import ModelConfig, ModelSpec
 
+BISECTIONS = 60
 ScheduleName = Literal["linear", "cosine"]
 FEW_TOKENS, MANY_TOKENS = 256, 4096
 """Tokens at which the shift of [objective] shift_by_tokens is fixed: pictures of 256 and of 1,024
 pixels, with an autoencoder of factor 8 and patches of 2."""
 FEW_MU, MANY_MU = 0.5, 1.15
 """Logarithms of FLUX's shift at FEW_TOKENS and MANY_TOKENS."""
+
+FLUX2_STEPS = 10, 200
+"""Sampler steps at which mu of FLUX.2 is fixed; linear between and beyond."""
+FLUX2_MU = ((8.73809524e-05, 1.89833333), (0.00016927, 0.45666666))
+"""At each of them: mu = slope x tokens + offset. Constants of FLUX.2's released sampler."""
+FLUX2_TOKENS = 4300
+"""Above it FLUX.2 takes mu of the many steps for any number of them."""
+
+
+def flux2_mu(tokens: int, steps: int) -> float:
+    """Logarithm of FLUX.2's shift."""
+    few, many = (slope * tokens + offset for slope, offset in FLUX2_MU)
+    if tokens > FLUX2_TOKENS:
+        return many
+    along = (steps - FLUX2_STEPS[0]) / (FLUX2_STEPS[1] - FLUX2_STEPS[0])
+    return few + (many - few) * along
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +159,18 @@ class RectifiedFlowConfig(DiffusionConfig):
     shift: PositiveFloat = 1.0
     """t -> s t / (1 + (s - 1) t): above 1, more noise (arXiv:2403.03206 eq. 23). s: `shift`, times
     what `shift_by_tokens` gives."""
-    shift_by_tokens: Literal["off", "sqrt", "exponential"] = "off"
+    shift_by_tokens: Literal["off", "sqrt", "exponential", "flux2"] = "off"
     """More noise for samples of more tokens n. sqrt: sqrt(n / 256) (arXiv:2403.03206 sec. 5.3.2).
-    exponential: exp(mu), mu linear in n, 0.5 at 256 and 1.15 at 4096 tokens, as FLUX."""
+    exponential: exp(mu), mu linear in n, 0.5 at 256 and 1.15 at 4096 tokens, as FLUX. flux2: as
+    FLUX.2, whose mu depends on the sampler's steps, too; training takes that of 200 steps."""
+    t_min: Fraction = 0.0
+    """Train on t from here, after the shift; see `t_max`."""
+    t_max: Fraction = 1.0
+    """Train on t up to here: the distribution is cut, not squeezed. For an expert of a part of the
+    noise levels."""
+    loss_weight: Literal["uniform", "cosmap", "sigma_sqrt"] = "uniform"
+    """Weight of a sample's loss by its t. cosmap: 2 / (pi (1 - 2 t + 2 t^2)) (arXiv:2403.03206 sec.
+    3.1). sigma_sqrt: 1 / t^2."""
     direction: Literal["to_noise", "to_data"] = "to_noise"
     """Time and velocity of the network. to_noise: t, 0 at the data, and noise - data. to_data:
     1 - t and data - noise, as SiT. In all other keys t is the share of noise."""
@@ -157,13 +184,51 @@ class RectifiedFlowConfig(DiffusionConfig):
         """A velocity for every channel, and as many ignored values with `learn_sigma`."""
         return 2 * channels if self.learn_sigma else channels
 
-    def shift_of(self, tokens: int) -> float:
-        """The shift of the times of a sample with so many tokens, after patching."""
+    def __post_init__(self) -> None:
+        """Refuse an empty range of times."""
+        super().__post_init__()
+        if self.t_min >= self.t_max:
+            raise UserError(
+                f"[objective] t_min={self.t_min:g} must be below t_max={self.t_max:g}. Set two "
+                "shares of noise, such as t_min = 0.875 and t_max = 1."
+            )
+
+    def draws(self, shift: float) -> tuple[float, float]:
+        """The range of u whose times, with this shift, lie between t_min and t_max.
+
+        u: uniform in (0, 1); see `RectifiedFlow.time_of`.
+        """
+        # eq. 23 with 1 / shift is the inverse of the shift.
+        ends = [t / (shift - (shift - 1) * t) for t in (self.t_min, self.t_max)]
+        first, last = sorted(map(self.share_below, ends))
+        return (1 - last, 1 - first) if self.timesteps == "mode" else (first, last)
+
+    def share_below(self, t: float) -> float:
+        """Distribution function of the times before the shift."""
+        if not 0 < t < 1 or self.timesteps == "uniform":
+            return min(1.0, max(0.0, t))
+        if self.timesteps == "logit_normal":
+            return NormalDist(self.logit_mean, self.logit_std).cdf(math.log(t / (1 - t)))
+        low, high = 0.0, 1.0  # Of 1 - u, with which the time grows.
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            # u = 1 - middle in the formula of `RectifiedFlow.time_of`.
+            found = middle - self.mode_scale * (math.sin(math.pi / 2 * middle) ** 2 - middle)
+            low, high = (middle, high) if found < t else (low, middle)
+        return high
+
+    def shift_of(self, tokens: int, steps: int = FLUX2_STEPS[1]) -> float:
+        """The shift of the times of a sample with so many tokens, after patching.
+
+        `steps`: of the sampler.
+        """
         if self.shift_by_tokens == "sqrt":
             return self.shift * math.sqrt(tokens / FEW_TOKENS)
         if self.shift_by_tokens == "exponential":
             along = (tokens - FEW_TOKENS) / (MANY_TOKENS - FEW_TOKENS)
             return self.shift * math.exp(FEW_MU + (MANY_MU - FEW_MU) * along)
+        if self.shift_by_tokens == "flux2":
+            return self.shift * math.exp(flux2_mu(tokens, steps))
         return self.shift
 
     def build(self, model: ModelConfig, facts: DataFacts) -> RectifiedFlow:
