@@ -190,8 +190,8 @@ def check_model(model: Model, model_spec: ModelSpec) -> None:
     blocks = getattr(model, "blocks", None)
     if not isinstance(model, Model) or not isinstance(blocks, nn.ModuleDict):
         raise UserError(
-            f"[model] builds a {type(model).__name__}, which is no titan_dit.models.base.Model "
-            "with embed, blocks (a ModuleDict) and head."
+            f"[model] builds a {type(model).__name__}, which is no titan_dit.models.base.Model. "
+            "Derive it from that class, with embed, blocks (a ModuleDict) and head."
         )
     if list(blocks) != wanted:
         raise UserError(

@@ -50,7 +50,7 @@ def by_name(
         if len(several) != len(names):
             raise UserError(
                 f"[model] head returns {len(several)} predictions, but the spec names "
-                f"{', '.join(names)}."
+                f"{', '.join(names)}. Return one tensor for each."
             )
         per_token = loss(dict(zip(names, several, strict=True)), targets)
         wanted = several[0].shape[0], tokens

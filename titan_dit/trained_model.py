@@ -75,7 +75,10 @@ class TrainedModel:
         diffusion = self.diffusion("embed")
         captions = diffusion.captions
         if captions is None:
-            raise UserError(f"embed: {self.path} was trained on classes, not on captions.")
+            raise UserError(
+                f"embed: {self.path} was trained on classes, not on captions. Give the network "
+                "labels."
+            )
         tokens, where = captions.tokens, "text_encoder"
         encoder = open_encoder(prompts, diffusion.data, text_encoder, tokens, self.device, where)
         given = captions.given(encoder.fields(prompts))
@@ -137,7 +140,7 @@ def device_of(name: str | torch.device | None) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"--device {name}: {reason}") from None
+        raise UserError(f"--device {name}: {reason}. Leave --device out, or give cpu.") from None
     return device
 
 
@@ -279,5 +282,6 @@ def as_diffusion(objective: Objective, path: Location, command: str) -> Diffusio
     if isinstance(objective, Diffusion):
         return objective
     raise UserError(
-        f"{command} needs a diffusion run, but {path} was trained with {type(objective).__name__}."
+        f"{command} needs a diffusion run, but {path} was trained with {type(objective).__name__}. "
+        "Give a run with [objective] ddpm or rectified_flow."
     )

@@ -48,7 +48,7 @@ def test_frozen_of_training_is_a_frozen_group():
         ({"pattern": "head.*", "lr": -1.0}, "groups[0] lr=-1.0 must be above 0"),
         ({"pattern": "head.*"}, "changes nothing"),
         ({"pattern": "head.*", "lr": 1.0, "lr_factor": 1.0}, "Keep one of them"),
-        ({"pattern": "head.*", "lr": 1.0, "frozen": True}, "it has no use for lr"),
+        ({"pattern": "head.*", "lr": 1.0, "frozen": True}, "Remove its lr and weight_decay"),
         ("head.*", "must be a table"),
     ],
 )

@@ -124,9 +124,9 @@ def test_a_law_of_the_users_own_is_named_by_its_module():
     [
         ({"decay": "cosin"}, "is not one of"),
         ({"warmup_steps": 5, "warmup_fraction": 0.1}, "Keep one of them"),
-        ({"warmup_steps": 50, "decay_steps": 50}, "must be above warmup_steps=50"),
-        ({"decay": "wsd"}, "needs wsd_decay_steps"),
-        ({"wsd_decay_steps": 5}, "needs wsd_decay_steps, others do not"),
+        ({"warmup_steps": 50, "decay_steps": 50}, "Set it above warmup_steps=50"),
+        ({"decay": "wsd"}, "Set both, or neither"),
+        ({"wsd_decay_steps": 5}, "Set both, or neither"),
     ],
 )
 def test_schedules_that_contradict_themselves_are_refused(settings, message):

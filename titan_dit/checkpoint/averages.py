@@ -246,7 +246,9 @@ def summed(shapes: Shapes, terms: Sequence[Term], read: Callable[[int], None]) -
         try:
             read_into({name: buffers[name] for name in wanted}, term.path)
         except (OSError, RuntimeError) as error:
-            raise UserError(f"{term.path} cannot be read: {reason_of(error)}.") from None
+            raise UserError(
+                f"--run: {term.path} cannot be read: {reason_of(error)}. Restore it."
+            ) from None
         for key, (name, weight) in wanted.items():
             add(sums[name], buffers[key], weight)
             read(buffers[key].nbytes)

@@ -155,12 +155,15 @@ def check_fits(path: Location, tensors: Mapping[str, Tensor]) -> None:
     saved = contents(path)
     for name, tensor in tensors.items():
         if name not in saved:
-            raise UserError(f"[checkpoint] {path} has no tensor {name}: it is another model's.")
+            raise UserError(
+                f"[checkpoint] {path} has no tensor {name}: it is another model's. Give one of "
+                "this model."
+            )
         shape, _ = saved[name]
         if shape != tensor.shape:
             raise UserError(
                 f"[checkpoint] {path}: {name} is {list(shape)}, but the model's is "
-                f"{list(tensor.shape)}: it is another model's."
+                f"{list(tensor.shape)}: it is another model's. Give one of this model."
             )
 
 

@@ -103,7 +103,10 @@ def read_manifest(path: Location) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise Damaged(path, str(error)) from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
-        what = f"[checkpoint] {manifest} does not have the format {FORMAT}."
+        what = (
+            f"[checkpoint] {manifest} does not have the format {FORMAT}. Read it with the version "
+            "of titan_dit that wrote it."
+        )
         # A whole manifest of another format is a later version's.
         raise UserError(what) if sealed else Damaged(path, f"it does not have the format {FORMAT}")
     if not sealed:

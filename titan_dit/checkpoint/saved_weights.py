@@ -73,7 +73,7 @@ class Weights:
         if lost := [weight for weight in found if weight not in self.keys]:
             raise UserError(
                 f"{self.path} has an adapter of {lost[0]}, which is no weight of its own: it "
-                "cannot be merged."
+                "cannot be merged. Give another checkpoint."
             )
         return found
 

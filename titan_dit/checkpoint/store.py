@@ -195,7 +195,9 @@ class ObjectStore:
             )
             raise UserError(f"[checkpoint] {url}: {error}{fix}") from None
         except ValueError as error:
-            raise UserError(f"[checkpoint] {url}: {error}") from None
+            raise UserError(
+                f"[checkpoint] {url}: {error}. Give a path, or an address such as s3://BUCKET/RUN."
+            ) from None
 
     def names(self, folder: URL) -> list[str]:
         try:
@@ -204,7 +206,10 @@ class ObjectStore:
             return []
         except Exception as error:  # Each store raises its own: no credentials, no network.
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f"[checkpoint] {folder} cannot be read: {reason}") from None
+            raise UserError(
+                f"[checkpoint] {folder} cannot be read: {reason}. Check the address, the network "
+                "and the credentials."
+            ) from None
         names = {str(path).rstrip("/").rpartition("/")[2] for path in found}
         # Some stores list the folder itself as an empty object.
         return sorted(names - {"", folder.name})

@@ -22,7 +22,7 @@ def check_spec(plan: RunPlan) -> None:
     model_spec: object = plan.spec
     if not isinstance(model_spec, ModelSpec):
         raise UserError(
-            f"[model] spec gives a {type(model_spec).__name__}, not a "
+            f"[model] spec gives a {type(model_spec).__name__}. Return a "
             "titan_dit.models.base.ModelSpec."
         )
 
@@ -153,18 +153,19 @@ def check_tensor(plan: RunPlan) -> None:
         text = " ".join(str(error).split())
         raise UserError(
             "[parallel] tensor_plan, called with sequence_parallel="
-            f"{show(plan.parallel.sequence_parallel)}, raised {type(error).__name__}: {text}"
+            f"{show(plan.parallel.sequence_parallel)}, raised {type(error).__name__}: {text}. "
+            "Correct the function, or set tp = 1."
         ) from error
     if not isinstance(tensor_plan, TensorPlan):
         raise UserError(
-            f"[parallel] tensor_plan: the plan of {show(plan.model_name)} returns "
-            f"{type(tensor_plan).__name__}, not a titan_dit.parallel.tensor.TensorPlan."
+            f"[parallel] tensor_plan: the plan of {show(plan.model_name)} returns a "
+            f"{type(tensor_plan).__name__}. Return a titan_dit.parallel.tensor.TensorPlan."
         )
     if len(tensor_plan.stream) != len(model_spec.stream):
         raise UserError(
             f"[parallel] tensor_plan has placements for {len(tensor_plan.stream)} stream tensors, "
             f"but the model {show(plan.model_name)} has {len(model_spec.stream)}: "
-            f"{', '.join(model_spec.stream)}."
+            f"{', '.join(model_spec.stream)}. Give one placement each."
         )
     heads, groups = model_spec.num_heads, model_spec.num_key_value_heads or model_spec.num_heads
     if heads % groups:

@@ -130,7 +130,10 @@ def check_row(
         found = stored.get(name)
         declared = f"{name} {field}"
         if found is None:
-            raise UserError(f"[data] name={show(data)} declares {declared}, but reads no {name}.")
+            raise UserError(
+                f"[data] name={show(data)} declares {declared}, but reads no {name}. Return it, or "
+                "remove it from fields."
+            )
         shape = tuple(found.shape[1:])
         matches = len(shape) == len(field.shape) and all(
             wanted in (None, size) for size, wanted in zip(shape, field.shape, strict=True)

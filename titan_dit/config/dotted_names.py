@@ -71,7 +71,8 @@ def imported(name: str, where: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise UserError(
-                f"{where}={show(name)}: {module_name} imports {error.name}, which is not installed."
+                f"{where}={show(name)}: {module_name} imports {error.name}, which is not "
+                "installed. Install it."
             ) from error
         raise UserError(
             f"{where}={show(name)}: there is no module {error.name}, neither installed nor in "
@@ -82,7 +83,8 @@ def imported(name: str, where: str) -> Any:
     except Exception as error:
         text = " ".join(str(error).split())
         raise UserError(
-            f"{where}={show(name)}: importing {module_name} raised {type(error).__name__}: {text}"
+            f"{where}={show(name)}: importing {module_name} raised {type(error).__name__}: {text}. "
+            f"Correct {module_name}."
         ) from error
     thing = getattr(module, attribute, None)
     if thing is None:

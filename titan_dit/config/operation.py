@@ -59,7 +59,10 @@ class CheckpointConfig(Section):
                 "Keep init for a new run, or resume to go on with the optimizer's moments."
             )
         if self.reinitialize and not self.init:
-            raise UserError("[checkpoint] reinitialize needs init, the weights to start at.")
+            raise UserError(
+                f"[checkpoint] reinitialize={show(self.reinitialize)} draws parameters of init "
+                "anew, but init is not set. Set init, or remove reinitialize."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

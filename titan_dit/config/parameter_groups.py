@@ -40,7 +40,7 @@ class GroupConfig(Table):
         if None not in rates:
             raise UserError(f"{where} has lr and lr_factor. Keep one of them.")
         if self.frozen and {*rates, self.weight_decay} != {None}:
-            raise UserError(f"{where} is frozen: it has no use for lr or weight_decay.")
+            raise UserError(f"{where} is frozen. Remove its lr and weight_decay, or frozen.")
         if not self.frozen and {*rates, self.weight_decay} == {None}:
             raise UserError(f"{where} changes nothing. Set lr, lr_factor, weight_decay or frozen.")
 

@@ -190,12 +190,13 @@ class LRSchedulerConfig(Section):
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
             raise UserError(
                 f"[lr_scheduler] decay_steps={self.decay_steps} counts from the first step of the "
-                f"run: it must be above warmup_steps={self.warmup_steps}."
+                f"run. Set it above warmup_steps={self.warmup_steps}."
             )
         if (self.decay == "wsd") != (self.wsd_decay_steps is not None):
             raise UserError(
                 f"[lr_scheduler] decay={show(self.decay)} and wsd_decay_steps="
-                f'{show(self.wsd_decay_steps)}: decay = "wsd" needs wsd_decay_steps, others do not.'
+                f'{show(self.wsd_decay_steps)}: only decay = "wsd" has wsd_decay_steps, and needs '
+                "it. Set both, or neither."
             )
 
 

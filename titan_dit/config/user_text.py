@@ -157,7 +157,7 @@ def read_json(file: Path, where: str, most: int = MAX_BYTES) -> Any:
     try:
         return parse_json(text)
     except BadTextError as error:
-        raise UserError(f"{where} is {error}.") from None
+        raise UserError(f"{where} is {error}. Correct or restore the file.") from None
 
 
 def whole_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -160,7 +160,10 @@ def number_classes(
     elif all(name.isdecimal() for name in folders):
         numbers = {name: int(name) for name in folders}
         if large := [name for name in folders if numbers[name] >= LABEL_LIMIT]:
-            raise UserError(f"[data] path={root}: {few(large)} is too large for a class number.")
+            raise UserError(
+                f"[data] path={root}: {few(large)} is too large for a class number, which is below "
+                f"{LABEL_LIMIT:,}. Rename the folder."
+            )
         by_label = sorted(folders, key=int)
         for name, after in pairwise(by_label):
             if int(name) == int(after):
@@ -423,7 +426,7 @@ def list_pair(root: Path, num_classes: int | None, classes: Sequence[str] | None
                 f"the same name in {other}. Add the missing files, or move the others elsewhere."
             )
     if not files:
-        raise UserError(f"[data] path={root}: {features} is empty.")
+        raise UserError(f"[data] path={root}: {features} is empty. Put one file per latent there.")
     labels = read_labels([root / label_folder / label_of[Path(name).stem] for name in files])
     num_missing, missing = missing_below(labels.tolist())
     if num_missing and num_classes is None and classes is None:

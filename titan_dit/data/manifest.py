@@ -74,6 +74,13 @@ OPTIONAL = {"value_range", "classes", "copies", "posterior"}
 BYTES_PER_FILE = 4096
 """Maximum bytes of a large manifest per file in its folder: a shard of 16 channels takes 1,000."""
 
+REMEDY = "Restore the manifest, or write the dataset again."
+
+
+def damaged(where: str | Path, what: str) -> UserError:
+    """The error for a manifest whose entries contradict each other. `where`: file and key."""
+    return UserError(f"[data] {where}: {what}. {REMEDY}")
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read `path`/manifest.json, unchecked; {} if there is none."""
@@ -83,9 +90,10 @@ def read_json(path: Path) -> dict[str, Any]:
     size = file.stat().st_size
     # Of terabytes of shards it is larger, but then they are there.
     if size > schema.LARGEST and size > BYTES_PER_FILE * sum(1 for _ in path.iterdir()):
-        raise UserError(
-            f"[data] {file} has more than {schema.LARGEST >> 20} MiB, and more than "
-            f"{BYTES_PER_FILE} bytes for each file beside it: not a manifest."
+        raise damaged(
+            file,
+            f"more than {schema.LARGEST >> 20} MiB, and more than {BYTES_PER_FILE} bytes for each "
+            "file beside it, so no manifest",
         )
     try:
         # utf-8-sig: a person may have written it, in an editor that begins with a byte order mark.
@@ -104,7 +112,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Read and check the manifest of a folder of shards."""
     manifest = read_json(path)
     if manifest.get("format") not in SHARD_FORMATS:
-        raise UserError(f"[data] path={path}: there is no {MANIFEST} of shards ({FORMAT}).")
+        raise UserError(
+            f"[data] path={path}: there is no {MANIFEST} of shards ({FORMAT}). `data pack` and "
+            "`data encode` write one."
+        )
     return check_manifest(manifest, path / MANIFEST)
 
 
@@ -117,10 +128,10 @@ def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
     hints = {key: hint for key, hint in MANIFEST_KEYS.items() if key != "shape" or not in_buckets}
     manifest = conform_keys(manifest, hints, str(file), UNITS)
     if not isinstance(manifest.get("shards"), list):
-        raise UserError(f"[data] {file}: shards must be a list.")
+        raise damaged(file, "shards must be a list")
     manifest["buckets"] = buckets_of(manifest, in_buckets, file)
     if manifest["value_range"] is not None and len(manifest["value_range"]) != 2:
-        raise UserError(f"[data] {file}: value_range must hold two numbers.")
+        raise damaged(file, f"value_range={manifest['value_range']} must hold two numbers")
     for key in UNITS:
         manifest[key] = conform_units(manifest[key], key, file)
         check_channels(manifest[key], key, manifest["buckets"][0]["shape"][0], file)
@@ -130,7 +141,7 @@ def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
     if names and len(names) != manifest["num_classes"]:
         raise UserError(
             f"[data] {file}: classes holds {len(names)} names, but num_classes="
-            f"{manifest['num_classes']}."
+            f"{manifest['num_classes']}. List one name per class, or none: []."
         )
     keys = SHARD_KEYS | ({"bucket": NonNegativeInt} if in_buckets else {})
     manifest["shards"] = [
@@ -145,12 +156,10 @@ def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
     check_files(files, file)
     manifest["copies"] = manifest["copies"] or 1
     if any(entry["count"] % manifest["copies"] for entry in manifest["shards"]):
-        raise UserError(f"[data] {file}: a shard cuts the {manifest['copies']} rows of a picture.")
+        raise damaged(file, f"a shard cuts the {manifest['copies']} rows of a picture")
     counted = sum(entry["count"] for entry in manifest["shards"])
     if counted != manifest["count"] or not counted:
-        raise UserError(
-            f"[data] {file}: count={manifest['count']}, but its shards hold {counted} samples."
-        )
+        raise damaged(file, f"count={manifest['count']}, but its shards hold {counted} samples")
     if in_buckets:
         check_buckets(manifest, file)
     return manifest
@@ -161,7 +170,7 @@ def check_text(values: Any, file: Path) -> dict[str, Any]:
     where = f"{file} text"
     text = conform_keys(values, TEXT_KEYS, where, ("index", "files"))
     if not isinstance(text["files"], list):
-        raise UserError(f"[data] {where}: files must be a list.")
+        raise damaged(where, "files must be a list")
     text["files"] = [
         conform_keys(entry, SHARD_KEYS, f"{where} files[{number}]")
         for number, entry in enumerate(text["files"])
@@ -169,9 +178,7 @@ def check_text(values: Any, file: Path) -> dict[str, Any]:
     text["index"] = conform_keys(text["index"], INDEX_KEYS, f"{where} index")
     counted = sum(entry["count"] for entry in text["files"])
     if counted != text["captions"]:
-        raise UserError(
-            f"[data] {where}: captions={text['captions']}, but its files hold {counted}."
-        )
+        raise damaged(where, f"captions={text['captions']}, but its files hold {counted}")
     return text
 
 
@@ -181,13 +188,14 @@ def buckets_of(manifest: dict[str, Any], in_buckets: bool, file: Path) -> list[d
     if in_buckets:
         buckets = manifest.get("buckets") or []
         if not isinstance(buckets, list) or not buckets:
-            raise UserError(f"[data] {file}: buckets must be a list of shapes and counts.")
+            raise damaged(file, "buckets must be a list of shapes and counts")
         buckets = [
             conform_keys(bucket, BUCKET_KEYS, f"{file} buckets[{number}]")
             for number, bucket in enumerate(buckets)
         ]
-    if any(len(bucket["shape"]) != 3 for bucket in buckets):
-        raise UserError(f"[data] {file}: shape must be [c, h, w].")
+    for bucket in buckets:
+        if len(bucket["shape"]) != 3:
+            raise damaged(file, f"shape={list(bucket['shape'])} must be [c, h, w]")
     return buckets
 
 
@@ -196,31 +204,27 @@ def check_buckets(manifest: dict[str, Any], file: Path) -> None:
     numbers = [entry["bucket"] for entry in manifest["shards"]]
     buckets = manifest["buckets"]
     if numbers != sorted(numbers) or set(numbers) != set(range(len(buckets))):
-        raise UserError(
-            f"[data] {file}: the shards of its {len(buckets)} buckets do not follow each other."
-        )
+        raise damaged(file, f"the shards of its {len(buckets)} buckets do not follow each other")
     counts = [0] * len(buckets)
     for entry in manifest["shards"]:
         counts[entry["bucket"]] += entry["count"]
     for number, (bucket, count) in enumerate(zip(buckets, counts, strict=True)):
         if bucket["count"] != count:
-            raise UserError(
-                f"[data] {file}: buckets[{number}] has count={bucket['count']}, but its shards "
-                f"hold {count} samples."
-            )
+            what = f"has count={bucket['count']}, but its shards hold {count} samples"
+            raise damaged(file, f"buckets[{number}] {what}")
     if len({bucket["shape"][0] for bucket in buckets}) > 1:
-        raise UserError(f"[data] {file}: the shapes of buckets differ in their channels.")
+        raise damaged(file, "the shapes of its buckets differ in their channels")
     if len({bucket["shape"] for bucket in buckets}) < len(buckets):
-        raise UserError(f"[data] {file}: two buckets have the same shape.")
+        raise damaged(file, "two buckets have the same shape")
 
 
 def check_files(names: Sequence[str], file: Path) -> None:
     """Refuse a shard that is not beside the manifest, or is listed twice."""
     for number, name in enumerate(names):
         if wrong := schema.wrong_name(name):
-            raise UserError(f"[data] {file}: shards[{number}] file = {schema.brief(name)} {wrong}.")
+            raise damaged(file, f"shards[{number}] file = {schema.brief(name)} {wrong}")
     if twice := [name for name, times in Counter(names).items() if times > 1]:
-        raise UserError(f"[data] {file}: shards has the file {schema.brief(twice[0])} twice.")
+        raise damaged(file, f"shards has the file {schema.brief(twice[0])} twice")
 
 
 def read_folder_manifest(path: Path) -> dict[str, Any]:
@@ -241,7 +245,7 @@ def read_folder_manifest(path: Path) -> dict[str, Any]:
     names = checked["classes"]
     if names and len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"[data] {file}: classes names {twice!r} twice.")
+        raise UserError(f"[data] {file}: classes names {twice!r} twice. Name every class once.")
     return checked
 
 
@@ -251,7 +255,7 @@ def conform_units(value: Any, key: str, file: Path) -> Units:
     units: Units = conform(value, hint, f"[data] {file}: {key}")
     if key == "scale" and not all(units if isinstance(units, tuple) else (units,)):
         raise UserError(
-            f"[data] {file}: scale={show(units)} makes all latents equal. It must not be 0."
+            f"[data] {file}: scale={show(units)} makes all latents equal. Set none of it to 0."
         )
     return units
 
@@ -270,9 +274,9 @@ def conform_keys(
 ) -> dict[str, Any]:
     """Check the types of the known keys; keep the others unchecked. `more` must be there, too."""
     if not isinstance(values, dict):
-        raise UserError(f"[data] {where} must be a table of {', '.join(hints)}.")
+        raise damaged(where, f"must be a table of {', '.join(hints)}")
     if missing := [key for key in (*hints, *more) if key not in values and key not in OPTIONAL]:
-        raise UserError(f"[data] {where}: {', '.join(missing)} missing.")
+        raise damaged(where, f"{', '.join(missing)} missing")
     checked = {
         key: conform_made(values.get(key), hint, f"[data] {where}: {key}")
         for key, hint in hints.items()

@@ -224,7 +224,9 @@ def open_unchanged(file: RowFile) -> int:
     try:
         descriptor = os.open(file.path, os.O_RDONLY)
     except OSError as error:
-        raise UserError(f"[data] {file.path}: cannot be opened: {error.strerror}.") from None
+        raise UserError(
+            f"[data] {file.path}: cannot be opened: {error.strerror}. Restore it on this node."
+        ) from None
     found = os.fstat(descriptor)
     if (found.st_size, found.st_mtime_ns) != (file.size, file.modified_ns):
         try:

@@ -326,7 +326,9 @@ def modified_of(part: TokenPart) -> int:
     try:
         status = part.bin.stat()
     except OSError as error:
-        raise UserError(f"[data] {part.bin}: cannot be opened: {error.strerror}.") from None
+        raise UserError(
+            f"[data] {part.bin}: cannot be opened: {error.strerror}. Copy the file to all nodes."
+        ) from None
     if status.st_size != part.size:
         raise UserError(
             f"[data] {part.bin}: {status.st_size:,} bytes on this node, but {part.size:,} on the "

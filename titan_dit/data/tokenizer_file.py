@@ -72,8 +72,8 @@ def read_tokenizer(path: Path) -> TokenizerFile:
         ids = {}
     if not ids or not all(map(is_id, ids.values())) or not all(type(key) is str for key in ids):
         raise UserError(
-            f"[data] tokenizer={path}: not a tokenizer.json of the library tokenizers. Of "
-            "vocabulary files `data tokenize` writes one."
+            f"[data] tokenizer={path}: not a tokenizer.json of the library tokenizers. Give the "
+            "one beside the tokens: `data tokenize` writes it, from vocabulary files too."
         )
     return TokenizerFile(path, ids, special, "ByteLevel" in kinds)
 

@@ -114,7 +114,9 @@ class AdamWConfig(OptimizerConfig):
         """Require two betas."""
         super().__post_init__()
         if len(self.betas) != 2:
-            raise UserError(f"[optimizer] betas={show(self.betas)} must hold two numbers.")
+            raise UserError(
+                f"[optimizer] betas={show(self.betas)} must hold two numbers, such as [0.9, 0.999]."
+            )
 
     def build(self, parameters: Parameters, model_spec: ModelSpec) -> Optimizer:
         """AdamW over plain or sharded parameters."""

@@ -635,8 +635,8 @@ def most_common_shape(
             first_error = first_error or f"{path}: {error}"
     if not shapes:
         raise UserError(
-            f"[data pack] none of {num} sampled files of {listing.root} can be packed; the first "
-            f"is {first_error}."
+            f"[data pack] none of {num} sampled files of {listing.root} can be packed. Restore "
+            f"them; the first is {first_error}."
         )
     sizes = {(h, w) for _, h, w in shapes}
     if (
@@ -732,8 +732,8 @@ def all_finished(job: ShardJob, output: Path, digest: str) -> list[ChunkRecord]:
         clean(job, output, all_of_it=True)
         row, reason = records[0].dropped[0]
         raise UserError(
-            f"[{job.command}] none of the {len(job.names):,} files can be packed; the first is "
-            f"{job.root / job.names[row]}: {reason}. Nothing was written."
+            f"[{job.command}] none of the {len(job.names):,} files can be packed, and nothing was "
+            f"written. Restore them; the first is {job.root / job.names[row]}: {reason}."
         )
     return records
 

@@ -77,7 +77,7 @@ def from_vocabulary(vocab: Path, merges: Path | None, lower: bool, where: str) -
     except Exception as error:  # The library raises Exception itself.
         raise UserError(f"[{where}] vocab-file={vocab}: {error}. {form}") from None
     if not merges and "[UNK]" not in made.get_vocab():
-        raise UserError(f"[{where}] vocab-file={vocab} has no line [UNK]. {form}")
+        raise UserError(f"[{where}] vocab-file={vocab} has no line [UNK]. Add it. {form}")
     known = made.get_vocab()
     check_ids(known, f"[{where}] vocab-file={vocab}")
     try:
