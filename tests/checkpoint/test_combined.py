@@ -105,7 +105,9 @@ def test_a_term_that_cannot_be_read_is_named_and_nothing_is_left(tmp_path):
     shapes = shapes_of(terms)
     [file] = path.glob("*.distcp")
     file.unlink()
-    with pytest.raises(UserError, match=r"one-0 cannot be read: No such file or directory\. Restore it\.$"):
+    with pytest.raises(
+        UserError, match=r"one-0 cannot be read: No such file or directory\. Restore it\.$"
+    ):
         write_sum(tmp_path / "sum", "model", [(shapes, terms)], {})
     assert [left.name for left in tmp_path.iterdir()] == ["one-0"]
 

@@ -92,7 +92,7 @@ def test_what_fits_is_taken(sizes, sections, pipeline):
 def test_a_schedule_of_ones_own_is_planned_by_its_dotted_name():
     pipeline = {"schedule": "titan_dit.pipeline.schedules.v_shaped:DUALPIPEV"}
     assert planned({"pp": 2}, pipeline=pipeline)[1].stage_ranks == [0, 1, 1, 0]
-    with pytest.raises(UserError, match=r"schedule=.* is a function, neither a Schedule nor"):
+    with pytest.raises(UserError, match=r"schedule=.* is a function\. Name a Schedule, or"):
         check({"pp": 2}, pipeline={"schedule": "titan_dit.pipeline.schedules.v_shaped:dualpipev"})
 
 

@@ -159,7 +159,7 @@ def test_a_spec_that_contradicts_itself_is_refused():
     odd = {"lengths": TensorSpec((7,), token_dim=0)}
     refused(r"cp=2 does not divide the 7 tokens of the model's context lengths", context=odd)
     refused("positions in both context and static", context=plan.spec.static)
-    with pytest.raises(UserError, match="spec gives a dict\. Return a titan_dit"):
+    with pytest.raises(UserError, match=r"spec gives a dict\. Return a titan_dit"):
         check_spec(replace(plan, spec={}))
 
 

@@ -90,7 +90,7 @@ def test_if_nothing_can_be_packed_nothing_is_left(tmp_path, monkeypatch):
     # As if all sampled files had been good.
     monkeypatch.setattr(pack, "most_common_shape", lambda *_: (4, 8, 8))
     message = refused(lambda: packed(tmp_path / "in", tmp_path / "out", shard_size=5))
-    assert "none of the 12 files can be packed" in message
+    assert "none of the 12 files can be packed, and nothing was written" in message
     assert not (tmp_path / "out").exists()
 
 

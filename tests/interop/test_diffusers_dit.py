@@ -350,7 +350,7 @@ def test_names_that_do_not_fit_the_table_are_refused(case, vae, tmp_path):
     with pytest.raises(UserError, match=words):
         converted(folder, tmp_path / "x")
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "Other", "unet": []}))
-    with pytest.raises(UserError, match="is of Other, not of DiTPipeline"):
+    with pytest.raises(UserError, match=r"is of Other\. Give a folder of DiTPipeline"):
         converted(folder, tmp_path / "x")
     edit(folder / "transformer" / "config.json", norm_eps=0.01)
     with pytest.raises(UserError, match=r"norm_eps=0\.01 is above 1e-05"):

@@ -179,7 +179,7 @@ def test_an_autoencoder_without_mean_and_std_decodes_only(tmp_path):
     assert said.startswith(f"--vae {tmp_path}/vae is AutoencoderTiny, which gives no mean and std")
     (tmp_path / "vae" / "config.json").write_text('{"_class_name": "UNet2DModel"}')
     said = refused(lambda: autoencoder.load(str(tmp_path / "vae"), CPU))
-    assert said.startswith(f'--vae {tmp_path}/vae is "UNet2DModel", not an autoencoder')
+    assert said.startswith(f'--vae {tmp_path}/vae is "UNet2DModel". Give an autoencoder')
 
 
 def test_bad_files_are_rows_of_dropped_json(root, tmp_path):

@@ -98,8 +98,8 @@ def test_a_given_split_is_taken():
     [
         ([14, 14], r"split=\[14, 14\] has 2 stages, but there are 4 .*Set 4 numbers"),
         ([], "has 0 stages"),
-        ([10, 10, 8, 0], "every stage needs at least one layer"),
-        ([10, 10, 9, -1], "every stage needs at least one layer"),
+        ([10, 10, 8, 0], "Give every stage at least one layer"),
+        ([10, 10, 9, -1], "Give every stage at least one layer"),
         ([7, 7, 7, 8], "adds up to 29 layers, but the model has 28"),
     ],
 )

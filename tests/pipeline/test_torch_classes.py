@@ -193,7 +193,7 @@ def test_a_user_s_class_is_a_schedule(name, per_rank, v_shaped, splits):
     [
         ("Sideways", r"puts its stages on the ranks \[0, 0, 1, 1\]: only loops \(\[0, 1, 0, 1\]\)"),
         ("Broken", "cannot be built for pp=2 and 8 microbatches: RuntimeError: no schedule today"),
-        ("FORWARD", "neither a Schedule nor a class derived from torch's PipelineScheduleSingle"),
+        ("FORWARD", "Name a Schedule, or a class derived from torch's PipelineScheduleSingle"),
     ],
 )
 def test_a_class_that_is_no_schedule_is_refused_in_one_line(name, words):

@@ -128,7 +128,7 @@ def test_an_unknown_device_names_the_known_ones():
         ("bf16 = 989.0", "bfloat = 9", "[peak_tflops] bfloat: unknown format. Did you mean"),
         ("2 = 450.0", "4 = 450.0", "[inner_gb_per_s] has no link for 2 ranks. Write 2 = 450.0"),
         ("2 = 450.0", "2 = 450.0\n9 = 1.0", "[inner_gb_per_s] 9: a group inside a node has 2 to"),
-        ("2 = 450.0", "two = 450.0", "[inner_gb_per_s] two: a key is the number of ranks"),
+        ("2 = 450.0", "two = 450.0", "[inner_gb_per_s] two is not the number of ranks"),
         ("[inner_gb_per_s]\n2 = 450.0\n", "", "[inner_gb_per_s] is missing. Write the table; h100"),
         ("nic_gb_per_s = 50.0", "nic_gb_per_s = 0", "nics_per_node=8 needs nic_gb_per_s above 0."),
         ("gpus_per_node = 8\n", "gpus_per_node = 0\n", "gpus_per_node=0 must be at least 1."),

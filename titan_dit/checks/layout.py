@@ -252,7 +252,10 @@ def check_pipeline(plan: RunPlan) -> None:
                 in_sequence=schedule_of(pipeline.schedule).actions is None,
             )
         except ValueError as error:
-            raise UserError(f"[pipeline] schedule={show(pipeline.schedule)}: {error}") from None
+            raise UserError(
+                f"[pipeline] schedule={show(pipeline.schedule)}: {error} Correct the schedule's "
+                "order."
+            ) from None
     if plan.parallel.reshard_after_forward == "always":
         raise UserError(
             '[parallel] reshard_after_forward="always" would all-gather the parameters again for '

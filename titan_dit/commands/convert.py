@@ -66,7 +66,10 @@ def write_adapter(source: str, target: Path, run: SavedNetwork, as_is: bool) -> 
     diffusers_dit.check_expressible(run.model_config, as_is)
     saved, given = run.saved, run.record["config"].get("lora", {})
     if not saved.adapters:
-        raise UserError(f"--input {source} was not trained with [lora]: it has no adapters.")
+        raise UserError(
+            f"--input {source} was not trained with [lora]: it has no adapters. Leave out --format "
+            "peft."
+        )
     if trained := given["trained"]:
         raise UserError(
             f"[lora] trained={show(tuple(trained))}: these parameters belong to no adapter. Export "
@@ -192,7 +195,9 @@ def read_diffusers(source: Path, target: Path, scale: float | None) -> None:
         folder = source / diffusers_dit.TRANSFORMER if whole else source
         if whole and diffusers_dit.TRANSFORMER not in whole:
             kind = whole.get("_class_name")
-            raise UserError(f"{pipeline.name} is of {kind}, not of {diffusers_dit.PIPELINE}.")
+            raise UserError(
+                f"{pipeline.name} is of {kind}. Give a folder of {diffusers_dit.PIPELINE}."
+            )
         names = class_names(whole.get("id2label") or {})
         found = diffusers_dit.config_of(
             hugging_face.read_json(folder / diffusers_dit.CONFIG), len(names) or None
@@ -306,7 +311,8 @@ def check_autoencoder(vae: Path, facts: LatentFacts) -> None:
     if loaded.scale != facts.scale:
         raise UserError(
             f"--vae {vae}: its scaling_factor is {loaded.scale}, but the run's latents have scale "
-            f"{shown(facts.scale)}, and DiTPipeline takes the autoencoder's."
+            f"{shown(facts.scale)}, and DiTPipeline takes the autoencoder's. Give --vae {NO_VAE} "
+            "for the transformer alone."
         )
 
 
@@ -368,7 +374,10 @@ def write_language_model(source: Location, target: Path, run: SavedNetwork) -> N
     except UserError as error:
         raise UserError(f"--input {source}: {error}") from None
     if target.suffix in (".pt", ".pth", ".safetensors", ".bin"):
-        raise UserError(f"--out {target}: model {run.model_config.name} is written as a folder.")
+        raise UserError(
+            f"--out {target}: model {run.model_config.name} is written as a folder. Name one "
+            "without a suffix."
+        )
     ours = run.tensors
     layouts = hugging_face.layouts_of(family, run.model_config, ours.outline)
     outline = dict(tensor_layouts.to_theirs(layouts, ours.outline))
@@ -525,7 +534,9 @@ def objective_of_original(
             continue
         if not is_ddpm:
             flag = name.replace("_", "-")
-            raise UserError(f"--{flag} {value}: weights of {table['name']} have no {flag}.")
+            raise UserError(
+                f"--{flag} {value}: weights of {table['name']} have no {flag}. Leave it out."
+            )
         table[name] = value
     table["learn_sigma"] = original.learn_sigma
     return table if is_ddpm else {k: v for k, v in table.items() if k not in ORIGINAL}
@@ -541,7 +552,7 @@ def stored_objective(weights: tensor_file.WeightFile, trust: bool) -> dict[str, 
             kind = catalog.variant("objective", conform(stored.get("name"), str, "name"))
             stored = config_file.renamed_keys("objective", stored, hints_of(kind))
     except (user_text.BadTextError, UserError) as error:
-        raise UserError(f"its metadata {OBJECTIVE} is damaged: {error}") from None
+        raise UserError(f"its metadata {OBJECTIVE} is damaged. Export it again. {error}") from None
     return stored
 
 
@@ -646,7 +657,7 @@ def main(options: ConvertFlags) -> None:
         raise UserError(f"--out {target}: a checkpoint is a folder. Name one, such as dit_xl2.")
     if not writes and options.format == "peft":
         raise UserError(
-            f"--format peft: --input {source} is a {kind.name}, not a run with adapters."
+            f"--format peft: --input {source} is a {kind.name}. Give a run with adapters."
         )
     if isinstance(source, URL) or writes:
         export(source, target, options)
@@ -677,7 +688,7 @@ def check_flags(options: ConvertFlags, flags: tuple[str, ...], use: str) -> None
     """Refuse the flags of another use."""
     for name in FLAGS:
         if getattr(options, name) not in (None, False, "") and name not in flags:
-            raise UserError(f"--{name.replace('_', '-')} is not a flag of {use}.")
+            raise UserError(f"--{name.replace('_', '-')} is not a flag of {use}. Leave it out.")
 
 
 def export(source: Location, target: Path, options: ConvertFlags) -> None:

@@ -15,7 +15,10 @@ def main(options: DataReportFlags) -> None:
     """Print a line for each file, then the buckets, and what was left out by reason."""
     path = Path(options.path)
     if not path.is_dir():
-        raise UserError(f"[data report] path={path}: there is no such folder.")
+        raise UserError(
+            f"[data report] path={path}: there is no such folder. Give one that `data encode` "
+            "wrote."
+        )
     reports = list(read_report(path))
     for report in reports:
         if report.reason or not options.left_out:

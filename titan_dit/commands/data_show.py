@@ -93,7 +93,9 @@ def count_ids(file: IndexedFile) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     for first in range(0, len(file.ids), PART):
         ids = file.ids[first : first + PART]
         if ids.min() < 0:
-            raise UserError(f"[data show] {file.bin}: holds the negative id {ids.min()}.")
+            raise UserError(
+                f"[data show] {file.bin}: holds the negative id {ids.min()}. Tokenize again."
+            )
         more = np.bincount(ids, minlength=len(counts))
         more[: len(counts)] += counts
         counts = more
@@ -118,7 +120,8 @@ def main(options: DataShowFlags) -> None:
         )
     if not path.exists():
         raise UserError(
-            f"[data show] path={path}: there is no such folder, and no .bin or .idx of tokens."
+            f"[data show] path={path}: there is no such folder, and no .bin or .idx of tokens. "
+            "Give the path of a dataset."
         )
     show_latents(path, options)
 

@@ -347,7 +347,7 @@ def size_of(job: Job) -> int:
     if height != width:
         raise UserError(
             f"--reference compares squares, but {job.run.path} draws samples of {height} x {width} "
-            "(height x width)."
+            "(height x width). Evaluate its loss, without --reference."
         )
     return height * (job.vae.facts.factor if job.vae else 1)
 

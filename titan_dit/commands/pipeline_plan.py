@@ -38,7 +38,8 @@ def main(options: PipelinePlanFlags) -> None:
     run = run_checkpoints.resolve(location(options.run)).run
     if not isinstance(run, Path):
         raise UserError(
-            f"[{PLAN_PIPELINE}] run={run}: profiles are on a disk, not in an object store."
+            f"[{PLAN_PIPELINE}] run={run}: profiles are on a disk, not in an object store. Give "
+            "the run's folder."
         )
     file = files.newest_costs(run)
     costs = files.read_costs(file)

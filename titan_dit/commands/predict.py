@@ -44,7 +44,10 @@ def predictions_of_tokens(run: TrainedModel, inputs: Path, batch_size: int) -> I
     """Yield logits [b, n, vocab_size] of a file's tokens, batch by batch, on the CPU."""
     spec, model = run.spec, run.model_config
     if not isinstance(model, OfTokens):
-        raise UserError(f"predict: {run.path} holds a model {model.name}, which has no tokens.")
+        raise UserError(
+            f"predict: {run.path} holds a model {model.name}, which has no tokens. Give a run of "
+            "diffusion, GPT or BERT."
+        )
     given, context = read_tokens(inputs, spec)
     n = given["tokens"].shape[1]
     static = {
@@ -152,7 +155,10 @@ def predict(
         return {"out": model.detokenize(prediction).contiguous()}
     corrupted = diffusion.corrupt(x, t, model.tokenize(inputs["noise"]))
     if not torch.equal(corrupted.inputs["timestep"], t):
-        raise UserError("--input: with noise, t must be integer diffusion timesteps.")
+        raise UserError(
+            "--input: with noise, t must be integer diffusion timesteps. Round it, or leave noise "
+            "out."
+        )
     predictions = {"prediction": first_of(run.network({**corrupted.inputs, **given}, static))}
     terms = diffusion.terms(predictions, corrupted.targets)
     losses = {f"loss_{name}": term.mean(1) for name, term in terms.items()}

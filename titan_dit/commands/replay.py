@@ -256,7 +256,10 @@ def origin_of(
     progress = Progress.of(record, resume.read_rollbacks(run))
     weights, weights_step = (before[-1] if before else None), progress.step
     if weights_step >= step:
-        raise UserError(f"--step {step}: {run} went on from {weights}, after step {weights_step}.")
+        raise UserError(
+            f"--step {step}: {run} went on from {weights}, after step {weights_step}. Give a later "
+            "step."
+        )
     has_data = before and not record.get("imported")
     trained_on = record["data"]["digest"] if has_data else None
     if trained_on not in (None, digest):

@@ -201,8 +201,10 @@ def at_size(diffusion: Diffusion, size: str, vae: Autoencoder | None) -> Diffusi
         factor = facts.factor
     multiple = factor * (getattr(diffusion.model, "patch_size", None) or 1)
     if width % multiple or height % multiple or not width or not height:
+        fits = "x".join(str(max(1, side // multiple) * multiple) for side in (width, height))
         raise UserError(
-            f"{where}: the sides must be multiples of {multiple}, the pixels per token."
+            f"{where}: the sides must be multiples of {multiple}, the pixels per token, such as "
+            f"{fits}."
         )
     try:
         return diffusion.at_size(height // factor, width // factor)

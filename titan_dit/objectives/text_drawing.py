@@ -178,7 +178,8 @@ def prompt_ids(text: str, codec: Codec, facts: TokenFacts, where: str) -> list[i
         )
     if wrong := [number for number in ids if number >= facts.vocabulary]:
         raise UserError(
-            f"{where} has the token id {wrong[0]}, but the data's are below {facts.vocabulary}."
+            f"{where} has the token id {wrong[0]}, but the data's are below {facts.vocabulary}. "
+            "Give ids of its tokenizer."
         )
     return ids or [facts.end_of_document or 0]
 

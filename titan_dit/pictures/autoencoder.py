@@ -128,7 +128,7 @@ class Autoencoder:
         if data.shape[0] not in (self.channels, 2 * self.channels):
             raise UserError(
                 f"{where} {self.source} has {self.channels} latent channels, but a sample of the "
-                f"dataset has {data.shape[0]}."
+                f"dataset has {data.shape[0]}. Give the autoencoder that made it."
             )
         if channels not in (None, self.channels):
             raise UserError(
@@ -198,7 +198,7 @@ def class_of(library: Any, config: Mapping[str, Any], where: str) -> Any:
     name = config.get("_class_name") if isinstance(config, Mapping) else None
     kind = getattr(library, str(name), None)
     if not str(name).startswith(PREFIX) or kind is None or "latent_channels" not in config:
-        raise UserError(f"{where} is {show(name)}, not an autoencoder such as AutoencoderKL.")
+        raise UserError(f"{where} is {show(name)}. Give an autoencoder such as AutoencoderKL.")
     if config.get("quantization_config"):
         # diffusers would import the library that it names.
         raise UserError(f"{where} is quantized (quantization_config). Give it in fp32 or bf16.")

@@ -177,8 +177,8 @@ def choose_buckets(
                 reasons[row] = str(error)
     if (chosen < 0).all():
         raise UserError(
-            f"[data encode] none of the {len(pictures):,} files can be encoded; the first is "
-            f"{root / pictures.names[0]}: {reasons[0]}."
+            f"[data encode] none of the {len(pictures):,} files can be encoded. Restore them; the "
+            f"first is {root / pictures.names[0]}: {reasons[0]}."
         )
     chosen[chosen < 0] = chosen[chosen >= 0].min()
     return chosen, replace(survey, reasons=dict(sorted(reasons.items())))

@@ -69,7 +69,8 @@ def files_of(root: Path) -> FolderFiles:
         names = list(walk(root, "", set()))
     except OSError as error:
         raise UserError(
-            f"[data encode] {error.filename} cannot be read: {error.strerror}."
+            f"[data encode] {error.filename} cannot be read: {error.strerror}. Restore it, or "
+            "remove it."
         ) from None
     pictures = [name for name in names if suffix_of(name) in IMAGE_SUFFIXES]
     texts = frozenset(name for name in names if suffix_of(name) == CAPTION)

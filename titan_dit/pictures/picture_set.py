@@ -328,7 +328,9 @@ def check_scalar(value: object, what: str, where: str) -> None:
     if isinstance(value, float) and math.isinf(value):
         raise UserError(f"{where}: the {what} is {value}. Give a text or a finite number.")
     if isinstance(value, str) and not is_utf8(value):
-        raise UserError(f"{where}: the {what} {value[:40]!a} has half a surrogate pair.")
+        raise UserError(
+            f"{where}: the {what} {value[:40]!a} has half a surrogate pair. Write it in UTF-8."
+        )
 
 
 def numbers_if_decimal(labels: Sequence[Label]) -> list[Label]:

@@ -57,7 +57,7 @@ def open_folder(root: Path, asked: ListingOptions) -> PictureSet:
     listing = list_folder(root, asked.num_classes, asked.classes)
     if listing.kind != "images":
         raise UserError(
-            f"{asked.where}{root} holds latents, which are encoded already: `data pack`."
+            f"{asked.where}{root} holds latents, which are encoded already. Use `data pack`."
         )
 
     def path(row: int) -> Path:
@@ -119,7 +119,8 @@ class ParquetTable:
 
     def unreadable(self, error: Exception) -> UserError:
         """The error for a damaged file."""
-        return UserError(f"{self.where} is not readable parquet: {' '.join(str(error).split())}")
+        reason = " ".join(str(error).split()).rstrip(".")
+        return UserError(f"{self.where} is not readable parquet: {reason}. Restore the file.")
 
     def check_rows(self, rows: int, size: int) -> None:
         """Raise UserError if files of `size` bytes list too many `rows`."""
@@ -284,7 +285,9 @@ def rows_of(file: Path, where: str, asked: ListingOptions) -> Iterator[Mapping[s
             except user_text.BadTextError as error:
                 raise UserError(f"{where}, line {number}: {error}.") from None
             if not isinstance(row, dict):
-                raise UserError(f"{where}, line {number}: no JSON object.")
+                raise UserError(
+                    f'{where}, line {number}: no JSON object. Write {{"{NAME}": "a.png", ...}}.'
+                )
             # Only these: other columns, such as embeddings, may be large.
             yield {key: row[key] for key in COLUMNS if key in row}
 
@@ -293,9 +296,9 @@ def name_of(row: Mapping[str, Any], at: str, root: Path) -> str:
     """The file name in a metadata row, relative to `root`. Raises UserError."""
     name = row.get(NAME)
     if not isinstance(name, str) or not name:
-        raise UserError(f"{at}: {NAME} is missing.")
+        raise UserError(f"{at}: {NAME} is missing. Name the picture of every row.")
     if "\0" in name or not user_text.is_utf8(name):
-        raise UserError(f"{at}: {NAME} {name!a} is no name of a file.")
+        raise UserError(f"{at}: {NAME} {name!a} is no name of a file. Correct it.")
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise UserError(f"{at}: {NAME} {name} is outside {root}. Name files relative to it.")
     return name
@@ -416,7 +419,7 @@ def groups_of(table: ParquetTable) -> list[RowGroup]:
     if image is None:
         raise UserError(
             f"{table.where} has the columns {few(table.names)}, but none of {', '.join(IMAGES)} "
-            "with pictures."
+            "with pictures. Rename the column of pictures."
         )
     table.check_once([image])
     about = table.opened.metadata
@@ -702,7 +705,10 @@ def of_split(folder: Path, files: Sequence[Path], asked: ListingOptions) -> list
         found = [file for file in files if is_of(split, file, folder)]
         if not found:
             names = few([str(file.relative_to(folder)) for file in files])
-            raise UserError(f"[data encode] split={split}: {folder} holds {names}.")
+            raise UserError(
+                f"[data encode] split={split}: {folder} holds {names}. Give the split of one of "
+                "them, or leave --split out."
+            )
         return found
     known = {name for name in SPLITS for file in files if is_of(name, file, folder)}
     if len(known) > 1:

@@ -143,7 +143,7 @@ def read_lines(file: Path) -> Iterator[FileReport]:
         try:
             values = user_text.parse_json(text, unique=True)
         except user_text.BadTextError as error:
-            raise UserError(f"{where}, line {number}: {error}.") from None
+            raise UserError(f"{where}, line {number}: {error}. Encode again.") from None
         schema.check(values, SCHEMA, f"{where}, line {number}:")
         known = {key: values[key] for key in SCHEMA if key in values and key != "file_name"}
         yield FileReport(name=values["file_name"], **known)

@@ -207,7 +207,7 @@ def entry_key(name: str, hint: Any, file: str, table: str) -> Any:
         return name
     if not name.isdecimal():
         raise UserError(
-            f"{file}: [{table}] {name}: a key is the number of ranks of a group, such as 8."
+            f"{file}: [{table}] {name} is not the number of ranks of a group. Write it as 8."
         )
     return int(name)
 

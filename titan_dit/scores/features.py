@@ -173,7 +173,9 @@ def user_features(name: str, device: torch.device, where: str) -> Features:
                 f"give a tensor ({count}, d), or two: features and class scores."
             )
         if not all(rows.isfinite().all() for rows in both):
-            raise UserError(f"{where} {name} gave NaN or infinity for some of {count} pictures.")
+            raise UserError(
+                f"{where} {name} gave NaN or infinity for some of {count} pictures. Correct it."
+            )
         return both[0], both[1] if len(both) > 1 else None
 
     return Features(name, digest, extract)

@@ -94,7 +94,9 @@ def open_folder(folder: Path, size: int | None, where: str) -> Pictures:
         try:
             yield
         except (BadFileError, OSError) as error:
-            raise UserError(f"{where}: {folder / found.names[row]}: {error}.") from None
+            raise UserError(
+                f"{where}: {folder / found.names[row]}: {error}. Restore or remove it."
+            ) from None
 
     @cache
     def shape_of_first() -> tuple[int, ...]:
@@ -128,7 +130,10 @@ def listed(folder: Path, where: str) -> FolderPictures:
         return FolderPictures(by_list.names, by_list.read, counts_of(by_list))
     names = Names(below(folder, where))
     if not len(names):
-        raise UserError(f"{where} {folder} holds no pictures ({', '.join(IMAGE_SUFFIXES)}).")
+        raise UserError(
+            f"{where} {folder} holds no pictures ({', '.join(IMAGE_SUFFIXES)}). Give the folder "
+            "that does."
+        )
 
     def read(row: int) -> bytes:
         return bytes(read_whole(folder / names[row]))
@@ -191,7 +196,7 @@ def open_npz(path: Path, where: str, *, labelled: bool = True) -> Pictures:
     if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] != 3 or not len(array):
         raise UserError(
             f"{where} {path}: {PICTURES} is {array.dtype} {list(array.shape)}, not uint8 "
-            "[n, height, width, 3]."
+            "[n, height, width, 3]. Save 8-bit RGB."
         )
 
     def read(rows: range) -> Tensor:
@@ -236,14 +241,19 @@ def names_in(path: Path, where: str) -> set[str]:
         with zipfile.ZipFile(path) as archive:
             return {name.removesuffix(".npy") for name in archive.namelist()}
     except (OSError, zipfile.BadZipFile) as error:
-        raise UserError(f"{where} {path} is not a .npz file ({error}).") from None
+        raise UserError(
+            f"{where} {path} is not a .npz file ({error}). Write it by numpy.savez."
+        ) from None
 
 
 def array_of(path: Path, where: str, name: str = PICTURES) -> np.ndarray:
     """An array of a .npz, mapped into memory if it is not compressed."""
     found = names_in(path, where)
     if name not in found:
-        raise UserError(f"{where} {path} holds {', '.join(sorted(found))}, but no {name}.")
+        raise UserError(
+            f"{where} {path} holds {', '.join(sorted(found))}, but no {name}. Save the array by "
+            "this name."
+        )
     try:
         with zipfile.ZipFile(path) as archive:
             array = read_array(path, archive, archive.getinfo(f"{name}.npy"))

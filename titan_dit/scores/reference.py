@@ -25,6 +25,8 @@ pictures' side."""
 
 Reference: TypeAlias = Pictures | Statistics
 
+REMEDY = "Give pictures, or a file whose moments were computed again."
+
 
 def open_reference(
     path: str, size: int, network: Features, names: Sequence[str], where: str
@@ -39,7 +41,7 @@ def open_reference(
         return pictures.open_folder(place, size, where)
     if not place.is_file() or place.suffix != ".npz":
         raise UserError(
-            f"{where} {path}: no such folder of pictures, and no .npz file with "
+            f"{where} {path}: no such reference. Give a folder of pictures, or a .npz file with "
             f"{pictures.PICTURES}, or {MEAN} and {COVARIANCE}."
         )
     held = pictures.names_in(place, where)
@@ -48,7 +50,8 @@ def open_reference(
             raise UserError(other)
         if lacking := sorted({"kid", "prdc"} & {*names}):
             raise UserError(
-                f"{where} {path} holds moments only, but {', '.join(lacking)} needs pictures."
+                f"{where} {path} holds moments only, but {', '.join(lacking)} needs pictures. Give "
+                "pictures, or leave the metric out."
             )
         return Statistics(moments_of(place, size, network, where))
     found = pictures.open_npz(place, where)
@@ -70,7 +73,7 @@ def misfit_of_moments(path: Path, network: Features, where: str) -> str:
     if made_by and made_by != f"{network.name} {network.digest}":
         return (
             f"{where} {path} holds moments of {made_by[:40]}..., but the features are "
-            f"{network.name} {network.digest[:12]}...."
+            f"{network.name} {network.digest[:12]}.... Give pictures, or moments of these features."
         )
     if not made_by and network.name != "inception":
         return (
@@ -93,17 +96,20 @@ def moments_of(path: Path, size: int, network: Features, where: str) -> Moments:
         raise UserError(
             f"{where} {path}: {MEAN} is {mu.dtype} {list(mu.shape)} and {COVARIANCE} {sigma.dtype} "
             f"{list(sigma.shape)}. Those of {network.name} are numbers [{width}] and "
-            f"[{width}, {width}]."
+            f"[{width}, {width}]. {REMEDY}"
         )
     mean, covariance = (torch.from_numpy(np.array(a, dtype=np.float64)) for a in (mu, sigma))
     if not (mean.isfinite().all() and covariance.isfinite().all()):
-        raise UserError(f"{where} {path}: {MEAN} or {COVARIANCE} is not finite.")
+        raise UserError(f"{where} {path}: {MEAN} or {COVARIANCE} is not finite. {REMEDY}")
     allowed = 1e-4 * covariance.abs().max()  # Of fp32.
     if (covariance - covariance.T).abs().max() > allowed:
-        raise UserError(f"{where} {path}: {COVARIANCE} is not symmetric, so it is no covariance.")
+        raise UserError(
+            f"{where} {path}: {COVARIANCE} is not symmetric, so it is no covariance. {REMEDY}"
+        )
     if torch.linalg.eigvalsh(covariance)[0] < -allowed:
         raise UserError(
-            f"{where} {path}: {COVARIANCE} has a negative eigenvalue, so it is no covariance."
+            f"{where} {path}: {COVARIANCE} has a negative eigenvalue, so it is no covariance. "
+            f"{REMEDY}"
         )
     # Without MADE_BY it is a file of others, whose `size` may be anything.
     if {SIZE, MADE_BY} <= pictures.names_in(path, where):
@@ -136,7 +142,9 @@ def integer_of(path: Path, where: str, name: str, least: int) -> int:
     if array.dtype.kind not in "iu" or array.shape or array < least:
         is_number = array.dtype.kind in "biuf" and not array.shape
         given = str(array) if is_number else f"{array.dtype} {list(array.shape)}"
-        raise UserError(f"{where} {path}: {name} is {given}, not an integer of at least {least}.")
+        raise UserError(
+            f"{where} {path}: {name} is {given}, not an integer of at least {least}. {REMEDY}"
+        )
     return int(array)
 
 

@@ -233,7 +233,9 @@ def score(
 def check_network(network: Features, names: Sequence[str], size: int, where: str) -> None:
     """Raise UserError unless the features of pictures of `size` serve the metrics."""
     if "is" in names and network.probe(size)[1] is None:
-        raise UserError(f"{where}: is needs class scores, which {network.name} does not give.")
+        raise UserError(
+            f"{where}: is needs class scores, which {network.name} does not give. Remove is."
+        )
 
 
 def check_metrics(names: Sequence[str], count: int, real: Mapping[str, int], where: str) -> None:
@@ -248,5 +250,6 @@ def check_metrics(names: Sequence[str], count: int, real: Mapping[str, int], whe
         fewest = min(count, real.get(name, count))
         if fewest < least[name]:
             raise UserError(
-                f"{where}: {name} needs {least[name]} pictures, but there are {fewest}."
+                f"{where}: {name} needs {least[name]} pictures, but there are {fewest}. Draw and "
+                f"give more, or remove {name}."
             )

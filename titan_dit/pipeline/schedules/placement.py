@@ -87,7 +87,7 @@ def check_split(split: Sequence[int], num_layers: int, num_stages: int) -> tuple
             f"stages per rank). Set {num_stages} numbers, or split=[] to balance."
         )
     if min(split) < 1:
-        raise UserError(f"{where}: every stage needs at least one layer.")
+        raise UserError(f"{where} has an empty stage. Give every stage at least one layer.")
     if sum(split) != num_layers:
         raise UserError(
             f"{where} adds up to {sum(split)} layers, but the model has {num_layers}. "

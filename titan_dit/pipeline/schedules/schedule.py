@@ -203,9 +203,9 @@ class Schedule:
     def __post_init__(self) -> None:
         """Refuse a schedule with two placements, or without exactly one source of actions."""
         if self.v_shaped and self.interleaved:
-            raise UserError(f"{KEY}: a Schedule is v_shaped or interleaved, not both.")
+            raise UserError(f"{KEY}: a Schedule is v_shaped and interleaved. Set one of them.")
         if (self.program is None) == (self.actions is None):
-            raise UserError(f"{KEY}: a Schedule has a program or actions, and not both.")
+            raise UserError(f"{KEY}: a Schedule takes a program or actions. Give one of them.")
 
 
 def schedule_of(name: str) -> Schedule:
@@ -220,7 +220,7 @@ def schedule_of(name: str) -> Schedule:
     if not isinstance(found, Schedule):
         what = found.__name__ if isinstance(found, type) else f"a {type(found).__name__}"
         raise UserError(
-            f"{KEY}={show(name)} is {what}, neither a Schedule nor a class derived from torch's "
+            f"{KEY}={show(name)} is {what}. Name a Schedule, or a class derived from torch's "
             "PipelineScheduleSingle or PipelineScheduleMulti."
         )
     return found
