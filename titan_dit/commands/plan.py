@@ -46,7 +46,9 @@ def main(options: PlanFlags, keys: Sequence[str]) -> None:
     config, fixed = config_of(options, keys)
     choice = plan(config, options.gpus, device, fixed, options.top)
     best = choice.space.config_of(choice.best.candidate)
-    of_buckets = bucket_lines(best, plan_run(best, options.gpus))
+    # The checks of a start, once more for the very config that is written.
+    checked = plan_run(best, options.gpus)
+    of_buckets = bucket_lines(best, checked)
     for line in (*report.lines(choice, options.top, options.config), *of_buckets):
         console.say(line)
     if options.out:
@@ -146,10 +148,7 @@ def plan(
         counts=Derived(exact).counts,
         memory=lambda plan, counts: memory(plan, counts, OURS, state, only_fullest=True),
     )
-    choice = search(space, model, exact, partial(peak_of, config, data), top, shows=True)
-    # The checks of a start, once more for the very config that is written.
-    plan_run(space.config_of(choice.best.candidate), gpus)
-    return choice
+    return search(space, model, exact, partial(peak_of, config, data), top, shows=True)
 
 
 def config_alone(config: JobConfig) -> JobConfig:
