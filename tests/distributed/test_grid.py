@@ -55,6 +55,10 @@ POST_PAIRS, PRE_PAIRS = ["post", True], ["pre", True]
 JOINT, TALL = {}, {"latent_size": [8, 4], "text_tokens": 4}
 # Two buckets, whose steps have 8 and 16 samples.
 TWO_SIZES = {"latent_size": [4, 8], "others": [[4, 4]]}
+# Of Z-Image and FLUX.2: keys of [model]; 18 or 32 tokens of 32 are of a picture. And two buckets.
+RELEASED = {}
+Z_SIZES = {"latent_size": [8, 16], "others": [[6, 12]]}
+FLUX_SIZES = {"latent_size": [4, 4], "others": [[2, 4]]}
 # By model and number of ranks: [parallel], [pipeline], the kind, recomputation mode if any.
 CASES = {
     "dit": {
@@ -130,6 +134,14 @@ CASES = {
             (PP | ULYSSES, FOLDED, TALL),
         ],
         8: [(PP | TP | CP, FOLDED, TWO_SIZES, "selective")],
+    },
+    "z_image": {
+        2: [(TP, {}, Z_SIZES), (CP, {}, Z_SIZES), (PP, FOLDED, Z_SIZES)],
+        4: [(PLAIN | CP, {}, Z_SIZES, "selective")],
+    },
+    "flux2": {
+        2: [(TP, {}, FLUX_SIZES), (CP, {}, FLUX_SIZES), (PP, FOLDED, FLUX_SIZES)],
+        4: [(PLAIN | CP, {}, FLUX_SIZES, "selective")],
     },
 }
 # The whole grid, for ./run_tests.sh --long.
@@ -207,6 +219,46 @@ LONG = {
             (HSDP | TP, {}, POST_PAIRS, "attention"),
         ],
     },
+    "z_image": {
+        2: [
+            (ULYSSES, {}, Z_SIZES),
+            (DP, {}, Z_SIZES),
+            (COPIES, {}, RELEASED),
+            (PLAIN, {}, Z_SIZES),
+            (PP, schedule("zbv_zero_bubble"), RELEASED),
+            (PP, schedule("interleaved_zero_bubble", 2, order="run_time", memory=1.5), Z_SIZES),
+        ],
+        4: [
+            (TP | CP, {}, Z_SIZES, "full"),
+            (TP | PP, schedule("dualpipev"), Z_SIZES),
+            (DP | TP, {}, Z_SIZES, "selective"),
+            (DP | CP, {}, Z_SIZES),
+            (HSDP, {}, RELEASED),
+            (PP | ULYSSES, FOLDED, Z_SIZES, "attention"),
+            ({"cp": 4}, {}, Z_SIZES),
+        ],
+        8: [(PP | TP | CP, schedule("1f1b"), Z_SIZES), (DP | PP | TP, FOLDED, RELEASED)],
+    },
+    "flux2": {
+        2: [
+            (ULYSSES, {}, FLUX_SIZES),
+            (DP, {}, FLUX_SIZES),
+            (COPIES, {}, RELEASED),
+            (PLAIN, {}, FLUX_SIZES),
+            (PP, schedule("zbv_zero_bubble"), RELEASED),
+            (PP, schedule("interleaved_zero_bubble", 2, order="run_time", memory=1.5), FLUX_SIZES),
+        ],
+        4: [
+            (TP | CP, {}, FLUX_SIZES, "full"),
+            (TP | PP, schedule("dualpipev"), FLUX_SIZES),
+            (DP | TP, {}, FLUX_SIZES, "selective"),
+            (DP | CP, {}, FLUX_SIZES),
+            (HSDP, {}, RELEASED),
+            (PP | ULYSSES, FOLDED, FLUX_SIZES, "attention"),
+            ({"cp": 4}, {}, FLUX_SIZES),
+        ],
+        8: [(PP | TP | CP, schedule("1f1b"), FLUX_SIZES), (DP | PP | TP, FOLDED, RELEASED)],
+    },
     "joint_dit": {
         2: [
             (COPIES, {}, TWO_SIZES),
@@ -243,6 +295,8 @@ IN_FP64 = {
     "gpt": [TP, PP, CP, HSDP, TP | PP, TP | CP],
     "bert": [TP, {"tp": 4}, ULYSSES, PP, HSDP, TP | PP, DP | TP, TP | CP, PP | ULYSSES],
     "joint_dit": [TP, PLAIN, ULYSSES, PP, TP | CP, PP | TP | CP, DP | CP, {"cp": 4}],
+    "z_image": [TP, CP, ULYSSES, PP, PLAIN],
+    "flux2": [TP, CP, ULYSSES, PP, PLAIN],
 }
 
 
@@ -265,15 +319,29 @@ def case_config(model, parallel, pipeline, kind, dtype="fp32", mode="none", laye
         ends = {} if kind.get("tie_word_embeddings", True) else {"end_of_document": 0}
         objective = {"mask_end_of_document": bool(ends)}
         return gpt_config(data=ends, objective=objective, model=layers | kind, **sections)
-    if model == "joint_dit" and "others" in kind:
-        sections["training"] |= {"global_batch_size": None, "tokens_per_step": 64}
-        data = {"others": kind["others"]}
-        return joint_config(model=layers, data=data, **sections)
-    if model == "joint_dit":
-        return joint_config(model=layers | kind, **sections)
+    if model in TOKENS_PER_STEP:
+        if model != "joint_dit":
+            layers = blocks_of_kinds(model, layers["num_layers"])
+        keys = {key: value for key, value in kind.items() if key != "others"}
+        if "others" in kind:
+            tokens = TOKENS_PER_STEP[model]
+            sections["training"] |= {"global_batch_size": None, "tokens_per_step": tokens}
+            sections["data"] = {"others": kind["others"]}
+        return joint_config(model, model=layers | keys, **sections)
     norm_place, sentence_order = kind
     keys = {"norm_place": norm_place, "dropout": 0.1 if kind == POST_PAIRS else 0.0}
     return bert_config(sentence_order=sentence_order, model=layers | keys, **sections)
+
+
+# Of text-to-image networks: with two buckets a step has 8 samples or more.
+TOKENS_PER_STEP = {"joint_dit": 64, "z_image": 256, "flux2": 128}
+
+
+def blocks_of_kinds(model, layers):
+    """Keys of [model] that make so many blocks of all kinds."""
+    if model == "z_image":
+        return {"num_layers": layers - 2, "num_refiner_layers": 1}
+    return {"num_double_layers": 2, "num_single_layers": layers - 2}
 
 
 def layers_for(parallel, pipeline):
@@ -449,7 +517,7 @@ def check(model, num_ranks, launched, references, is_long=False):
         seen = set().union(*(errors["names"] for errors in found))
         assert seen == set(references[key_of(*case)][1]), case
         tolerance = TOLERANCE[dtype]
-        if (model, dtype) == ("joint_dit", "fp32"):
+        if model in TOKENS_PER_STEP and dtype == "fp32":
             tolerance = 2e-6
         elif dtype == "fp32" and model != "dit":
             tolerance = max(tolerance, 2 * rounding_of(model, kind, references))
@@ -501,6 +569,15 @@ def test_the_grid_has_every_axis_alone_every_pair_and_mixes_of_three():
     fours = [parallel for parallel, *_ in CASES["dit"][4]]
     assert {"pp": 4} in fours
     assert {"tp": 4} in fours
+
+
+@pytest.mark.parametrize("model", ["z_image", "flux2"])
+def test_released_networks_are_on_every_axis_and_on_most_pairs(model):
+    found = set(meshes(model, CASES, LONG))
+    assert {frozenset({axis}) for axis in AXES} <= found
+    pairs = set(map(frozenset, itertools.combinations(sorted(AXES - {"dp_replicate"}), 2)))
+    assert len(pairs & found) >= 5
+    assert sum(len(mesh) >= 3 for mesh in found) >= 2
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -125,9 +125,46 @@ class Captions(Source):
         }
 
 
-def joint_config(**sections):
-    """TABLES with keys of some sections replaced."""
+NETWORKS = {
+    "z_image": {
+        "model": {
+            "name": "z_image",
+            "hidden_size": 36,  # Three heads on each of two ranks.
+            "num_layers": 3,
+            "num_refiner_layers": 1,
+            "num_heads": 6,
+            "latent_size": [6, 12],  # 18 tokens, padded to 32.
+            "in_channels": 2,
+            "text_tokens": 32,
+            "text_dim": 12,
+        },
+        "objective": {"direction": "to_data"},
+    },
+    "flux2": {
+        "model": {
+            "name": "flux2",
+            "hidden_size": 48,
+            "num_double_layers": 2,
+            "num_single_layers": 3,
+            "num_heads": 6,
+            "latent_size": [2, 4],
+            "in_channels": 8,
+            "text_tokens": 8,
+            "text_dim": 12,
+        },
+        "data": {"channels": 8},
+    },
+}
+"""Sections of the released networks, in place of or beside those of TABLES."""
+
+
+def joint_config(network="joint_dit", **sections):
+    """TABLES, or those of another network, with keys of some sections replaced."""
     tables = {name: dict(table) for name, table in TABLES.items()}
+    if network != "joint_dit":
+        tables["model"] = {}
+        for name, table in NETWORKS[network].items():
+            tables[name] |= table
     for name, table in sections.items():
         tables.setdefault(name, {}).update(table)
     sizes = {key: tables["model"][key] for key in ("latent_size", "text_tokens")}

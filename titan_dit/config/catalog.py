@@ -22,8 +22,10 @@ SECTIONS = {
     "model": {
         "bert": "titan_dit.models.bert_config:BERTConfig",
         "dit": "titan_dit.models.dit_config:DiTConfig",
+        "flux2": "titan_dit.models.flux2_config:Flux2Config",
         "gpt": "titan_dit.models.gpt_config:GPTConfig",
         "joint_dit": "titan_dit.models.joint_dit_config:JointDiTConfig",
+        "z_image": "titan_dit.models.z_image_config:ZImageConfig",
     },
     "objective": {
         "ddpm": "titan_dit.diffusion.sections:DDPMConfig",
@@ -80,8 +82,10 @@ LR_DECAYS = {
 TENSOR_PLANS = {
     "bert": "titan_dit.parallel.tensor_plans.bert:plan",
     "dit": "titan_dit.parallel.tensor_plans.dit:plan",
+    "flux2": "titan_dit.parallel.tensor_plans.flux2:plan",
     "gpt": "titan_dit.parallel.tensor_plans.gpt:plan",
     "joint_dit": "titan_dit.parallel.tensor_plans.joint_dit:plan",
+    "z_image": "titan_dit.parallel.tensor_plans.z_image:plan",
 }
 """Tensor plans by [model] name."""
 

@@ -75,6 +75,15 @@ class SizedModel(Protocol):
 
 
 @runtime_checkable
+class PaddedModel(Protocol):
+    """What a model has besides whose `tokenize` pads: tokens behind the real ones have no loss."""
+
+    @property
+    def num_real_tokens(self) -> int:
+        """Tokens of a latent without padding."""
+
+
+@runtime_checkable
 class LabelledModel(Protocol):
     """What a model with class labels has besides: its input `labels` is int64 [b]."""
 

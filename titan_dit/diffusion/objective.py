@@ -24,6 +24,7 @@ from titan_dit.diffusion.base import (
     Corrupted,
     LabelledModel,
     LatentModel,
+    PaddedModel,
     Predict,
     SizedModel,
 )
@@ -319,6 +320,13 @@ class Diffusion(Objective, ABC):
         """Channels of a latent: a token holds its patch as (p, p, channels)."""
         return self.model.sample_shape[0]
 
+    @property
+    def num_real_tokens(self) -> int:
+        """Tokens of a latent, without padding."""
+        if isinstance(self.model, PaddedModel):
+            return self.model.num_real_tokens
+        return self.model.token_shape[0]
+
     def noise_level(self, timestep: float) -> float:
         """0 (data) to 1 (noise) at a timestep in the network's unit."""
         return timestep / self.last_timestep
@@ -374,12 +382,16 @@ class Diffusion(Objective, ABC):
         given: Given,
     ) -> Prepared:
         """Prepare a batch with this timestep, noise and condition."""
-        corrupted = self.corrupt(clean, timestep, noise)
+        corrupted, tokens = self.corrupt(clean, timestep, noise), self.num_real_tokens
+        weight = batch.weight
+        if tokens < clean.shape[1]:
+            is_real = torch.arange(clean.shape[1], device=clean.device) < tokens
+            weight = weight[:, None] * is_real
         return Prepared(
             inputs={**corrupted.inputs, **given},
             targets=corrupted.targets,
-            weight=batch.weight,
-            total_tokens=batch.total_weight * clean.shape[1],
+            weight=weight,
+            total_tokens=batch.total_weight * tokens,
             static=self.static(clean.device),
         )
 

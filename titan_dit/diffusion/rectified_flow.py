@@ -90,11 +90,11 @@ class RectifiedFlow(Diffusion):
     @property
     def shift(self) -> float:
         """The shift of the times in training."""
-        return self.config.shift_of(self.model.token_shape[0])
+        return self.config.shift_of(self.num_real_tokens)
 
     def shift_in(self, steps: int) -> float:
         """See `Diffusion.shift_in`."""
-        return self.config.shift_of(self.model.token_shape[0], steps)
+        return self.config.shift_of(self.num_real_tokens, steps)
 
     def timesteps_of(self, rng: SampleRNG) -> Float[Tensor, " b"]:
         """`times` in the network's unit."""

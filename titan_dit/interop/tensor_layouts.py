@@ -34,6 +34,19 @@ class Same:
 
 
 @dataclass(frozen=True)
+class Row(Same):
+    """A matrix of one row; ours is a vector."""
+
+    def to_ours(self, *theirs: Tensor) -> Tensor:
+        """The parameter, [d]."""
+        return theirs[0][0]
+
+    def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
+        """The inverse."""
+        return (ours[None],)
+
+
+@dataclass(frozen=True)
 class Transposed(Same):
     """A Conv1D of GPT-2: its weight is [in, out]."""
 
@@ -90,6 +103,56 @@ class SplitQKV(Same):
     def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
         """The inverse."""
         return swap_leading(ours, self.heads, 3).chunk(3)
+
+
+@dataclass(frozen=True)
+class SplitGate(Same):
+    """Two linear layers of SwiGLU, gate and value; ours is one of outputs [ffn, 2]."""
+
+    def to_ours(self, *theirs: Tensor) -> Tensor:
+        """The parameter, [out, in]."""
+        return torch.stack(theirs, 1).flatten(0, 1)
+
+    def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
+        """The inverse."""
+        return torch.unflatten(ours, 0, (-1, 2)).unbind(1)
+
+
+@dataclass(frozen=True)
+class FusedGate(Same):
+    """A linear layer of SwiGLU of outputs [2, ffn], gate before value; ours are [ffn, 2]."""
+
+    def to_ours(self, *theirs: Tensor) -> Tensor:
+        """The parameter, [out, in]."""
+        return SplitGate(self.names).to_ours(*theirs[0].chunk(2))
+
+    def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
+        """The inverse."""
+        return (torch.cat(SplitGate(self.names).to_theirs(ours)),)
+
+
+@dataclass(frozen=True)
+class Part(Same):
+    """A range of rows or columns of a tensor that holds several of ours, one after the other.
+
+    The layouts of the others follow in order: `to_theirs` joins them.
+    """
+
+    inner: Same
+    """The layout of ours in its range."""
+    dim: int
+    """0 for rows, 1 for columns."""
+    first: int
+    size: int
+    is_last: bool
+
+    def to_ours(self, *theirs: Tensor) -> Tensor:
+        """The parameter."""
+        return self.inner.to_ours(theirs[0].narrow(self.dim, self.first, self.size))
+
+    def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
+        """The range."""
+        return self.inner.to_theirs(ours)
 
 
 @dataclass(frozen=True)
@@ -153,8 +216,16 @@ def to_theirs(
     layouts: Mapping[str, Same], ours: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield their tensors with their names; each of ours is read once."""
+    ranges = list[Tensor]()
     for name, layout in layouts.items():
-        yield from zip(layout.names, layout.to_theirs(ours[name]), strict=True)
+        parts = layout.to_theirs(ours[name])
+        if isinstance(layout, Part):
+            ranges += parts
+            if not layout.is_last:
+                continue
+            parts = (torch.cat(ranges, layout.dim),)
+            ranges.clear()
+        yield from zip(layout.names, parts, strict=True)
 
 
 def to_ours(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -72,3 +72,24 @@ def xavier_bound(shape: torch.Size) -> float:
 
 
 xavier_uniform = Independent("uniform", xavier_bound)
+
+
+def adaln_zero(names: Iterable[str]) -> dict[str, Initializer]:
+    """The initial distributions of a text-to-image DiT's parameters, as of the original DiT.
+
+    Xavier for linears, N(0, 0.02) for the embedding of the time and for padding. Modulation, biases
+    and output layer start at zero, so that every modulated block starts as the identity.
+    """
+    table: dict[str, Initializer] = {}
+    for name in names:
+        if ".modulation." in name or name.startswith("head.out"):
+            table[name] = zeros
+        elif name.endswith("norm.weight"):
+            table[name] = ones
+        elif name.endswith(".bias"):
+            table[name] = zeros
+        elif name.startswith(("embed.timestep", "embed.guidance")) or name.endswith(".padding"):
+            table[name] = normal(0.02)
+        else:
+            table[name] = xavier_uniform
+    return table

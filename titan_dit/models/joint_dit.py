@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from titan_dit.models import initializers
@@ -24,29 +24,13 @@ from titan_dit.models.layers import (
     Attention,
     GatedMLP,
     JoinedRotary,
+    PaddedEmbedder,
     TimestepEmbedder,
     joined,
     modulate,
     parted,
     scaled_add,
 )
-
-
-class TextEmbedder(nn.Module):
-    """Embeddings of a text encoder to tokens; padding becomes a learned token."""
-
-    def __init__(self, text_dim: int, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(text_dim, eps=1e-6)
-        self.linear = nn.Linear(text_dim, hidden)
-        self.padding = nn.Parameter(torch.empty(hidden))
-
-    def forward(
-        self, text: Float[Tensor, "b m e"], is_real: Bool[Tensor, "b m"]
-    ) -> Float[Tensor, "b m d"]:
-        """`is_real`: False for padding."""
-        tokens = self.linear(self.norm(text.to(self.linear.weight.dtype)))
-        return torch.where(is_real[..., None], tokens, self.padding)
 
 
 class Embed(nn.Module):
@@ -56,7 +40,7 @@ class Embed(nn.Module):
         super().__init__()
         hidden, _, _, patch = config.shape
         self.patch = nn.Linear(patch * patch * config.in_channels, hidden)
-        self.text = TextEmbedder(config.text_dim, hidden)
+        self.text = PaddedEmbedder(config.text_dim, hidden, norm_eps=1e-6)
         self.timestep = TimestepEmbedder(hidden)
         self.modulation = nn.Linear(hidden, 8 * hidden)
 
@@ -144,30 +128,12 @@ class JointDiT(Model):
         self.head = Head(config, output_channels)
 
     def initializers(self) -> dict[str, Initializer]:
-        """As DiT: Xavier for linears, N(0, 0.02) for the timestep and padding, zero gates.
-
-        Modulation, tables and output layer start at zero, so that every block starts as the
-        identity (adaLN-Zero).
-        """
-        table: dict[str, Initializer] = {}
-        for name, _ in self.named_parameters():
-            if ".modulation." in name or name.startswith("head.out"):
-                table[name] = initializers.zeros
-            elif name.endswith("norm.weight"):
-                table[name] = initializers.ones
-            elif name.endswith(".bias"):
-                table[name] = initializers.zeros
-            elif name.startswith("embed.timestep") or name.endswith(".padding"):
-                table[name] = initializers.normal(0.02)
-            else:
-                table[name] = initializers.xavier_uniform
-        return table
+        """See `initializers.adaln_zero`."""
+        return initializers.adaln_zero(name for name, _ in self.named_parameters())
 
     def flops_per_sample(self, tokens: int) -> int:
         """FLOPs of forward and backward per sample, of `tokens` tokens with those of the caption.
 
         Terms: `JointDiTConfig.flops`.
         """
-        text = self.config.text_tokens
-        flops = self.config.flops(self.output_channels, text, tokens - text)
-        return flops["embed"] + self.config.shape[1] * flops["block"] + flops["head"]
+        return self.config.flops_per_sample(self.output_channels, tokens)

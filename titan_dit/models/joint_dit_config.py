@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from titan_dit.config.section import (
-    Dim,
-    Few,
-    HeightWidth,
-    Layers,
-    PositiveFloat,
-    Section,
-    UserError,
-    show,
-)
+from titan_dit.config.section import Dim, Few, Layers, PositiveFloat, UserError
 from titan_dit.models.named_sizes import fill_in, with_patch
+from titan_dit.models.text_to_image_config import TextToImageConfig, default_axes
 
 if TYPE_CHECKING:  # Reading a config must not import torch: methods import what they need.
     import torch
-    from jaxtyping import Float, Int
+    from jaxtyping import Int
     from torch import Tensor
 
-    from titan_dit.models.base import ModelSpec
+    from titan_dit.models.base import TensorSpec
     from titan_dit.models.joint_dit import JointDiT
 
 SIZES = {
@@ -39,10 +30,9 @@ PATCHES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
-class JointDiTConfig(Section):
+class JointDiTConfig(TextToImageConfig):
     """A DiT that is given captions: `size`, or hidden_size, num_layers, num_heads, patch_size."""
 
-    section = "model"
     name = "joint_dit"
     replaces = {"size": ("hidden_size", "num_layers", "num_heads", "patch_size")}
 
@@ -56,14 +46,8 @@ class JointDiTConfig(Section):
     """Latent pixels per token side."""
     intermediate_size: Dim | None = None
     """Width of the MLP (SwiGLU). Unset: 8/3 x hidden_size, rounded up to 64."""
-    latent_size: HeightWidth
-    """[height, width] of a latent; one number for a square."""
-    in_channels: Few
-    """Channels of a latent."""
     text_tokens: Dim
     """Tokens of a caption: shorter ones are padded with a learned token, which is attended to."""
-    text_dim: Dim
-    """Width of the text encoder's embeddings."""
     rope_theta: PositiveFloat = 256.0
     """Longest period of the rotary angles, in tokens / (2 pi)."""
 
@@ -72,7 +56,7 @@ class JointDiTConfig(Section):
         super().__post_init__()
         fill_in(self, self.size, with_patch(self.size, SIZES, PATCHES), "XL/2")
         self._check_heads()
-        self._check_latent_size()
+        self.check_latent_size()
 
     def _check_heads(self) -> None:
         hidden, _, heads, _ = self.shape
@@ -82,15 +66,6 @@ class JointDiTConfig(Section):
                 f"[model] hidden_size={hidden} with num_heads={heads}: rotary positions on three "
                 "axes need an even number of channels per head, at least 6. Set hidden_size = "
                 f"{max(3, -(-hidden // unit)) * unit}."
-            )
-
-    def _check_latent_size(self) -> None:
-        patch = self.shape[3]
-        if any(side % patch for side in self.latent_size):
-            fit = [-(-side // patch) * patch for side in self.latent_size]
-            raise UserError(
-                f"[model] latent_size={show(self.latent_size)} is not divisible by "
-                f"patch_size={patch}. Set latent_size = {show(fit)} or another patch_size."
             )
 
     @property
@@ -106,26 +81,14 @@ class JointDiTConfig(Section):
         return self.intermediate_size or -(-8 * self.shape[0] // 192) * 64
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """Rows and columns of a picture's tokens."""
-        height, width = self.latent_size
-        return height // self.shape[3], width // self.shape[3]
-
-    def at_size(self, height: int, width: int) -> JointDiTConfig:
-        """The same network for latents of another size. Raises UserError if the patch misfits."""
-        return replace(self, latent_size=(height, width))
+    def kinds(self) -> tuple[str, ...]:
+        """All blocks are alike."""
+        return ()
 
     @property
-    def sample_shape(self) -> tuple[int, int, int]:
-        """[c, h, w] of one latent."""
-        height, width = self.latent_size
-        return self.in_channels, height, width
-
-    @property
-    def token_shape(self) -> tuple[int, int]:
-        """[n, d] of one tokenized latent."""
-        rows, columns = self.grid
-        return rows * columns, self.shape[3] ** 2 * self.in_channels
+    def condition(self) -> tuple[str, int]:
+        """The modulation of every block, 6 d, and of the head, 2 d."""
+        return "modulation", 8 * self.shape[0]
 
     @property
     def axes(self) -> tuple[int, int, int]:
@@ -133,15 +96,13 @@ class JointDiTConfig(Section):
 
         As in Z-Image (32, 48 and 48 of 128).
         """
-        pairs = self.shape[0] // self.shape[2] // 2
-        side = max(1, 3 * pairs // 8)
-        return 2 * (pairs - 2 * side), 2 * side, 2 * side
+        return default_axes(self.shape)
 
     def flops(self, output_channels: int, text_tokens: int, tokens: int) -> Mapping[str, int]:
         """FLOPs of forward and backward per sample, of `embed`, one of the `blocks` and `head`.
 
-        2 per multiply-add of a matmul, without recomputation. `tokens`: of the picture. The patch
-        embedding and the first layer of the timestep's MLP have no input gradient.
+        See `TextToImageConfig.flops`. The patch embedding and the first layer of the timestep's
+        MLP have no input gradient.
         """
         h, _, _, patch = self.shape
         n, attended = tokens, text_tokens + tokens
@@ -156,63 +117,20 @@ class JointDiTConfig(Section):
             "head": 6 * n * h * patch**2 * output_channels,
         }
 
-    def spec(self, output_channels: int | None = None) -> ModelSpec:
-        """Describe the network; `output_channels` defaults to in_channels."""
+    def static_specs(self) -> dict[str, TensorSpec]:
+        """See `TextToImageConfig.static_specs`."""
         import torch
 
-        from titan_dit.models.base import ModelSpec, TensorSpec
+        from titan_dit.models.base import TensorSpec
 
-        outputs = output_channels or self.in_channels
-        hidden, layers, heads, patch = self.shape
-        (n, values), m = self.token_shape, self.text_tokens
-        pairs = hidden // heads // 2
-        flops = self.flops(outputs, m, n)
-        return ModelSpec(
-            build=partial(self.build, outputs),
-            inputs={
-                "tokens": TensorSpec((n, values), token_dim=0, dtype=torch.float32),
-                "timestep": TensorSpec((), dtype=torch.float32),
-                "text": TensorSpec((m, self.text_dim), token_dim=0),
-                "text_length": TensorSpec((), dtype=torch.int64),
-            },
-            stream={
-                "tokens": TensorSpec((n, hidden), token_dim=0),
-                "text": TensorSpec((m, hidden), token_dim=0),
-                "modulation": TensorSpec((8 * hidden,), at_least_fp32=True),
-            },
-            predictions={"prediction": TensorSpec((n, patch * patch * outputs), token_dim=0)},
-            static={
-                "text_positions": TensorSpec((m,), token_dim=0, dtype=torch.int64),
-                "text_rotary": TensorSpec((m, 2, pairs), token_dim=0, dtype=torch.float32),
-                "rotary": TensorSpec((n, 2, pairs), token_dim=0, dtype=torch.float32),
-            },
-            num_layers=layers,
-            num_heads=heads,
-            head_dim=hidden // heads,
-            ffn=self.ffn,
-            num_tokens=n,
-            num_text_tokens=m,
-            embed_cost=flops["embed"] / flops["block"],
-            head_cost=flops["head"] / flops["block"],
-        )
+        positions = TensorSpec((self.text_tokens,), token_dim=0, dtype=torch.int64)
+        return {**super().static_specs(), "text_positions": positions}
 
     def build(self, output_channels: int) -> JointDiT:
         """Build the network; the objective determines `output_channels`."""
         from titan_dit.models.joint_dit import JointDiT
 
         return JointDiT(self, output_channels)
-
-    def tokenize(self, latents: Float[Tensor, "b c h w"]) -> Float[Tensor, "b n d"]:
-        """Latents to tokens."""
-        from titan_dit.models.layers import patchify
-
-        return patchify(latents, self.shape[3])
-
-    def detokenize(self, tokens: Float[Tensor, "b n d"]) -> Float[Tensor, "b c h w"]:
-        """Tokens to latents; a learned sigma adds channels after the first in_channels."""
-        from titan_dit.models.layers import unpatchify
-
-        return unpatchify(tokens, self.shape[3], self.latent_size[0])
 
     def positions(self, device: torch.device) -> tuple[Int[Tensor, "m 3"], Int[Tensor, "n 3"]]:
         """(text index, row, column) of every token, of the caption and of the picture.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -17,28 +17,42 @@ from titan_dit.models.base import Mask
 Rotary: TypeAlias = tuple[Tensor, Tensor]
 """Cosines and sines of the angles, each fp32 [n, head_dim / 2]."""
 
+Pairs: TypeAlias = Literal["halves", "neighbours"]
+"""The two channels of a head that rotate together: i and i + head_dim / 2 (GPT-NeoX, Llama in
+transformers), or 2 i and 2 i + 1 (arXiv:2104.09864, FLUX, Z-Image)."""
 
-def rotary_of(positions: Int[Tensor, " n"], head_dim: int, base: float = 10000.0) -> Rotary:
-    """Cosines and sines for tokens at `positions`; in fp32, since bf16 counts only to 256.
 
+def rotary_of(
+    positions: Int[Tensor, " n"],
+    head_dim: int,
+    base: float = 10000.0,
+    dtype: torch.dtype = torch.float32,
+) -> Rotary:
+    """Cosines and sines for tokens at `positions`, fp32: bf16 counts only to 256.
+
+    `dtype`: that of the angles. In fp32 an angle of 500 is off by up to 3e-5.
     Raises ValueError if `head_dim` is odd.
     """
     if head_dim % 2:
         raise ValueError(f"Rotary positions need pairs of channels, but head_dim is {head_dim}.")
-    channels = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
-    angles = positions.float()[:, None] / base ** (channels / head_dim)
-    return angles.cos(), angles.sin()
+    channels = torch.arange(0, head_dim, 2, dtype=dtype, device=positions.device)
+    angles = positions.to(dtype)[:, None] / base ** (channels / head_dim)
+    return angles.cos().float(), angles.sin().float()
 
 
 def rotary_on_axes(
-    positions: Int[Tensor, "n axes"], channels: Sequence[int], base: float
+    positions: Int[Tensor, "n axes"],
+    channels: Sequence[int],
+    base: float,
+    dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "n 2 p"]:
     """Cosines [:, 0] and sines [:, 1] of tokens with several positions, such as row and column.
 
-    `channels`: how many channels of a head, an even number, rotate by each position.
+    `channels`: how many channels of a head, an even number, rotate by each position. `dtype`: see
+    `rotary_of`.
     """
     axes = zip(positions.unbind(1), channels, strict=True)
-    cos, sin = zip(*(rotary_of(axis, count, base) for axis, count in axes), strict=True)
+    cos, sin = zip(*(rotary_of(axis, count, base, dtype) for axis, count in axes), strict=True)
     return torch.stack((torch.cat(cos, -1), torch.cat(sin, -1)), 1)
 
 
@@ -56,17 +70,23 @@ class JoinedRotary(nn.Module):
         return cos, sin
 
 
-def rotate(x: Float[Tensor, "b heads n d"], rotary: Rotary) -> Float[Tensor, "b heads n d"]:
+def rotate(
+    x: Float[Tensor, "b heads n d"], rotary: Rotary, pairs: Pairs = "halves"
+) -> Float[Tensor, "b heads n d"]:
     """Rotate queries or keys (arXiv:2104.09864), in fp32 or fp64 and rounded once.
 
-    Channel i of the first half of a head and channel i of the second half are one pair, as in
-    GPT-NeoX and Llama. In memory the result is [b, n, heads, d].
+    In memory the result is [b, n, heads, d].
     """
     exact = torch.promote_types(x.dtype, torch.float32)
     cos, sin = (part.to(exact)[:, None] for part in rotary)
-    first, second = x.transpose(1, 2).to(exact).chunk(2, -1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    return turned.to(x.dtype).transpose(1, 2)
+    channels = x.transpose(1, 2).to(exact)
+    if pairs == "halves":
+        first, second = channels.chunk(2, -1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    else:
+        first, second = torch.unflatten(channels, -1, (-1, 2)).unbind(-1)
+        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1)
+    return turned.view(channels.shape).to(x.dtype).transpose(1, 2)
 
 
 def patchify(latents: Float[Tensor, "b c h w"], patch: int) -> Float[Tensor, "b n d"]:
@@ -192,12 +212,17 @@ class TimestepEmbedder(nn.Module):
 
     FREQUENCIES = 128
 
-    def __init__(self, hidden: int, reaches_period: bool = False) -> None:
-        """`reaches_period`: the lowest frequency is 1 / 10,000, as in diffusers, not above it."""
+    def __init__(
+        self, hidden: int, reaches_period: bool = False, inner: int | None = None, bias: bool = True
+    ) -> None:
+        """`reaches_period`: the lowest frequency is 1 / 10,000, as in diffusers, not above it.
+
+        `inner`: width between the layers; None: `hidden`.
+        """
         super().__init__()
         self.divisor = self.FREQUENCIES - reaches_period
-        self.up = nn.Linear(2 * self.FREQUENCIES, hidden)
-        self.down = nn.Linear(hidden, hidden)
+        self.up = nn.Linear(2 * self.FREQUENCIES, inner or hidden, bias)
+        self.down = nn.Linear(inner or hidden, hidden, bias)
 
     def forward(self, timestep: Float[Tensor, " b"]) -> Float[Tensor, "b d"]:
         """Embed `timestep`, given in the original DiT's units (0 to 1000) and always in fp32."""
@@ -207,6 +232,24 @@ class TimestepEmbedder(nn.Module):
         features = torch.cat((angles.cos(), angles.sin()), -1).to(self.up.weight.dtype)
         embedded: Tensor = self.down(F.silu(self.up(features)))
         return embedded
+
+
+class PaddedEmbedder(nn.Module):
+    """Vectors of `width` channels to tokens; padding becomes a learned token."""
+
+    def __init__(self, width: int, hidden: int, norm_eps: float | None = None) -> None:
+        """`norm_eps`: epsilon of an RMSNorm before the linear layer; None: no norm."""
+        super().__init__()
+        self.norm = nn.Identity() if norm_eps is None else nn.RMSNorm(width, eps=norm_eps)
+        self.linear = nn.Linear(width, hidden)
+        self.padding = nn.Parameter(torch.empty(hidden))
+
+    def forward(
+        self, x: Float[Tensor, "b m e"], is_real: Bool[Tensor, "*b m"]
+    ) -> Float[Tensor, "b m d"]:
+        """`is_real`: False for padding, whose rows of `x` may hold any finite values."""
+        tokens = self.linear(self.norm(x.to(self.linear.weight.dtype)))
+        return torch.where(is_real[..., None], tokens, self.padding)
 
 
 CLASS_TABLE = "embed.label.table.weight"
@@ -286,14 +329,20 @@ class Attention(nn.Module):
         mask: Mask = "none",
         num_key_value_heads: int | None = None,
         bias: bool = True,
+        norm_eps: float = 1e-6,
+        pairs: Pairs = "halves",
     ) -> None:
-        """`num_key_value_heads`: key and value heads, a divisor of `heads`. None: `heads`."""
+        """`num_key_value_heads`: key and value heads, a divisor of `heads`. None: `heads`.
+
+        `norm_eps`: epsilon of the norms of q and k. `pairs`: channels that rotate together.
+        """
         super().__init__()
         groups = num_key_value_heads or heads
         self.head_dim, self.mask, self.group_size = hidden // heads, mask, heads // groups
+        self.pairs: Pairs = pairs
         self.qkv = TokenLinear(hidden, groups * (self.group_size + 2) * self.head_dim, bias)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=1e-6) if qk_norm else nn.Identity()
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.out = TokenLinear(hidden, hidden, bias)
         self.attend = attend
 
@@ -307,16 +356,37 @@ class Attention(nn.Module):
 
         `rotary`: angles of the n tokens, see `rotary_of`; after the norms of q and k.
         """
+        attended: Tensor = self.out(self.mixed(*self.heads(x, rotary), len(x), lengths))
+        return attended
+
+    def heads(
+        self, x: Float[Tensor, "b n d"], rotary: Rotary | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [b, heads, n, head_dim], keys and values [b, groups, n, head_dim] of tokens.
+
+        [1, b * heads, n, head_dim] for tokens that are [n, b, d] in memory. `joined` along dim 2
+        they are those of several tensors of tokens.
+        """
         qkv = self.qkv(x)
         # Kernels copy tokens that are not [b, n, heads, head_dim] in memory. Without lengths the
         # samples of [n, b, heads, head_dim] can pass as more heads of one sample.
-        folds = is_token_first(qkv) and self.mask != "lengths"
-        if folds:
+        if is_token_first(qkv) and self.mask != "lengths":
             qkv = qkv.transpose(0, 1).flatten(1).unsqueeze(0)  # [1, n, b * 3 d]
-        q, k, v = (part.transpose(1, 2) for part in self.split(qkv))  # each [b, heads, n, head_dim]
+        q, k, v = (part.transpose(1, 2) for part in self.split(qkv))
         q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
+            q, k = rotate(q, rotary, self.pairs), rotate(k, rotary, self.pairs)
+        return q, k, v
+
+    def mixed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        samples: int,
+        lengths: Int[Tensor, " b"] | None = None,
+    ) -> Float[Tensor, "b n _"]:
+        """The values of `heads` that each query of `samples` samples attends to, as tokens."""
         if self.mask == "none":
             y = self.attend(q, k, v)
         elif self.mask == "causal":
@@ -326,10 +396,9 @@ class Attention(nn.Module):
         else:
             y = self.attend(q, k, v, lengths=lengths)
         y = y.transpose(1, 2).flatten(2)
-        if folds:
-            y = y.view(y.shape[1], x.shape[0], -1).transpose(0, 1)
-        attended: Tensor = self.out(y)
-        return attended
+        if y.shape[0] != samples:  # [1, n, b * d]
+            y = y.view(y.shape[1], samples, -1).transpose(0, 1)
+        return y
 
     def split(self, qkv: Float[Tensor, "b n d"]) -> tuple[Tensor, ...]:
         """Queries [b, n, heads, head_dim], keys and values [b, n, groups, head_dim].

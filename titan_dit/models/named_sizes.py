@@ -8,12 +8,16 @@ from collections.abc import Collection, Mapping, Sequence
 from titan_dit.config.section import Section, UserError, show
 
 
-def shape_of(size: str | None, sizes: Mapping[str, Sequence[int]]) -> Sequence[int] | None:
-    """hidden_size, num_layers, num_heads of a size; None without one. UserError if unknown."""
+def shape_of(
+    size: str | None,
+    sizes: Mapping[str, Sequence[int]],
+    keys: Sequence[str] = ("hidden_size", "num_layers", "num_heads"),
+) -> Sequence[int] | None:
+    """The values of a size's `keys`; None without one. UserError if it is unknown."""
     if size is not None and size not in sizes:
         raise UserError(
             f"[model] size={show(size)} is not one of {', '.join(sizes)}. "
-            "Set one of them, or hidden_size, num_layers and num_heads."
+            f"Set one of them, or {', '.join(keys[:-1])} and {keys[-1]}."
         )
     return None if size is None else sizes[size]
 

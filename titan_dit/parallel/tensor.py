@@ -103,8 +103,8 @@ def apply_styles(part: nn.Module, mesh: DeviceMesh, styles: Styles) -> None:
             f"[parallel] tensor_plan: {type(part).__name__} has no submodule "
             f"{unknown[0]}.{nearest(unknown[0], [name for name in names if name])}"
         )
-    # Without parameters: an optional submodule that is disabled, such as a norm.
-    present = {k: v for k, v in styles.items() if any(True for _ in names[k].parameters())}
+    # An optional submodule that is disabled, such as a norm.
+    present = {k: v for k, v in styles.items() if not isinstance(names[k], nn.Identity)}
     parallelize_module(part, mesh, present)
 
 
@@ -341,12 +341,19 @@ class Replicated(ParallelStyle):
 class ShardedNorm(ParallelStyle):
     """A norm on shards along dim 1: heads of [b, heads, n, head_dim], or tokens of [b, n, d].
 
-    A rank's weight gradient covers only its shard: a partial sum over tp, which FSDP reduces.
+    Along `dim` 0 within `TokenFirst`. A rank's weight gradient covers only its shard: a partial sum
+    over tp, which FSDP reduces.
     """
 
+    def __init__(self, dim: int = 1) -> None:
+        super().__init__()
+        self.placements = [Shard(dim)]
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        placements = self.placements
+
         def distribute(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-            return tuple(DTensor.from_local(x, mesh, [Shard(1)], run_check=False) for x in inputs)
+            return tuple(DTensor.from_local(x, mesh, placements, run_check=False) for x in inputs)
 
         def localize(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
             return output.to_local()

@@ -1,0 +1,56 @@
+"""The tensor-parallel plan of Z-Image (that of DiT, tensor_plans/dit.py).
+
+Attention is sharded by heads, the MLP by its width, a block's modulation by outputs. Norms are
+replicated, as is everything outside the blocks.
+"""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from titan_dit.parallel.tensor import (
+    ModulationColwise,
+    Replicated,
+    ShardedNorm,
+    TensorPlan,
+    TokenFirst,
+)
+
+NORMS = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
+
+
+def plan(sequence_parallel: bool) -> TensorPlan:
+    """Between blocks the tokens are sharded (sequence parallelism), or whole on every rank.
+
+    Those of the caption and those of the picture are sharded apart: a rank holds a share of each.
+    """
+    tokens = Shard(0) if sequence_parallel else Replicate()
+    shard = Shard(1) if sequence_parallel else None
+
+    def on_tokens(style: ParallelStyle) -> ParallelStyle:
+        return TokenFirst(style) if sequence_parallel else style
+
+    norm = on_tokens(ShardedNorm(dim=0)) if sequence_parallel else Replicated()
+    unmodulated = {
+        **dict.fromkeys(NORMS, norm),
+        "attn.qkv": on_tokens(ColwiseParallel(input_layouts=tokens)),
+        "attn.q_norm": ShardedNorm(),
+        "attn.k_norm": ShardedNorm(),
+        "attn.out": on_tokens(RowwiseParallel(output_layouts=tokens)),
+        "mlp.up": on_tokens(ColwiseParallel(input_layouts=tokens)),
+        "mlp.down": on_tokens(RowwiseParallel(output_layouts=tokens)),
+    }
+    return TensorPlan(
+        stream=(shard, shard, Replicate()),
+        token_first=sequence_parallel,
+        embed={
+            "patch": Replicated(),
+            "text": Replicated(),
+            "timestep.up": Replicated(),
+            "timestep.down": Replicated(),
+        },
+        block={**unmodulated, "modulation": ModulationColwise(sequence_parallel)},
+        kinds={"refine_text": unmodulated},
+        head={"modulation": Replicated(), "out": on_tokens(Replicated())},
+    )
