@@ -32,3 +32,26 @@ def save_vae(folder, seed=0, **config):
         vae.quant_conv.bias[vae.config.latent_channels :] = -3
     vae.save_pretrained(folder)
     return str(folder)
+
+
+def save_flux2_vae(folder, seed=0, **config):
+    """A random AutoencoderKLFlux2: 2x and 2 channels, so 4x and 8 of ours; its bn has statistics."""
+    if find_spec("diffusers") is None:
+        pytest.skip("needs diffusers")
+    torch.manual_seed(seed)
+    sizes = {
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+        "block_out_channels": (4, 4),
+        "layers_per_block": 1,
+        "latent_channels": 2,
+        "norm_num_groups": 2,
+        "sample_size": 8,
+    }
+    vae = library.diffusers("the tests").AutoencoderKLFlux2(**(sizes | config))
+    with torch.no_grad():
+        vae.quant_conv.bias[vae.config.latent_channels :] = -3
+    vae.bn.running_mean.normal_()
+    vae.bn.running_var.uniform_(0.5, 2)
+    vae.save_pretrained(folder)
+    return str(folder)

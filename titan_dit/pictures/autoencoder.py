@@ -2,18 +2,22 @@
 
 Stored latents are the autoencoder's own, unscaled; the dataset's scale and shift make them the
 model's input. Pictures are uint8 RGB, which the autoencoder sees in [-1, 1].
+
+FLUX.2's networks take 2x2 latent pixels as one, with four times the channels. They are normalised
+by the running mean and variance of the autoencoder's `bn`, which its `encode` leaves out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
@@ -38,6 +42,8 @@ CONFIG_KEYS = {
     "latents_std": tuple[PositiveFloat, ...] | None,
 }
 """Config keys whose values are checked here; diffusers checks none."""
+PACKED, PATCH = "AutoencoderKLFlux2", 2
+"""The class whose latents are cut into squares, and their side in latent pixels."""
 MAX_LAYERS = 64
 """Maximum layers of a block. diffusers would build any number before it reads the weights."""
 
@@ -56,6 +62,8 @@ class Autoencoder:
     scale: Units
     shift: Units
     """A model should see (latent - shift) * scale, as the autoencoder's config says."""
+    patch: int = 1
+    """Latent pixels of `module` per side that are one of ours: channels are (c, row, column)."""
 
     value_range: ClassVar[None] = None
     """Latents have none."""
@@ -77,12 +85,14 @@ class Autoencoder:
         """Mean and std of the posterior of every picture."""
         pixels = pictures.to(self.device, non_blocking=True).float() / 127.5 - 1
         posterior = self.module.encode(pixels).latent_dist  # type: ignore[operator]
-        return posterior.mean, posterior.std
+        mean, std = (F.pixel_unshuffle(x, self.patch) for x in (posterior.mean, posterior.std))
+        return mean, std
 
     @torch.no_grad()
     def decoded(self, latents: Float[Tensor, "b c p q"]) -> Float[Tensor, "b 3 h w"]:
         """Pictures of stored latents, in [-1, 1]."""
-        found: Tensor = self.module.decode(latents.to(self.device).float()).sample  # type: ignore[operator]
+        own = F.pixel_shuffle(latents.to(self.device).float(), self.patch)
+        found: Tensor = self.module.decode(own).sample  # type: ignore[operator]
         return found
 
     def decode(self, latents: Float[Tensor, "b c p q"]) -> UInt8[Tensor, "b 3 h w"]:
@@ -164,11 +174,20 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
         kind = class_of(library, config, f"{where} {source}")
         if folder.is_dir():
             check_parameters_fit(kind, config, folder, f"{where} {source}")
-        module: nn.Module = kind.from_pretrained(named, torch_dtype=torch.float32)
+        module: nn.Module
+        module, report = kind.from_pretrained(
+            named, torch_dtype=torch.float32, output_loading_info=True
+        )
         # With its class's defaults: older releases wrote no scaling_factor.
         config = dict(module.config)  # type: ignore[arg-type]
-        scale, shift = units_of(config)
-        channels, factor = int(config["latent_channels"]), factor_of(module, config)
+        patch = 1 if kind.__name__ != PACKED else PATCH
+        if patch > 1:
+            missing = [name for name in report["missing_keys"] if name.startswith("bn.")]
+            scale, shift = units_of_packed(module, config, missing, f"{where} {source}")
+        else:
+            scale, shift = units_of(config)
+        channels = int(config["latent_channels"]) * patch**2
+        factor = factor_of(module, config) * patch
     except UserError:
         raise
     except Exception as error:  # A config with values of wrong types can raise anything.
@@ -183,7 +202,7 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
     )
     module = module.to(device).eval().requires_grad_(False)
     kept = str(folder.resolve()) if folder.is_dir() else source
-    return Autoencoder(module, facts, kept, channels, scale, shift)
+    return Autoencoder(module, facts, kept, channels, scale, shift, patch)
 
 
 def first_cause(error: BaseException) -> BaseException:
@@ -233,6 +252,31 @@ def units_of(config: Mapping[str, Any]) -> tuple[Units, Units]:
         return tuple(1 / float(value) for value in std), tuple(float(value) for value in mean)
     scale, shift = config.get("scaling_factor"), config.get("shift_factor")
     return float(1.0 if scale is None else scale), float(0.0 if shift is None else shift)
+
+
+def units_of_packed(
+    module: Any, config: Mapping[str, Any], missing: Sequence[str], where: str
+) -> tuple[Units, Units]:
+    """Scale and shift of each channel, by the statistics of a FLUX.2 autoencoder's `bn`.
+
+    `missing`: tensors of `bn` that its files lack. Raises UserError without them, and for others
+    than of 2x2 latent pixels.
+    """
+    if missing:
+        raise UserError(
+            f"{where} has no {missing[0]}, by which FLUX.2's latents are normalised. Take the "
+            "autoencoder of the release whole."
+        )
+    epsilon = conform(config.get("batch_norm_eps"), PositiveFloat, f"{where}: batch_norm_eps")
+    if list(config.get("patch_size") or ()) != [PATCH, PATCH]:
+        raise UserError(
+            f"{where}: {CONFIG}: patch_size={show(config.get('patch_size'))}; FLUX.2's pipelines "
+            f"take {PATCH}x{PATCH} latent pixels as one."
+        )
+    variance, mean = (getattr(module.bn, f"running_{name}").double() for name in ("var", "mean"))
+    if not (variance + epsilon > 0).all() or not mean.isfinite().all():
+        raise UserError(f"{where}: bn has a variance below 0, or values that are not finite.")
+    return tuple((variance + epsilon).rsqrt().tolist()), tuple(mean.tolist())
 
 
 def factor_of(module: nn.Module, config: Mapping[str, Any]) -> int:
