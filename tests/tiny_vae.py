@@ -35,7 +35,7 @@ def save_vae(folder, seed=0, **config):
 
 
 def save_flux2_vae(folder, seed=0, **config):
-    """A random AutoencoderKLFlux2: 2x and 2 channels, so 4x and 8 of ours; its bn has statistics."""
+    """A random AutoencoderKLFlux2: 2x and 2 channels, so 4x and 8 of ours; `bn` is not trivial."""
     if find_spec("diffusers") is None:
         pytest.skip("needs diffusers")
     torch.manual_seed(seed)
