@@ -9,10 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from harness import on_ranks
-from tiny import inputs_of, tiny_config
+from tiny import graphs_alone, inputs_of, tiny_config
 
 from titan_dit.config.layout import CompileConfig
 from titan_dit.config.section import UserError
+from titan_dit.models.flux2_config import Flux2Config
+from titan_dit.models.joint_dit_config import JointDiTConfig
+from titan_dit.models.z_image_config import ZImageConfig
 from titan_dit.parallel import compile
 
 CPU = torch.device("cpu")
@@ -103,6 +106,37 @@ def test_recompiles_are_those_of_later_steps():
     assert recompiles.count == 1
     assert "recompiled 1 graphs after the first step" in recompiles.report()
     assert recompiles.report() is None
+
+
+SIZES = {"hidden_size": 24, "num_heads": 2, "in_channels": 4, "latent_size": [4, 6]}
+SIZES |= {"text_tokens": 32, "text_dim": 8}
+KINDS = [
+    Flux2Config(num_double_layers=2, num_single_layers=3, **SIZES, rope_axes=[4, 2, 4, 2]),
+    ZImageConfig(num_refiner_layers=2, num_layers=3, **SIZES),
+    JointDiTConfig(num_layers=3, patch_size=1, **SIZES),
+]
+
+
+def graphs_of(_, config):
+    """Graphs of two forwards and backwards."""
+    with graphs_alone():
+        model, start = config.build(4), compile.num_graphs()
+        compile.compile_blocks(model, CompileConfig(enabled=True))
+        inputs = {
+            "tokens": config.tokenize(torch.randn(2, *config.sample_shape)),
+            "timestep": torch.tensor([10.0, 700.0]),
+            "text": torch.randn(2, 32, 8),
+            "text_length": torch.tensor([3, 32]),
+        }
+        for _ in range(2):
+            model(inputs, config.static(CPU)).sum().backward()
+        return compile.num_graphs() - start
+
+
+def test_blocks_of_a_kind_share_one_graph():
+    for config in KINDS[::-1]:
+        [found] = on_ranks(1, graphs_of, config)
+        assert found == max(1, len(set(config.kinds))), config.name
 
 
 def test_counting_loads_no_compiler(monkeypatch):

@@ -34,6 +34,24 @@ GPT = {
     "ema": {"decays": []},
 }
 
+TEXT = {"in_channels": 16, "latent_size": [16, 16], "text_tokens": 64, "text_dim": 96}
+FLUX2 = {
+    "model": {
+        "name": "flux2",
+        "hidden_size": 384,
+        "num_heads": 3,
+        "num_double_layers": 2,
+        "num_single_layers": 4,
+        **TEXT,
+    },
+    "objective": {"name": "rectified_flow"},
+    "data": {"name": "latents", "path": "nowhere"},
+    "training": {"steps": 4, "global_batch_size": 16, "microbatch_size": 2},
+    "precision": {"dtype": "bf16"},
+}
+SIZES = {"hidden_size": 384, "num_heads": 3, "num_layers": 4, "num_refiner_layers": 2}
+Z_IMAGE = FLUX2 | {"model": {"name": "z_image", **SIZES, **TEXT}}
+
 
 def tables(model, /, **sections):
     """A model's tables with keys of some sections replaced."""
@@ -67,6 +85,7 @@ SHORT = {
     "tp": (GPT, 4, parallel(tp=2)),
     "1f1b": (DIT, 2, pipeline(2, "1f1b")),
     "zero bubble": (GPT, 2, pipeline(2, "zbv_zero_bubble")),
+    "blocks of three kinds": (Z_IMAGE, 2, pipeline(2, "1f1b")),
 }
 LONG = {
     "one rank": (DIT, 1, {}),
@@ -76,6 +95,18 @@ LONG = {
     "tp, whole tokens": (DIT, 2, parallel(tp=2, sequence_parallel=False)),
     "ring": (GPT, 2, parallel(cp=2) | remat("selective")),
     "interleaved": (GPT, 4, pipeline(2, "interleaved_1f1b", 2)),
+    "kinds, one rank": (FLUX2, 1, {}),
+    "kinds, fsdp": (Z_IMAGE, 4, {}),
+    "kinds, muon": (FLUX2, 4, {"optimizer": {"name": "muon"}}),
+    "kinds, recomputed": (
+        FLUX2,
+        4,
+        remat("full") | parallel(blocks_per_fsdp_unit=1, prefetch=1),
+    ),
+    "kinds, ring": (FLUX2, 2, parallel(cp=2) | remat("selective")),
+    "kinds, tp": (FLUX2, 2, parallel(tp=2) | {"model": {"num_heads": 4}}),
+    "kinds, interleaved": (Z_IMAGE, 4, pipeline(2, "interleaved_1f1b", 2)),
+    "kinds, zero bubble": (FLUX2, 2, pipeline(2, "zbv_zero_bubble")),
 }
 
 

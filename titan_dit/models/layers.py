@@ -162,11 +162,15 @@ def joined(*parts: Float[Tensor, "b _ d"]) -> Float[Tensor, "b n d"]:
 
 
 def parted(x: Float[Tensor, "b n d"], sizes: Sequence[int]) -> tuple[Float[Tensor, "b _ d"], ...]:
-    """Tensors of `sizes` tokens each; views."""
+    """Tensors of `sizes` tokens each, in their memory order and contiguous in it.
+
+    With strides of the whole the first block, which gets tokens of `embed`, would need a graph of
+    its own. Compiled, they are written once.
+    """
     if is_token_first(x):
         parts = torch.split(x.transpose(0, 1), list(sizes))
         return tuple(part.transpose(0, 1) for part in parts)
-    return torch.split(x, list(sizes), 1)
+    return tuple(part.contiguous() for part in torch.split(x, list(sizes), 1))
 
 
 class _ScaledAdd(torch.autograd.Function):
