@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from folders_of_files import class_folders, latents_of, pair, pictures, save
+from refusals import refused
 
-from titan_dit.config.section import UserError
 from titan_dit.data import loader
 from titan_dit.data.base import Field, Source
 from titan_dit.data.latent_facts import LatentFacts
@@ -28,12 +28,6 @@ def batches(source, count, rank=0, ranks=1, cursor=0, workers=0, seed=5):
     order = RankOrder(BatchPlan(6), EpochOrder(seed, len(source)), rank, ranks)
     endless = loader.load(source, order, cursor, lambda fields: None, CPU, workers=workers)
     return list(itertools.islice(endless, count))
-
-
-def refused(action):
-    with pytest.raises(UserError) as caught:
-        action()
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".pt", ".safetensors"])

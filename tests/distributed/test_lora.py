@@ -11,6 +11,7 @@ from tiny import (
     randomize,
     state,
     tiny_config,
+    torch_rng,
     whole,
 )
 
@@ -69,7 +70,7 @@ def measured(world, table, parallel, pipeline, compiled):
         randomize(trainer.parameters)
         trained = {name for name, p in trainer.parameters.items() if p.requires_grad}
         batch = next(trainer.batches())
-        prepared = trainer.built.prepare(batch, rng_of(trainer, batch))
+        prepared = trainer.built.prepare(batch, torch_rng(trainer, batch))
         loss = trainer.mesh.sum_loss(trainer.executor.step(prepared)).item()
         found = {n: whole(p.grad) for n, p in trainer.parameters.items() if p.grad is not None}
         assert found.keys() == trained
@@ -110,7 +111,7 @@ def adapted(world, folder, parallel):
     again = run_of(world, folder / name, *given)
     again.resume()
     batch = next(trainer.batches())
-    prepared = trainer.objective.prepare(batch, rng_of(trainer, batch))
+    prepared = trainer.objective.prepare(batch, torch_rng(trainer, batch))
     with trainer.ema.swapped_in():
         prediction = trainer.executor.predict(prepared.inputs, prepared.static)
     return state(trainer), state(again), prediction, prepared.inputs, prepared.static
@@ -181,12 +182,6 @@ def started(world, folder, source):
     trainer = run_of(world, folder, {}, {"init": str(source)})
     trainer.resume()
     return {name: whole(p) for name, p in trainer.parameters.items()}
-
-
-def rng_of(trainer, batch):
-    from titan_dit.rng import SampleRNG
-
-    return SampleRNG(trainer.config.job.seed, batch.sample_numbers)
 
 
 def all_cases(world, cases):

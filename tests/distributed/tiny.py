@@ -33,7 +33,12 @@ TABLES = {
 
 def tiny_config(**sections):
     """TABLES with keys of some sections replaced: tiny_config(training={"steps": 2})."""
-    tables = {name: dict(table) for name, table in TABLES.items()}
+    return built(TABLES, sections)
+
+
+def built(tables, sections):
+    """The config of `tables` with the keys of `sections` replaced."""
+    tables = {name: dict(table) for name, table in tables.items()}
     for name, table in sections.items():
         tables.setdefault(name, {}).update(table)
     return config_file.build(tables, catalog.variant)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 import torch
+from tiny import built
 
-from titan_dit.config import catalog, config_file
 from titan_dit.data.base import DataConfig, Source
 from titan_dit.data.token_windows import TokenFacts
 
@@ -57,7 +57,4 @@ class Windows(Source):
 
 def gpt_config(**sections):
     """TABLES with keys of some sections replaced."""
-    tables = {name: dict(table) for name, table in TABLES.items()}
-    for name, table in sections.items():
-        tables.setdefault(name, {}).update(table)
-    return config_file.build(tables, catalog.variant)
+    return built(TABLES, sections)

@@ -6,7 +6,7 @@ import pytest
 from known import INTERLEAVED, SCHEDULES
 
 from titan_dit.config.section import UserError
-from titan_dit.pipeline.nccl_queues import LATENCY, makespan, one_for_each_rank, planned_calls
+from titan_dit.pipeline.nccl_queues import LATENCY, makespan, planned_calls
 from titan_dit.pipeline.schedules.placement import pipeline_order, rank_of_stage, stages_per_rank
 from titan_dit.pipeline.schedules.schedule import channels, neighbours
 from titan_dit.pipeline.schedules.simulator import simulate, stage_costs
@@ -61,6 +61,11 @@ def test_no_order_hangs_and_each_takes_as_long_as_simulated(schedule, grid):
         assert connects(order, places, sorted(neighbours(places)))
         took = makespan(planned_calls(order, places), places, costs)
         assert took == pytest.approx(simulate(order, costs, latency=LATENCY).makespan)
+
+
+def one_for_each_rank(rank, source, target):
+    """Queues of one group for the whole pipeline before torch 2.13."""
+    return rank
 
 
 def test_a_single_queue_for_a_rank_would_hang():

@@ -14,7 +14,6 @@ from titan_dit.planner.hardware import (
     device_of,
     names,
     numbers,
-    unsourced,
     write,
 )
 
@@ -44,6 +43,15 @@ def changed(tmp_path):
 
 def test_the_package_has_these_devices():
     assert names() == tuple(sorted((*GPUS, "cpu")))
+
+
+def unsourced(device):
+    """Numbers without an entry in `sources`, neither of their own nor of their table."""
+    return [
+        key
+        for key, _, _ in numbers(device)
+        if key not in device.sources and key.partition(".")[0] not in device.sources
+    ]
 
 
 @pytest.mark.parametrize("name", names())

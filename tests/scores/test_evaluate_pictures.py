@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from harness import on_ranks
+from held_pictures import held
 from PIL import Image
 from tiny import tiny_config
 from tiny_joint import Captions, joint_config
@@ -348,5 +349,5 @@ def test_pictures_of_two_formats_are_mentioned(tmp_path):
     hint = evaluate.hint_of_formats(png, jpeg)
     assert "the reference is JPEG, the samples are PNG" in hint
     assert evaluate.hint_of_formats(png, png) is None
-    drawn = pictures.from_batches([torch.zeros(1, 8, 8, 3, dtype=torch.uint8)], "drawn")
+    drawn = held([torch.zeros(1, 8, 8, 3, dtype=torch.uint8)], "drawn")
     assert evaluate.hint_of_formats(drawn, jpeg) is None

@@ -7,6 +7,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+from held_pictures import held
 from PIL import Image
 
 from titan_dit.config.section import UserError
@@ -92,7 +93,7 @@ def test_functions_and_modules_of_the_user(own):
 def test_features_may_be_their_own_class_scores(own):
     network = features.load("own_features:twice", "", CPU)
     rows = torch.randint(0, 256, (70, 4, 4, 3), dtype=torch.uint8)
-    found = score.compute_statistics(network, pictures.from_batches([rows], "rows"), ["is", "kid"])
+    found = score.compute_statistics(network, held([rows], "rows"), ["is", "kid"])
     assert torch.equal(found.features, found.logits)
     score.check_network(network, ["is"], 4, "--metrics is")
     # Of a black picture these are NaN.
@@ -105,7 +106,7 @@ def test_features_may_be_their_own_class_scores(own):
 
 def test_efficientnet_is_trained(tmp_path):
     """It tells apart what a random network does not: real pictures, and the same ones blurred."""
-    folder = pictures.from_batches([examples()], "examples")
+    folder = held([examples()], "examples")
     network = features.load("efficientnet:64", "", CPU)
     whole = folder.read(range(folder.count))
     half = len(whole) // 2

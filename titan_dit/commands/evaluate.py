@@ -32,6 +32,7 @@ from titan_dit.config.section import Section, UserError
 from titan_dit.data.base import Source
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.listing import few
+from titan_dit.data.manifest import file_digest
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.objectives.base import DataShare
@@ -185,7 +186,7 @@ class Scoring:
 
     def digest_of_file(self) -> str:
         """SHA-256 of a reference that is a file."""
-        return pictures.digest_of_file(Path(self.options.reference).expanduser())
+        return file_digest(Path(self.options.reference).expanduser())
 
 
 def score_pictures(options: EvaluateFlags, device: torch.device, keys: Sequence[str] = ()) -> None:

@@ -27,9 +27,9 @@ CHUNK = 2**25
 def apply(model: nn.Module, dtype: torch.dtype, keep: bool) -> None:
     """Let a model with fp32 weights compute in `dtype`, by hooks of its forward and backward.
 
-    From the start of a forward to its end, or to the end of its backward, the modules hold copies
-    of their parameters. Gradients are added to those of the weights, in fp32. `keep`: the copies
-    keep their addresses, for CUDA graphs; otherwise their memory is free between steps.
+    The modules hold cast copies of their parameters during a forward and, with gradients, until its
+    backward ends. The fp32 weights receive the gradients. `keep`: the copies keep their addresses,
+    for CUDA graphs; otherwise their memory is free between steps.
     """
     if dtype == torch.float64:
         model.double()

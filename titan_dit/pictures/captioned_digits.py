@@ -49,7 +49,7 @@ class Caption(NamedTuple):
 
     digit: int
     colour: str
-    """Of the digit."""
+    """Colour of the digit."""
     background: str
 
     def __str__(self) -> str:

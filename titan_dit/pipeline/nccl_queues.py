@@ -38,11 +38,6 @@ def one_for_each_direction(rank: int, source: int, target: int) -> Hashable:
     return rank, source, target
 
 
-def one_for_each_rank(rank: int, source: int, target: int) -> Hashable:
-    """Queues of one group for the whole pipeline before torch 2.13."""
-    return rank
-
-
 class _Noted:
     """Stands for the groups of a rank: notes the receives that `Planned` posts."""
 

@@ -84,7 +84,7 @@ def coefficients(device: Device) -> dict[str, float]:
 
 
 def with_coefficients(device: Device, values: Mapping[str, float]) -> Device:
-    """The device with other efficiencies, or another time of a launch."""
+    """A copy of a device with these efficiencies and `launch_us`; other names are ignored."""
     shares = {key: value for key, value in values.items() if key in EFFICIENCIES}
     launch_us = values.get("launch_us", device.launch_us)
     return replace(device, efficiency=replace(device.efficiency, **shares), launch_us=launch_us)

@@ -284,7 +284,7 @@ class Shortlist:
         return None
 
     def check(self, row: PredictedLayout, device: Device) -> None:
-        """Give a row counts of its own, then the memory of a fake step, or drop it."""
+        """Count a row exactly; if it is counted, rehearse its memory. Drop it if it does not fit."""
         if id(row) not in self.counted:
             known = self.counted
             try:

@@ -274,15 +274,6 @@ def numbers(device: Device) -> Iterator[tuple[str, float, Any]]:
             yield name, value, hint
 
 
-def unsourced(device: Device) -> list[str]:
-    """Numbers without an entry in `sources`, neither of their own nor of their table."""
-    return [
-        key
-        for key, _, _ in numbers(device)
-        if key not in device.sources and key.partition(".")[0] not in device.sources
-    ]
-
-
 def write(device: Device, path: Path) -> None:
     """Write a device as TOML, which `read` reads back to an equal one. Raises UserError."""
     check_device(device, str(path))

@@ -436,8 +436,7 @@ class Search:
     def _could_win(self, bound: float, candidate: Candidate) -> bool:
         """False if tp or cp cannot beat the fastest layout without them by more than the error.
 
-        Both would count as equal, and the candidate has no fewer axes: a rehearsal would not change
-        the choice.
+        Then they count as equally fast, and the one with fewer axes is chosen without a rehearsal.
         """
         if candidate.tp * candidate.cp == 1 or self.plain is None:
             return True
@@ -508,7 +507,7 @@ class Search:
         return self.fits[least]
 
     def _bound(self, candidate: Candidate, counts: Counts | None) -> float | None:
-        """`step.bound` with these counts; None without counts."""
+        """Lower bound of a step in seconds, by these counts; None without counts."""
         if counts is None:
             return None
         self.tally.bounded += 1

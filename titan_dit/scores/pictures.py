@@ -228,13 +228,6 @@ def counts_in(path: Path, where: str, count: int) -> dict[str, int]:
     return {str(label): counts[label] for label in sorted(counts) if label >= 0}
 
 
-def from_batches(batches: Sequence[UInt8[Tensor, "b h w 3"]], about: str) -> Pictures:
-    """Pictures in memory."""
-    whole = torch.cat(tuple(batches))
-    digest = hashlib.sha256(whole.numpy().data).hexdigest
-    return Pictures(len(whole), lambda rows: whole[rows.start : rows.stop], digest, about)
-
-
 def names_in(path: Path, where: str) -> set[str]:
     """Names of the arrays of a .npz; UserError if it is none."""
     try:
@@ -317,9 +310,3 @@ def mapped(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.n
     first = entry.header_offset + 30 + int(lengths.sum()) + length
     found: np.ndarray = np.memmap(str(path), dtype, "r", first, shape, "F" if fortran else "C")
     return found
-
-
-def digest_of_file(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
