@@ -276,7 +276,7 @@ def test_a_run_that_goes_back_leaves_no_snapshot_of_the_steps_to_come(cwd, tmp_p
 def test_its_errors_are_one_line(tmp_path):
     words = ["ema", "--run", "nowhere", "--sigma-rel", "0.5", "--out", "new"]
     done = commands.run([sys.executable, "-m", "titan_dit", *words], tmp_path)
-    assert "sigma_rel=0.5 must be at most 0.28" in only_error(done)
+    assert "--sigma-rel=0.5 must be at most 0.28" in only_error(done)
 
 
 @pytest.mark.long

@@ -125,7 +125,7 @@ BAD = {
     "another key": (("--optimizer.lr", 3), "a key of `train`. `sample` has --run, --out, --num"),
     "a config": (("--config", "digits"), "reads no config file. The config is the run's: give --r"),
     "number": (("--num", 0), "num=0 must be at least 1"),
-    "steps": (("--steps", 0), "[sample] steps=0 must be at least 1."),
+    "steps": (("--steps", 0), "--steps=0 must be at least 1."),
     "home": (("--noise", "~/nothing.safetensors"), f"{Path.home()}/nothing.safetensors"),
 }
 

@@ -59,6 +59,8 @@ def main() -> None:
         return
     if name not in COMMANDS:
         there = f"There is: {', '.join(group or COMMANDS)}."
+        if group and len(words) == 1:
+            raise UserError(f"{name}: give one of its commands: {', '.join(group)}.")
         if words[0].startswith("-"):
             there = f"Name one first: python -m titan_dit train {words[0]} ..."
         elif not group and (near := like(name, COMMANDS, ELSEWHERE)):

@@ -221,8 +221,8 @@ def training_order(
     if not isinstance(found, buckets.BucketOrder) or len(found.buckets) != len(plan.buckets):
         raise UserError(
             f"[data] name={show(config.data.name)} holds {len(plan.buckets)} buckets, but its "
-            "`order` returns no titan_dit.data.buckets.BucketOrder of them. A step takes samples "
-            "of one bucket."
+            "`order` returns no titan_dit.data.buckets.BucketOrder of them. Return one: a step "
+            "takes samples of one bucket."
         )
     return found
 

@@ -52,7 +52,10 @@ def counterpart(run: SavedNetwork, where: str) -> DiffusersDiT:
     """The network in diffusers; UserError unless it is a DiT."""
     config = run.model_config
     if type(config) is not DiTConfig:
-        raise UserError(f"{where} is a {config.name} model: peft's names are known for a DiT only.")
+        raise UserError(
+            f"{where} is a {config.name} model, but peft's names are known for a DiT only. Give a "
+            "run of a DiT."
+        )
     objective = run.diffusion("convert").config
     return DiffusersDiT(config, objective.output_channels(config.in_channels))
 

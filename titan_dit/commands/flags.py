@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from titan_dit.commands.flag_advice import Aliases
+from titan_dit.commands.flag_advice import Aliases, flag_of
 from titan_dit.config import config_file
 from titan_dit.config.layout import PrecisionConfig, ScheduleName
 from titan_dit.config.section import (
@@ -48,8 +48,16 @@ NAMES: tuple[str, ...] = get_args(hints_of(PrecisionConfig)["attention"])
 """Values of [precision] attention."""
 
 
+class Flags(Section):
+    """Flags of a command; errors name them as they are typed: "--batch-size=0 must be ..."."""
+
+    def place_of(self, key: str, hint: Any) -> str:
+        """The flag, or of a path without a flag the command."""
+        return flag_of(key, hint) or f"{self.section} {key}"
+
+
 @dataclass(frozen=True, kw_only=True)
-class BenchAttentionFlags(Section):
+class BenchAttentionFlags(Flags):
     """Benchmark attention forward and backward with every kernel that supports the shape.
 
     Queries, keys and values are views of one projection, as in the model. FLOPs: 4 b heads n^2 d
@@ -110,7 +118,7 @@ class BenchAttentionFlags(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointListFlags(Section):
+class CheckpointListFlags(Flags):
     """List the checkpoints of a run, oldest first. Checks file sizes, but no contents."""
 
     section = "checkpoint list"
@@ -120,7 +128,7 @@ class CheckpointListFlags(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointShowFlags(Section):
+class CheckpointShowFlags(Flags):
     """Print a checkpoint's step, samples, versions, tensors per part and config."""
 
     section = "checkpoint show"
@@ -134,7 +142,7 @@ class CheckpointShowFlags(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointVerifyFlags(Section):
+class CheckpointVerifyFlags(Flags):
     """Check every file against the size and SHA-256 in the checkpoint's manifest."""
 
     section = "checkpoint verify"
@@ -144,7 +152,7 @@ class CheckpointVerifyFlags(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertFlags(Section):
+class ConvertFlags(Flags):
     """Import weights of DiT, SiT, diffusers or transformers as a checkpoint, or export one."""
 
     section = "convert"
@@ -185,7 +193,7 @@ class ConvertFlags(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataEncodeFlags(Section):
+class DataEncodeFlags(Flags):
     """Encode pictures by an autoencoder into shards of latents. NGPU=n: ranks that share it."""
 
     section = "data encode"
@@ -289,7 +297,7 @@ class DataEncodeFlags(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataReportFlags(Section):
+class DataReportFlags(Flags):
     """List every file of an encoded set: bucket, crop, enlargement and caption, or its absence."""
 
     section = "data report"
@@ -301,7 +309,7 @@ class DataReportFlags(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataExampleFlags(Section):
+class DataExampleFlags(Flags):
     """Write example data as a user has his: pictures with labels, or with captions."""
 
     section = "data example"
@@ -315,7 +323,7 @@ class DataExampleFlags(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataPackFlags(Section):
+class DataPackFlags(Flags):
     """Pack a folder per class, or fast-DiT's features and labels, into shards."""
 
     section = "data pack"
@@ -351,7 +359,7 @@ class DataPackFlags(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataShowFlags(Section):
+class DataShowFlags(Flags):
     """Print a dataset's metadata and a few of its samples: pictures are drawn, tokens printed."""
 
     section = "data show"
@@ -384,7 +392,7 @@ ENGLISH = "en"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataTokenizeFlags(Section):
+class DataTokenizeFlags(Flags):
     """Tokenize text files into PREFIX_text_document.bin and .idx, as Megatron reads them."""
 
     section = TOKENIZE
@@ -448,7 +456,7 @@ TRAIN_TOKENIZER = "data train-tokenizer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataTrainTokenizerFlags(Section):
+class DataTrainTokenizerFlags(Flags):
     """Train a tokenizer on text files."""
 
     section = TRAIN_TOKENIZER
@@ -474,7 +482,7 @@ class DataTrainTokenizerFlags(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmaFlags(Section):
+class EmaFlags(Flags):
     """Make an average of a run's weights after training, from snapshots of [ema] power."""
 
     section = "ema"
@@ -493,7 +501,7 @@ DRAW_PIPELINE = "pipeline draw"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineDrawFlags(Section):
+class PipelineDrawFlags(Flags):
     """Draw a simulated schedule in planned order and in run-time order (docs/pipelines.md).
 
     The unit of time is a forward of one microbatch through the layers of one rank. The gradients of
@@ -532,7 +540,7 @@ PLAN_PIPELINE = "pipeline plan"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelinePlanFlags(Section):
+class PipelinePlanFlags(Flags):
     """Plan a run's pipeline order from its measured actions and links (docs/pipelines.md)."""
 
     section = PLAN_PIPELINE
@@ -548,7 +556,7 @@ class PipelinePlanFlags(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanFlags(Section):
+class PlanFlags(Flags):
     """Plan a run without a GPU: step time, memory and the best layout (docs/planner.md).
 
     Every key of the config is a flag, too: --parallel.tp 4 is --fix parallel.tp=4.
@@ -586,7 +594,7 @@ class PlanFlags(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictFlags(Section):
+class PredictFlags(Flags):
     """Run the network on latents, timesteps and labels, or on token ids, from a file."""
 
     section = "predict"
@@ -619,7 +627,7 @@ class PredictFlags(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayFlags(Section):
+class ReplayFlags(Flags):
     """Repeat a training step and list the samples that are not finite."""
 
     section = "replay"
@@ -641,7 +649,7 @@ class ReplayFlags(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunsFlags(Section):
+class RunsFlags(Flags):
     """Compare runs: a table of losses and of what differs in their configs, and a picture."""
 
     section = "runs"
@@ -653,7 +661,7 @@ class RunsFlags(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommonFlags(Section):
+class CommonFlags(Flags):
     """Flags of every kind of sampling: run, weights, number."""
 
     section = "sample"
@@ -687,7 +695,7 @@ class CommonFlags(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrawingFlags(Section):
+class DrawingFlags(Flags):
     """Classes, guidance, sampler and autoencoder."""
 
     section = "sample"
@@ -761,7 +769,7 @@ class SampleFlags(TextFlags, PictureFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossFlags(Section):
+class LossFlags(Flags):
     """Flags of the validation loss: run, weights, data, layout."""
 
     section = "evaluate"
@@ -785,7 +793,7 @@ class LossFlags(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceFlags(Section):
+class ReferenceFlags(Flags):
     """Pictures: what they are compared with, and by which metrics."""
 
     section = "evaluate"

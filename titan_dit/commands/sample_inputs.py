@@ -316,19 +316,22 @@ def weak_network(weak: TrainedModel, diffusion: Diffusion) -> Conditional:
     return predict
 
 
+OTHER_GUIDE = "Give a weaker network of the same data and [objective]."
+
+
 def check_guide(guide: str, ours: Diffusion, theirs: Diffusion) -> None:
     """Refuse a network of other samples or of another prediction."""
     shapes = ours.model.sample_shape, theirs.model.sample_shape
     if shapes[0] != shapes[1] or conditions_of(ours) != conditions_of(theirs):
         raise UserError(
             f"--guide {guide} draws samples of {list(shapes[1])} with {conditions_of(theirs)}, but "
-            f"--run of {list(shapes[0])} with {conditions_of(ours)}."
+            f"--run of {list(shapes[0])} with {conditions_of(ours)}. {OTHER_GUIDE}"
         )
     # Of other latents what is stored is not known: some are stored scaled.
     if ours.data.vae and theirs.data.vae and latents_of(ours) != latents_of(theirs):
         raise UserError(
             f"--guide {guide} was trained on {latents_of(theirs)}, but --run on "
-            f"{latents_of(ours)}: their predictions cannot be compared."
+            f"{latents_of(ours)}: their predictions cannot be compared. {OTHER_GUIDE}"
         )
     names = ours.data.class_names
     for number, (own, name) in enumerate(zip(names, theirs.data.class_names, strict=False)):
@@ -336,14 +339,15 @@ def check_guide(guide: str, ours: Diffusion, theirs: Diffusion) -> None:
         if name != own and name in names:
             raise UserError(
                 f"--guide {guide} has {show(name)} as class {number}, but --run as class "
-                f"{names.index(name)}: its labels mean something else."
+                f"{names.index(name)}: its labels mean something else. {OTHER_GUIDE}"
             )
     a, b = keys_of(ours.config), keys_of(theirs.config)
     for key in MEANING:
         if a.get(key) != b.get(key):
             raise UserError(
                 f"--guide {guide} was trained with [objective] {key}={show(b.get(key))}, but "
-                f"--run with {show(a.get(key))}: their predictions cannot be compared."
+                f"--run with {show(a.get(key))}: their predictions cannot be compared. "
+                f"{OTHER_GUIDE}"
             )
 
 

@@ -187,7 +187,9 @@ def read_toml(path: Path, unnumbered: int = FORMAT) -> Tables:
         if isinstance(table, list) and table and isinstance(table[0], dict):
             raise UserError(f"{path}: write [{name}], with single brackets.")
         if not isinstance(table, dict):
-            raise UserError(f"{path}: {name}={show(table)} is outside any [section].")
+            raise UserError(
+                f"{path}: {name}={show(table)} is outside any [section]. Move it there."
+            )
     return of_format(number, tables)
 
 

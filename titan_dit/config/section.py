@@ -331,8 +331,12 @@ class Section:
     def __post_init__(self) -> None:
         """Check and convert every field; subclasses add rules across fields."""
         for name, hint in hints_of(type(self)).items():
-            value = conform(getattr(self, name), hint, f"[{self.section}] {name}")
+            value = conform(getattr(self, name), hint, self.place_of(name, hint))
             object.__setattr__(self, name, value)
+
+    def place_of(self, key: str, hint: Any) -> str:
+        """How errors name a key."""
+        return f"[{self.section}] {key}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -210,7 +210,9 @@ def read_csv(
                 )
             yield number, dict(zip(columns, fields, strict=True))
     except csv.Error as error:
-        raise UserError(f"{where}, line {reader.line_num}: not CSV ({error}).") from None
+        raise UserError(
+            f"{where}, line {reader.line_num}: not CSV ({error}). Correct it."
+        ) from None
 
 
 def csv_lines(file: Path, where: str, most: int, fix: str) -> Iterator[str]:

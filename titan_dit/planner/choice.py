@@ -284,7 +284,7 @@ class Shortlist:
         return None
 
     def check(self, row: PredictedLayout, device: Device) -> None:
-        """Count a row exactly; if it is counted, rehearse its memory. Drop it if it does not fit."""
+        """First call: count a row exactly. Second: rehearse its memory. Drops a row too large."""
         if id(row) not in self.counted:
             known = self.counted
             try:

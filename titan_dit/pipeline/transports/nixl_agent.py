@@ -140,8 +140,8 @@ def interface_of(network: str) -> str:
             if ipaddress.ip_address(address) == wanted:
                 return name
     raise UserError(
-        f"[pipeline] network={network!r}: this host has no such interface or address. Its "
-        f"interfaces are {', '.join(name for _, name in socket.if_nameindex())}."
+        f"[pipeline] network={network!r}: this host has no such interface or address. Set one of "
+        f"{', '.join(name for _, name in socket.if_nameindex())}."
     )
 
 
