@@ -7,6 +7,7 @@ import torch
 from refusals import refused
 from tiny_joint import joint_config
 
+from titan_dit.data.buckets import BucketOrder
 from titan_dit.opening import bucket_lines, plan_buckets, plan_run, small_buckets
 from titan_dit.planner import hardware
 from titan_dit.planner.candidates import Space
@@ -141,8 +142,8 @@ def test_the_planner_takes_microbatches_that_divide_every_bucket():
         plan_buckets(found, plan_run(found, 2), config.data.open())
 
 
-def test_a_bucket_smaller_than_a_step_is_named(trainer_of):
-    plan = trainer_of().plan
-    [line] = small_buckets([(7, 8), (16, 16)], plan)
+def test_a_bucket_smaller_than_a_step_is_named():
+    names, batch_sizes = ["2x4x8", "2x4x4"], [8, 16]
+    [line] = small_buckets(BucketOrder.of(0, names, [7, 16], batch_sizes))
     assert line.startswith("hint    the bucket 2x4x8 has 7 samples to train on, a step 8: ")
-    assert list(small_buckets([(8, 8), (16, 16)], plan)) == []
+    assert list(small_buckets(BucketOrder.of(0, names, [8, 16], batch_sizes))) == []

@@ -61,3 +61,6 @@ class Rows:
 
     def __len__(self):
         return 6000
+
+    def lines(self, order):
+        return []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -292,12 +292,13 @@ class OpenedRun:
         apart = f" ({held_out} of them for validation)" if held_out else ""
         count = f"{len(self.source):,} samples{apart}"
         yield f"data    {config.data.name}: {count}{f', {about}' if about else ''}"
+        yield from self.source.lines(self.sample_order)
         yield from optimizer_lines(plan, self.objective, config.optimizer)
         steps, sizes = self.steps, {each.global_batch_size for each in plan.each_bucket}
         batch = "to ".join(f"{size} " for size in sorted({min(sizes), max(sizes)}))
         if plan.buckets:
             yield f"buckets {few([shown(each) for each in plan.buckets])}"
-            yield from small_buckets(buckets.rows_and_sizes(self.sample_order, 0), plan)
+            yield from small_buckets(self.sample_order)
         yield f"steps   {step} of {steps} done, {batch}samples each"
         if step >= steps:
             yield (
@@ -365,13 +366,15 @@ class OpenedRun:
         yield from (hint for hint in found if hint)
 
 
-def small_buckets(sizes: Sequence[tuple[int, int]], plan: RunPlan) -> Iterator[str]:
-    """Console lines about buckets that hold less than a step; `sizes`: `rows_and_sizes`."""
-    for each, (rows, size) in zip(plan.buckets, sizes, strict=True):
-        if rows < size:
+def small_buckets(order: SampleOrder) -> Iterator[str]:
+    """Console lines about buckets that hold fewer rows than a step."""
+    assert isinstance(order, buckets.BucketOrder)
+    for bucket in order.buckets:
+        if (rows := bucket.num_training_rows) < bucket.batch_size:
             yield (
-                f"hint    the bucket {each.bucket} has {rows} samples to train on, a step {size}: "
-                "they repeat within it. Merge it with another one, or set fewer tokens_per_step"
+                f"hint    the bucket {bucket.name} has {rows} samples to train on, a step "
+                f"{bucket.batch_size}: they repeat within it. Merge it with another one, or set "
+                "fewer tokens_per_step"
             )
 
 

@@ -248,7 +248,7 @@ def test_rows_of_every_dtype_have_digests():
                 "y": torch.zeros(len(rows)),
             }
 
-    found = list(digests(Halves(), [0, 1, 2]))
+    found = list(digests(Halves(), [0, 1, 2], ["x", "y"]))
     assert found[0] == found[1] != found[2]
 
 

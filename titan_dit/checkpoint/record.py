@@ -53,6 +53,7 @@ GUARD = {
 LEDGER = {
     "skipped": Maybe(Rows((COUNT, COUNT, str))),
     "untrained": Maybe(Rows((COUNT, COUNT, COUNT, COUNT))),
+    "samples_per_epoch": Maybe(PositiveInt),
 }
 AVERAGES = {
     "decays": tuple[Finite, ...],

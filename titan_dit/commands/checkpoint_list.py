@@ -49,12 +49,14 @@ def has(store: Store, file: Location, expected: dict[str, Any]) -> bool:
 
 
 def epoch(record: dict[str, Any]) -> str:
-    """Samples drawn, in passes over all rows of the dataset; "-" if their number is unknown.
+    """Samples drawn, in epochs; "-" if their length is unknown.
 
-    Rows that are held out count: with many of them an epoch of the training is shorter.
+    Older checkpoints do not hold the samples of an epoch. Theirs has all rows of the dataset, with
+    those held out.
     """
-    count = record.get("data", {}).get("count")
-    return f"{record['cursor'] / count:.2f}" if count else "-"
+    ledger, data = record.get("ledger", {}), record.get("data", {})
+    samples = ledger.get("samples_per_epoch") or data.get("count")
+    return f"{record['cursor'] / samples:.2f}" if samples else "-"
 
 
 def age(record: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_checkpoints import find_checkpoint
 from titan_dit.checkpoint.store import location
+from titan_dit.commands.checkpoint_list import epoch
 from titan_dit.commands.flags import CheckpointShowFlags
 from titan_dit.config.section import UserError, show
 from titan_dit.observe import console
@@ -39,7 +40,7 @@ def position(path: Any, record: dict[str, Any]) -> Iterator[tuple[str, object]]:
     data, files = record["data"], record["files"]
     yield "path", path
     yield "step", f"{record['step']:,}"
-    epochs = f" ({record['cursor'] / data['count']:.2f} epochs)" if data["count"] else ""
+    epochs = "" if (passed := epoch(record)) == "-" else f" ({passed} epochs)"
     yield "samples", f"{record['cursor']:,}{epochs}"
     yield "skipped", f"{record.get('nan_steps', 0):,} non-finite steps"
     yield "data", f"{data['count']:,} samples, digest {data['digest'] or 'unknown'}"

@@ -52,6 +52,7 @@ def main(options: DataEncodeFlags) -> None:
     """Launch the ranks, or be one of them."""
     options.sizes()  # Refused before anything starts.
     options.check_text()
+    options.check_prefix()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     train.start_ranks(gpus=device == "cuda", cores=train.num_cores())
     with process_group.start(device_of(device).type) as world:
@@ -67,6 +68,7 @@ def run(options: DataEncodeFlags, device: torch.device) -> None:
         classes=classes,
         num_classes=options.num_classes,
         no_caption=options.no_caption,
+        caption_prefix=options.caption_prefix,
         split=options.split,
         max_text_bytes=options.max_text_bytes,
         max_file_bytes=options.max_file_bytes,

@@ -15,7 +15,7 @@ from titan_dit.data.folders import LatentFolder
 from titan_dit.data.held_out import counted
 from titan_dit.data.indexed_file import IndexedFile, bin_of, idx_of
 from titan_dit.data.latent_facts import LatentFacts, shown
-from titan_dit.data.latents import LatentShards
+from titan_dit.data.latents import LatentShards, open_surveyed, survey
 from titan_dit.data.listing import few
 from titan_dit.data.sections import Latents
 from titan_dit.data.token_windows import PART, digest_of
@@ -134,7 +134,8 @@ def show_latents(path: Path, options: DataShowFlags) -> None:
             f"[data show] out={out} is inside the dataset {path}, where it would prevent opening "
             f"it. Choose another --out, such as --out {path.resolve().parent / out.name}."
         )
-    source = Latents(path=str(path), verify=options.verify).open()
+    section = Latents(path=str(path), verify=options.verify)
+    source = open_surveyed(section, survey(section))
     rows = rows_to_draw(source)
     num = min(options.num, len(rows))
     samples = source.read([rows[i * len(rows) // num] for i in range(num)])

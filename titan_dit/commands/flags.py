@@ -37,6 +37,7 @@ from titan_dit.config.section import (
     Workers,
     Written,
     hints_of,
+    show,
 )
 from titan_dit.data.tokenizing.chunks import Limits
 from titan_dit.models.dit_config import SIZES
@@ -233,6 +234,9 @@ class DataEncodeFlags(Flags):
     no_caption: Literal["skip", "empty"] | None = None
     """Pictures without a caption: skip leaves them out, empty keeps them. Default: they are refused
     by name, unless the pictures have labels."""
+    caption_prefix: str = ""
+    """Text in front of every caption, such as a trigger word: "sks dog, ". With --no-caption empty
+    it is the caption of pictures that have none."""
     text_encoder: FilePath | None = None
     """Folder of a text encoder of transformers, or of a pipeline; or its name on the hub: store the
     captions' embeddings, too, also for pictures that are encoded already."""
@@ -294,6 +298,14 @@ class DataEncodeFlags(Flags):
                     raise UserError(
                         f"[data encode] --{flag} without --text-encoder. Give both, or none."
                     )
+
+    def check_prefix(self) -> None:
+        """Raise UserError for a prefix of spaces."""
+        if self.caption_prefix and not self.caption_prefix.strip():
+            raise UserError(
+                f"[data encode] --caption-prefix {show(self.caption_prefix)} is blank. Give a "
+                "text, or leave it out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

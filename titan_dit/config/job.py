@@ -146,8 +146,10 @@ FREE_ON_RESUME = frozenset(
     | {"precision.loss_scale_window", "precision.loss_scale_hysteresis"}
     # The numbers behind a size are compared instead.
     | {"model.size"}
-    # The dataset is compared by its digest; its path and how it is read may change.
+    # The dataset is compared by its digest; its path and how it is read may change. The digest
+    # of several covers their repeats, weights and dropout.
     | {"data.name", "data.path", "data.paths", "data.num_workers", "data.workers", "data.verify"}
+    | {"data.datasets"}
     | {"data.tokenizer"}
     # `ValidationConfig.num_held_out` is compared instead.
     | {"validation.every", "validation.samples", "validation.path"}

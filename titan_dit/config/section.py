@@ -298,14 +298,15 @@ def show(value: object) -> str:
     return str(value)
 
 
-def paths_of(section: Section) -> Iterator[tuple[str, str, FromHome]]:
-    """Yield (field, path, rule of the path) for each path that a section names."""
+def paths_of(section: Section | Table) -> Iterator[tuple[str, str, FromHome]]:
+    """Yield (field, path, rule of the path) for each path that a section or its tables name."""
     for name, hint in hints_of(type(section)).items():
-        if rule := path_rule(hint):
-            value = getattr(section, name)
-            for path in value if isinstance(value, tuple) else (value,):
-                if path:
-                    yield name, path, rule
+        value, rule = getattr(section, name), path_rule(hint)
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, Table):
+                yield from ((f"{name} {key}", path, rule) for key, path, rule in paths_of(item))
+            elif rule and item:
+                yield name, item, rule
 
 
 def path_rule(hint: Any) -> FromHome | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fractions
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -147,10 +148,10 @@ class TrainingConfig(Section):
         """Optimizer steps of the whole run; 0 while only epochs are set, see `resolved`."""
         return self.steps or 0
 
-    def resolved(self, buckets: Iterable[tuple[int, int]]) -> TrainingConfig:
-        """Replace `epochs` by `steps`: epochs x rows / samples per step of each bucket, rounded up.
+    def resolved(self, buckets: Iterable[tuple[int | fractions.Fraction, int]]) -> TrainingConfig:
+        """Replace `epochs` by `steps`: epochs x samples of an epoch / samples per step, rounded up.
 
-        `buckets`: rows to train on and samples per step of each; one pair without buckets.
+        `buckets`: samples of an epoch and of a step of each; one pair without buckets.
         """
         if self.steps:
             return self

@@ -162,6 +162,10 @@ class Source:
         """Dtypes and shapes of the samples of one bucket."""
         return self.fields
 
+    def lines(self, order: SampleOrder) -> Iterator[str]:
+        """Console lines about what the source is made of, given the order of training."""
+        yield from ()
+
     def groups(self) -> Int64[Tensor, " n"] | None:
         """Return the group (class) of every row, to stratify validation; None without groups."""
         return None

@@ -10,6 +10,9 @@ samples are an endless stream: its rows, permuted anew in each pass, taken in or
 dropped: after any number of rounds fewer than B samples of a bucket wait, and they come first in
 the next round. A bucket of fewer than B rows repeats them within a step. N and B do not depend on
 the ranks, so neither do the samples of a step.
+
+The rows of a bucket may be of several datasets: N is then what they give to a pass together, and
+their stream that of `mixed_order`.
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
 
 from titan_dit.config.section import UserError
 from titan_dit.data.base import SampleOrder
+from titan_dit.data.mixed_order import MixedOrder, Part
 from titan_dit.data.order import (
     BatchPlan,
     EpochOrder,
@@ -52,15 +57,30 @@ class Bucket:
     """Samples of a step: B."""
     held_out: tuple[int, ...] = ()
     """Its rows held out of training, ascending, counted from `first`."""
+    parts: tuple[Part, ...] = ()
+    """Its rows by dataset; () if all are of one."""
 
     @property
     def num_training_rows(self) -> int:
-        """Rows to train on: N."""
+        """Rows to train on."""
         return self.num_rows - len(self.held_out)
+
+    @property
+    def samples(self) -> int | Fraction:
+        """Samples of a pass over the rows: N. A fraction is a mean, of datasets with weights."""
+        if not self.parts:
+            return self.num_training_rows
+        return sum(part.rate for part in self.parts)
 
     def steps_before(self, round_number: int) -> int:
         """Steps of this bucket before a round."""
-        return round_number * self.num_training_rows // self.batch_size
+        return round_number * self.samples // self.batch_size
+
+    def stream(self, seed: int) -> EpochOrder | MixedOrder:
+        """The endless stream of its rows, counted from `first`."""
+        if self.parts:
+            return MixedOrder(seed, self.parts)
+        return EpochOrder(seed, self.num_training_rows, self.held_out)
 
 
 def split_held_out(
@@ -105,10 +125,32 @@ class BucketOrder:
                 )
         return cls(seed, buckets)
 
+    @classmethod
+    def mixed(
+        cls,
+        seed: int,
+        names: Sequence[str],
+        parts: Sequence[tuple[Part, ...]],
+        batch_sizes: Sequence[int],
+    ) -> BucketOrder:
+        """The order of buckets that follow each other, given the datasets in each."""
+        buckets, first = list[Bucket](), 0
+        for name, own, batch_size in zip(names, parts, batch_sizes, strict=True):
+            held_out = tuple(part.first + row for part in own for row in part.held_out)
+            num_rows = sum(part.num_rows for part in own)
+            buckets.append(Bucket(name, first, num_rows, batch_size, held_out, own))
+            first += num_rows
+        return cls(seed, tuple(buckets))
+
+    @cached_property
+    def samples(self) -> int | Fraction:
+        """Samples of a round, of all buckets, in the mean."""
+        return sum(bucket.samples for bucket in self.buckets)
+
     @property
     def num_rows(self) -> int:
-        """Rows to train on, of all buckets: the mean number of samples of a round."""
-        return sum(bucket.num_training_rows for bucket in self.buckets)
+        """Samples of an epoch: a whole number of weights, too, which share out as many."""
+        return int(self.samples)
 
     def samples_before(self, round_number: int) -> int:
         """The cursor of the first step of a round."""
@@ -120,15 +162,18 @@ class BucketOrder:
 
     def waiting_before(self, round_number: int) -> list[int]:
         """Samples of each bucket that wait when a round begins; fewer than its `batch_size`."""
-        return [round_number * b.num_training_rows % b.batch_size for b in self.buckets]
+        return [
+            round_number * b.samples // 1 - b.steps_before(round_number) * b.batch_size
+            for b in self.buckets
+        ]
 
     def round_of(self, cursor: int) -> int:
         """The round that holds sample number `cursor`.
 
-        Round r begins at most sum(B) samples before r * num_rows, which bounds the search.
+        Round r begins at most sum(B) samples before r * sum(N), which bounds the search.
         """
-        least = cursor // self.num_rows
-        most = (cursor + sum(b.batch_size for b in self.buckets)) // self.num_rows + 1
+        least = cursor // self.samples
+        most = (cursor + sum(b.batch_size for b in self.buckets)) // self.samples + 1
         return least - 1 + bisect_right(range(least, most + 1), cursor, key=self.samples_before)
 
     def step(self, cursor: int) -> Step:
@@ -170,14 +215,10 @@ class BucketOrder:
         return found_rows
 
     @cached_property
-    def streams(self) -> tuple[EpochOrder, ...]:
+    def streams(self) -> tuple[EpochOrder | MixedOrder, ...]:
         """The endless stream of each bucket's rows, a permutation in each pass over them."""
         return tuple(
-            EpochOrder(
-                derived_seed(self.seed, f"bucket {number}"),
-                bucket.num_training_rows,
-                bucket.held_out,
-            )
+            bucket.stream(derived_seed(self.seed, f"bucket {number}"))
             for number, bucket in enumerate(self.buckets)
         )
 
@@ -214,13 +255,13 @@ class BucketPlan:
         return self.order.step(cursor)
 
 
-def rows_and_sizes(order: SampleOrder, global_batch_size: int) -> list[tuple[int, int]]:
-    """(rows to train on, samples of a step) of each bucket.
+def rows_and_sizes(order: SampleOrder, global_batch_size: int) -> list[tuple[int | Fraction, int]]:
+    """(samples of an epoch, samples of a step) of each bucket.
 
     `global_batch_size`: see `step_plan`.
     """
     if isinstance(order, BucketOrder):
-        return [(bucket.num_training_rows, bucket.batch_size) for bucket in order.buckets]
+        return [(bucket.samples, bucket.batch_size) for bucket in order.buckets]
     return [(order.num_rows, global_batch_size)]
 
 

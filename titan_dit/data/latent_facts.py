@@ -15,7 +15,16 @@ from torch import Tensor
 
 from titan_dit.config import schema
 from titan_dit.config.schema import Maybe, OrNone
-from titan_dit.config.section import Dim, Few, Finite, NonNegativeInt, PositiveInt, UserError
+from titan_dit.config.section import (
+    Dim,
+    Few,
+    Finite,
+    Fraction,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UserError,
+)
 from titan_dit.data.base import DataFacts, Field
 
 Units: TypeAlias = float | tuple[float, ...]
@@ -28,6 +37,8 @@ TEXT_DTYPES = {
     "float32": torch.float32,
 }
 """Dtypes of stored embeddings of captions."""
+CONDITION_DROPOUT = "condition_dropout"
+"""Field of a sample, float32: the dropout of its dataset; NaN for that of [objective]."""
 CHANNELS = schema.Either(Finite, tuple[Finite, ...])
 SCHEMA = {
     "count": schema.COUNT,
@@ -43,6 +54,9 @@ SCHEMA = {
     "posterior": Maybe(Literal["", "both", "mean"]),
     "bucket_shapes": Maybe(schema.Rows((PositiveInt, PositiveInt, PositiveInt))),
     "bucket_counts": Maybe(tuple[PositiveInt, ...]),
+    "repeats": Maybe(tuple[Few, ...]),
+    "weights": Maybe(tuple[PositiveFloat, ...]),
+    "condition_dropouts": Maybe(tuple[Fraction | None, ...]),
     "text_digest": Maybe(str),
     "text_source": Maybe(str),
     "text": Maybe(
@@ -139,6 +153,9 @@ class LatentFacts(DataFacts):
         "bucket_counts",
         "text_digest",
         "text_source",
+        "repeats",
+        "weights",
+        "condition_dropouts",
     }
 
     shape: tuple[int, int, int]
@@ -169,6 +186,12 @@ class LatentFacts(DataFacts):
     that a run on labels goes on when captions are added."""
     text_source: str = ""
     """Folder or name of the text encoder when the captions were encoded; "" if not known."""
+    repeats: tuple[int, ...] = ()
+    """Times that a row of each dataset comes in an epoch; empty unless there are several."""
+    weights: tuple[float, ...] = ()
+    """Share of each dataset in the samples; empty unless they have weights."""
+    condition_dropouts: tuple[float | None, ...] = ()
+    """Dropout of each dataset's conditions; None for that of [objective]."""
 
     def as_json(self) -> dict[str, Any]:
         """The fields as JSON values, as older versions have them without buckets and text."""
@@ -177,6 +200,8 @@ class LatentFacts(DataFacts):
             del values["bucket_shapes"], values["bucket_counts"]
         if self.text is None:
             del values["text"], values["text_digest"], values["text_source"]
+        if not self.repeats:
+            del values["repeats"], values["weights"], values["condition_dropouts"]
         return values
 
     @property
@@ -210,7 +235,8 @@ class LatentFacts(DataFacts):
     def fields(self, dtype: torch.dtype) -> dict[str, Field]:
         """Fields of a sample: `latent` in its stored dtype, and `label`.
 
-        With embeddings of captions also `text`, padded with zeros, and `text_length`, its tokens.
+        With embeddings of captions also `text`, padded with zeros, and `text_length`, its tokens;
+        with datasets that have one, their `CONDITION_DROPOUT`.
         """
         shape = (self.shape[0], None, None) if self.bucket_shapes else self.shape
         found = {"latent": Field(dtype, shape), "label": Field(torch.int64, ())}
@@ -218,6 +244,8 @@ class LatentFacts(DataFacts):
             size = (self.text.tokens, self.text.width)
             found["text"] = Field(TEXT_DTYPES[self.text.dtype], size)
             found["text_length"] = Field(torch.int64, ())
+        if any(dropout is not None for dropout in self.condition_dropouts):
+            found[CONDITION_DROPOUT] = Field(torch.float32, ())
         return found
 
     @classmethod
@@ -228,7 +256,8 @@ class LatentFacts(DataFacts):
         known["shape"] = tuple(known["shape"])
         known["bucket_shapes"] = tuple(map(tuple, known.get("bucket_shapes", ())))
         known["bucket_counts"] = tuple(known.get("bucket_counts", ()))
-        known["class_names"] = tuple(known.get("class_names", ()))
+        for key in ("class_names", "repeats", "weights", "condition_dropouts"):
+            known[key] = tuple(known.get(key, ()))
         for key in ("scale", "shift", "value_range"):
             if isinstance(known.get(key), list | tuple):
                 known[key] = tuple(known[key])

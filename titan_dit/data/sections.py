@@ -23,6 +23,7 @@ from titan_dit.config.section import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Table,
     UserError,
     hints_of,
     show,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from titan_dit.data.base import Source
     from titan_dit.data.folders import LatentFolder
     from titan_dit.data.latents import LatentShards
-    from titan_dit.data.listing import Listing
+    from titan_dit.data.mixed_latents import MixedLatents
     from titan_dit.data.sentence_pairs import PairSurvey, SentenceSpans
     from titan_dit.data.synthetic import SyntheticLatents
     from titan_dit.data.token_windows import TokenSurvey, TokenWindows
@@ -89,13 +90,42 @@ class DataConfig(Named):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DatasetConfig(Table):
+    """One of several datasets: its folder, how often its rows come, and its caption rule."""
+
+    path: FilePath
+    """Dataset folder; its layout is detected."""
+    repeats: Few = 1
+    """Times that each of its rows comes in an epoch."""
+    weight: PositiveFloat | None = None
+    """Its share of the samples, relative to the other weights; in place of repeats."""
+    condition_dropout: Fraction | None = None
+    """In place of [objective] condition_dropout; 1 trains on no captions or classes of it."""
+
+    def check(self) -> None:
+        """Raise UserError for repeats beside a weight."""
+        if self.weight is not None and self.repeats != 1:
+            raise UserError(
+                f"[data] datasets: {self.path} has weight={show(self.weight)} and repeats="
+                f"{self.repeats}. Keep one of them."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Latents(DataConfig):
     """Latents on disk: shards, a folder per class, or the features and labels of fast-DiT."""
 
     name = "latents"
+    replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "path": ("datasets",),
+        "datasets": ("path",),
+    }
 
-    path: FilePath
-    """Dataset folder; its layout is detected."""
+    path: FilePath = ""
+    """Dataset folder; its layout is detected. Or set datasets."""
+    datasets: tuple[DatasetConfig, ...] = ()
+    """Several datasets: [[data.datasets]] tables with path, repeats or weight, condition_dropout
+    (docs/data.md)."""
     scale: Finite | None = None
     """The model's input is (stored - shift) * scale. Unset: the manifest's, else 1."""
     shift: Finite | None = None
@@ -103,31 +133,79 @@ class Latents(DataConfig):
     verify: bool = False
     """Check all data at the start: the SHA-256 of every shard, or every file of a folder."""
 
+    def __post_init__(self) -> None:
+        """Require path or datasets, and weights for all datasets or none."""
+        super().__post_init__()
+        if bool(self.path) == bool(self.datasets):
+            given = (
+                "are both set. Keep one of them" if self.path else "are missing. Set one of them"
+            )
+            raise UserError(
+                f"[data] path and datasets {given}: --data.path FOLDER, or [[data.datasets]] "
+                "tables, each with a path."
+            )
+        without = [each.path for each in self.datasets if each.weight is None]
+        if 0 < len(without) < len(self.datasets):
+            raise UserError(
+                f"[data] datasets: {without[0]} has no weight, but others have. Give all of them "
+                "a weight, or none."
+            )
+
+    @property
+    def parts(self) -> tuple[Latents, ...]:
+        """The section of each dataset alone."""
+        return tuple(self.at(each.path) for each in self.datasets) or (self,)
+
+    def at(self, path: str) -> Latents:
+        """See `DataConfig.at`."""
+        return replace(self, path=path, datasets=())
+
     def bucket_counts(self) -> Mapping[tuple[int, ...], int]:
-        """See `DataConfig.bucket_counts`; reads the manifest."""
+        """See `DataConfig.bucket_counts`; reads the manifests.
+
+        Of several datasets the samples of an epoch, without regard to held-out rows.
+        """
         from titan_dit.data.manifest import MANIFEST, read_manifest
+        from titan_dit.data.mixed_order import rates
 
-        path = Path(self.path)
-        if not (path / MANIFEST).is_file():
+        folders = [Path(part.path) for part in self.parts]
+        if not all((folder / MANIFEST).is_file() for folder in folders):
             return {}
-        found = read_manifest(path)["buckets"]
-        return {bucket["shape"]: bucket["count"] for bucket in found} if len(found) > 1 else {}
+        found = [read_manifest(folder)["buckets"] for folder in folders]
+        if not self.datasets:
+            counts = {bucket["shape"]: bucket["count"] for bucket in found[0]}
+        else:
+            totals = [sum(bucket["count"] for bucket in buckets) for buckets in found]
+            counts = dict[tuple[int, ...], Any]()
+            for buckets, rate in zip(found, rates(self.datasets, totals), strict=True):
+                for bucket in buckets:
+                    shape = bucket["shape"]
+                    counts[shape] = counts.get(shape, 0) + bucket["count"] * rate
+            counts = {shape: max(1, round(count)) for shape, count in counts.items()}
+        return counts if len(counts) > 1 else {}
 
-    def open(self) -> LatentShards | LatentFolder:
+    def open(self) -> LatentShards | LatentFolder | MixedLatents:
         """Open the shards, or list the files."""
         return self.open_surveyed(self.survey())
 
-    def survey(self) -> Listing | None:
-        """See `latents.survey`."""
+    def survey(self) -> Any:
+        """See `latents.survey`; a tuple of several datasets."""
         from titan_dit.data import latents
 
+        if self.datasets:
+            return tuple(map(latents.survey, self.parts))
         return latents.survey(self)
 
-    def open_surveyed(self, survey: Listing | None) -> LatentShards | LatentFolder:
+    def open_surveyed(self, survey: Any) -> LatentShards | LatentFolder | MixedLatents:
         """Open the listed files, or the shards; `verify` reads and checks all data."""
-        from titan_dit.data import latents
+        from titan_dit.data import latents, mixed_latents
 
-        return latents.open_surveyed(self, survey)
+        if not self.datasets:
+            return latents.open_surveyed(self, survey)
+        return mixed_latents.mixed(
+            [latents.open_surveyed(*pair) for pair in zip(self.parts, survey, strict=True)],
+            self.datasets,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

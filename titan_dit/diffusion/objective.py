@@ -17,7 +17,7 @@ from torch import Tensor
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import GenerationConfig, SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
-from titan_dit.data.latent_facts import LatentFacts, TextFacts, shown
+from titan_dit.data.latent_facts import CONDITION_DROPOUT, LatentFacts, TextFacts, shown
 from titan_dit.data.listing import few
 from titan_dit.diffusion.base import (
     CaptionedModel,
@@ -367,11 +367,16 @@ class Diffusion(Objective, ABC):
         self.static(batch.weight.device)
         clean = own.clean_tokens(batch.fields, rng)
         # The name of the draws as it always was: runs go on with the same ones.
-        dropped = rng.uniform("label_dropout") < self.config.condition_dropout
+        dropped = rng.uniform("label_dropout") < self.condition_dropout(batch.fields)
         null = self.condition.null(len(clean), clean.device)
         given = without(self.condition.given(batch.fields), null, dropped)
         noise = rng.normal("noise", tuple(clean.shape[1:]))
         return own.corrupted(batch, clean, own.timesteps_of(rng), noise, given)
+
+    def condition_dropout(self, fields: Fields) -> float | Float[Tensor, " b"]:
+        """The probability that a sample loses its condition: its dataset's, else the run's."""
+        rate, own = self.config.condition_dropout, fields.get(CONDITION_DROPOUT)
+        return rate if own is None else own.nan_to_num(nan=rate)
 
     def corrupted(
         self,

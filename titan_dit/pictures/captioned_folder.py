@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_dit.config import user_text
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, show
 from titan_dit.config.user_text import BadTextError
 from titan_dit.data.files import read_whole, stamp_of
 from titan_dit.data.listing import IMAGE_SUFFIXES, few, is_folder, kind_of, natural, suffix_of
 from titan_dit.data.manifest import CLAIM, MANIFEST
 from titan_dit.pictures.picture_set import (
+    Caption,
     ListingOptions,
     PictureSet,
     Stamp,
@@ -169,6 +170,27 @@ def beside(files: FolderFiles, used: set[str]) -> Sequence[tuple[str, str]]:
 def reason_of(name: str) -> str:
     """Why a file is not read."""
     return (kind_of(name.rpartition("/")[2]) or "not a picture").partition(":")[0]
+
+
+def with_prefix(pictures: PictureSet, asked: ListingOptions) -> PictureSet:
+    """Put the prefix in front of every caption. Raises UserError if there are none."""
+    prefix = asked.caption_prefix
+    if not prefix:
+        return pictures
+    alone = prefix.rstrip(" ,") if asked.no_caption == "empty" else ""
+
+    def prefixed(text: Caption) -> Caption:
+        if is_empty(text):
+            return alone
+        return prefix + text if isinstance(text, str) else tuple(prefix + one for one in text)
+
+    texts = [prefixed(text) for text in pictures.texts or [""] * len(pictures)]
+    if not any(texts):
+        raise UserError(
+            f"[data encode] --caption-prefix {show(prefix)}: the pictures have no captions. To "
+            "give all of them the prefix alone, add --no-caption empty."
+        )
+    return replace(pictures, texts=texts)
 
 
 def apply_caption_rule(pictures: PictureSet, asked: ListingOptions) -> PictureSet:

@@ -54,6 +54,9 @@ class ListingOptions:
     no_caption: Literal["skip", "empty"] | None = None
     """What `data encode` does with pictures without a caption: leave them out, or keep them. None:
     refuse them if captions are all that the pictures have."""
+    caption_prefix: str = ""
+    """Text in front of every caption, such as a trigger word. It stands alone where `no_caption`
+    keeps a picture without a caption."""
     max_rows: int | None = None
     """Maximum rows of parquet files. None: MAX_ROWS, or one row per BYTES_PER_ROW bytes if more."""
 

@@ -31,7 +31,12 @@ from titan_dit.data.listing import (
     list_folder,
 )
 from titan_dit.data.tar_members import BoundedMember, refuse_sparse
-from titan_dit.pictures.captioned_folder import apply_caption_rule, files_of, open_captioned
+from titan_dit.pictures.captioned_folder import (
+    apply_caption_rule,
+    files_of,
+    open_captioned,
+    with_prefix,
+)
 from titan_dit.pictures.library import parquet
 from titan_dit.pictures.picture_set import (
     BYTES_PER_ROW,
@@ -639,7 +644,7 @@ def open_input(path: Path, asked: ListingOptions) -> PictureSet:
     In a folder the first of these is read: a metadata file; parquet or tar files in it or below;
     pictures with captions beside them; a folder per class.
     """
-    return apply_caption_rule(open_any(path, asked), asked)
+    return with_prefix(apply_caption_rule(open_any(path, asked), asked), asked)
 
 
 def open_any(path: Path, asked: ListingOptions) -> PictureSet:

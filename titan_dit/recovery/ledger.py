@@ -56,11 +56,12 @@ class Ledger:
         )
 
     def as_json(self, cursor: int, num_rows: int) -> dict[str, Any]:
-        """Serialise for a checkpoint's record; `num_rows`, the rows per epoch, give the epoch."""
+        """Serialise for a checkpoint's record; `num_rows`: samples of an epoch."""
         out = count(self.skipped_ranges, below=cursor) + count(self.untrained_ranges)
         return {
             "samples": cursor,
             "epoch": cursor // num_rows,
+            "samples_per_epoch": num_rows,
             "trained": cursor - out,
             "skipped": [list(vars(entry).values()) for entry in self.skipped],
             "untrained": [list(vars(entry).values()) for entry in self.untrained],

@@ -451,7 +451,7 @@ class Progress:
             )
 
     def as_record(self, num_rows: int) -> dict[str, Any]:
-        """The keys that `of` reads; `num_rows`, the rows per epoch, give the epoch."""
+        """The keys that `of` reads; `num_rows`: samples of an epoch."""
         buckets = {"samples_per_step": list(self.samples_per_step)}
         return (buckets if self.samples_per_step else {}) | {
             "step": self.step,

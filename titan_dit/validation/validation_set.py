@@ -21,6 +21,7 @@ from titan_dit.config.training import ValidationConfig
 from titan_dit.data import loader
 from titan_dit.data.base import Field, Source
 from titan_dit.data.held_out import held_out_rows
+from titan_dit.data.latent_facts import CONDITION_DROPOUT
 from titan_dit.data.sections import DataConfig
 from titan_dit.execution import Executor
 from titan_dit.objectives.base import DataShare, Objective, Prepared
@@ -41,13 +42,14 @@ def check_overlap(
 
     The training data is read once, split over the ranks.
     """
-    theirs = list(digests(validation, rows))
+    names = shared_fields(validation, training)
+    theirs = list(digests(validation, rows, names))
     wanted = set(theirs)
     mine = range(world.rank, len(training), world.size)
     what = f"[validation] {path} compared with [data]"
     progress = ProgressLine(len(mine), "rows", what=what)
     found: set[bytes] = set()
-    for digest in digests(training, mine):
+    for digest in digests(training, mine, names):
         if digest in wanted:
             found.add(digest)
         progress.add(1)
@@ -62,11 +64,24 @@ def check_overlap(
         )
 
 
-def digests(source: Source, rows: Sequence[int]) -> Iterator[bytes]:
-    """Yield a digest of every row, over the bytes of all fields."""
+def shared_fields(source: Source, other: Source) -> list[str]:
+    """The fields that equal samples have equal in both; text may be padded to other lengths."""
+    names = sorted(source.fields.keys() & other.fields.keys())
+    return [name for name in names if fits(source.fields[name], other.fields[name])]
+
+
+def fits(field: Field, other: Field) -> bool:
+    """True if two fields have the same dtype and shape, where neither size differs by sample."""
+    sizes = zip(field.shape, other.shape, strict=False)
+    alike = all(size == its or None in (size, its) for size, its in sizes)
+    return alike and (field.dtype, len(field.shape)) == (other.dtype, len(other.shape))
+
+
+def digests(source: Source, rows: Sequence[int], names: Sequence[str]) -> Iterator[bytes]:
+    """Yield a digest of every row, over the bytes of these fields."""
     for part in parts_of(source, rows):
         # View as bytes: numpy has no bfloat16.
-        whole = [part[name].contiguous().view(len(part[name]), -1) for name in sorted(part)]
+        whole = [part[name].contiguous().view(len(part[name]), -1) for name in names]
         arrays = [tensor.view(torch.uint8).numpy() for tensor in whole]
         for row in range(len(arrays[0])):
             sha = hashlib.blake2b(digest_size=16)
@@ -149,7 +164,7 @@ def open_set(
 def check_alike(where: str, other: Source, source: Source) -> None:
     """Raise UserError unless fields, units and classes equal the training data's.
 
-    Of data in buckets some buckets are enough.
+    Of data in buckets some buckets are enough, and its captions may be shorter.
     """
     ours, its = fields_by_bucket(source), fields_by_bucket(other)
     several = len(ours) > 1
@@ -160,19 +175,39 @@ def check_alike(where: str, other: Source, source: Source) -> None:
         )
     for name, fields in its.items():
         wanted = ours[name] if several else source.fields
-        if dict(fields) != dict(wanted):
+        if not fits_all(fields, wanted):
             raise UserError(
                 f"{where} holds {spelled(fields)}, but [data] holds {spelled(wanted)}. Give a "
                 "dataset of the same kind."
             )
     of_buckets = {"shape", "bucket_shapes"} if several else set[str]()
-    theirs, known = other.facts.as_json(), source.facts.as_json()
+    theirs, known = (without_length(each.facts.as_json()) for each in (other, source))
     for key in sorted(theirs.keys() - source.facts.differing - of_buckets):
         if theirs[key] != known.get(key):
             raise UserError(
                 f"{where} has {key}={show(theirs[key])}, but [data] has {key}="
                 f"{show(known.get(key))}. Give a dataset of the same kind."
             )
+
+
+def fits_all(fields: Mapping[str, Field], wanted: Mapping[str, Field]) -> bool:
+    """True if samples have the fields wanted; text may be shorter.
+
+    The dropout of a dataset is for training alone.
+    """
+    wanted = {name: field for name, field in wanted.items() if name != CONDITION_DROPOUT}
+    text, other = fields.get("text"), wanted.get("text")
+    if text and other and (text.shape[0] or 0) <= (other.shape[0] or 0):
+        fields = {**fields, "text": Field(text.dtype, (other.shape[0], *text.shape[1:]))}
+    return dict(fields) == wanted
+
+
+def without_length(facts: dict[str, Any]) -> dict[str, Any]:
+    """Facts of a dataset without what depends on its captions' lengths and its empty prompt."""
+    if not isinstance(text := facts.get("text"), dict):
+        return facts
+    kept = {key: value for key, value in text.items() if key not in ("tokens", "null")}
+    return facts | {"text": kept}
 
 
 def fields_by_bucket(source: Source) -> dict[str, Mapping[str, Field]]:

@@ -1,0 +1,367 @@
+"""Several datasets of latents as one: [[data.datasets]].
+
+Rows are numbered bucket by bucket, and within a bucket dataset by dataset. So a bucket holds the
+rows of its shape of all datasets, and each of these runs of rows is a group of its own: rows are
+held out for validation from every bucket of every dataset.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+from torch.nn import functional
+
+from titan_dit.config.section import UserError, show
+from titan_dit.data.base import Field, SampleOrder, Source
+from titan_dit.data.buckets import BucketOrder, split_held_out
+from titan_dit.data.folders import LatentFolder
+from titan_dit.data.latent_facts import CONDITION_DROPOUT, LatentFacts
+from titan_dit.data.latents import LatentShards
+from titan_dit.data.manifest import digest_of
+from titan_dit.data.mixed_order import MixedOrder, Part, rates
+from titan_dit.data.sections import DatasetConfig
+
+ALIKE = ("posterior", "scale", "shift", "value_range", "vae")
+"""Facts that all datasets share: the network's input has one meaning."""
+TEXT_ALIKE = ("kind", "digest", "tokenizer", "layer", "template", "width", "dtype")
+"""Facts of the text encoder that all datasets share."""
+Latent = LatentShards | LatentFolder
+
+
+def mixed(sources: Sequence[Latent], datasets: Sequence[DatasetConfig]) -> Latent | MixedLatents:
+    """The datasets as one; a single one that changes nothing as it is.
+
+    Raises UserError for datasets that do not fit each other; the message names two folders.
+    """
+    if len(datasets) == 1 and datasets[0] == DatasetConfig(path=datasets[0].path):
+        return sources[0]
+    for number in range(1, len(sources)):
+        for earlier in range(number):
+            check_alike(sources, datasets, earlier, number)
+    return MixedLatents(sources, datasets)
+
+
+def check_alike(
+    sources: Sequence[Latent], datasets: Sequence[DatasetConfig], first: int, other: int
+) -> None:
+    """Raise UserError for two datasets that do not fit each other."""
+    ours, theirs = sources[first].facts, sources[other].facts
+    where, there = f"[data] datasets: {datasets[first].path}", datasets[other].path
+    if ours.digest == theirs.digest:
+        raise UserError(
+            f"{where} and {there} hold the same data. Name it once, with repeats or a weight."
+        )
+    if ours.shape[0] != theirs.shape[0]:
+        raise UserError(
+            f"{where} holds latents of {ours.shape[0]} channels, {there} of {theirs.shape[0]}. "
+            "Encode both by the same autoencoder."
+        )
+    for key in ALIKE:
+        values = getattr(ours, key), getattr(theirs, key)
+        if values[0] != values[1]:
+            shown = [str(value) if key == "vae" else show(value) for value in values]
+            raise UserError(
+                f"{where} has {key}={shown[0]}, but {there} has {key}={shown[1]}. A network's "
+                "latents have one meaning: encode both alike."
+            )
+    for key in TEXT_ALIKE if ours.text and theirs.text else ():
+        values = getattr(ours.text, key), getattr(theirs.text, key)
+        if values[0] != values[1]:
+            raise UserError(
+                f"{where} has captions by a text encoder with {key}={show(values[0])}, but {there} "
+                f"with {key}={show(values[1])}. Encode both by the same one."
+            )
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring rows of one dataset in one bucket."""
+
+    bucket: int
+    dataset: int
+    first: int
+    """Its first row."""
+    count: int
+    first_there: int
+    """Its first row in the dataset."""
+
+
+def runs_of(sources: Sequence[Latent]) -> tuple[list[tuple[int, int, int]], list[Run]]:
+    """(shape of each bucket, in the order in which the datasets have them; their rows)."""
+    there = [
+        (number, source.bucket_fields(bucket)["latent"].shape, rows)
+        for number, source in enumerate(sources)
+        for bucket, rows in enumerate(source.bucket_rows)
+    ]
+    shapes: dict[Any, None] = dict.fromkeys(shape for _, shape, _ in there)
+    runs, first = list[Run](), 0
+    for bucket, shape in enumerate(shapes):
+        for dataset, its_shape, rows in there:
+            if its_shape == shape:
+                runs.append(Run(bucket, dataset, first, len(rows), rows.start))
+                first += len(rows)
+    return list(shapes), runs
+
+
+def facts_of(
+    sources: Sequence[Latent],
+    datasets: Sequence[DatasetConfig],
+    shapes: Sequence[tuple[int, int, int]],
+    runs: Sequence[Run],
+) -> LatentFacts:
+    """The facts of all datasets together. Raises UserError for captions or classes of some only."""
+    each = [source.facts for source in sources]
+    texts = [facts.text for facts in each if facts.text]
+    for facts, dataset in zip(each, datasets, strict=True):
+        if texts and not facts.text and dataset.condition_dropout != 1:
+            raise UserError(
+                f"[data] datasets: {dataset.path} holds no embeddings of captions, but others do. "
+                "Encode them by `data encode --text-encoder`, or train it on the empty prompt: "
+                "condition_dropout = 1."
+            )
+    classes = {(facts.num_classes, facts.class_names) for facts in each}
+    if len(classes) > 1 and not texts:
+        names = [
+            f"{dataset.path} {facts.about}" for facts, dataset in zip(each, datasets, strict=True)
+        ]
+        raise UserError(
+            f"[data] datasets: {', '.join(names)}. Labels must mean the same in all: give them the "
+            "same classes, by --num-classes and --classes of `data encode` or `data pack`."
+        )
+    counts = [0] * len(shapes)
+    for run in runs:
+        counts[run.bucket] += run.count
+    several = len(shapes) > 1
+    rules = [(d.repeats, d.weight, d.condition_dropout) for d in datasets]
+    has_text = [facts for facts in each if facts.text]
+    return replace(
+        each[0],
+        count=sum(counts),
+        digest=digest_of([*(facts.digest for facts in each), json.dumps(rules)]),
+        shape=max(shapes, key=math.prod),
+        # Other classes have other meanings: beside captions they are left out.
+        num_classes=each[0].num_classes if len(classes) == 1 else 1,
+        class_names=each[0].class_names if len(classes) == 1 else (),
+        bucket_shapes=tuple(shapes) if several else (),
+        bucket_counts=tuple(counts) if several else (),
+        text=replace(texts[0], tokens=max(text.tokens for text in texts)) if texts else None,
+        text_digest=digest_of([facts.text_digest for facts in each]) if texts else "",
+        text_source=has_text[0].text_source if texts else "",
+        repeats=tuple(dataset.repeats for dataset in datasets),
+        weights=tuple(d.weight for d in datasets if d.weight is not None),
+        condition_dropouts=tuple(dataset.condition_dropout for dataset in datasets),
+    )
+
+
+class MixedLatents(Source):
+    """Random access to the rows of several datasets."""
+
+    keeps_groups = True
+
+    def __init__(self, sources: Sequence[Latent], datasets: Sequence[DatasetConfig]) -> None:
+        self.sources, self.datasets = tuple(sources), tuple(datasets)
+        self.shapes, self.runs = runs_of(sources)
+        self.facts: LatentFacts = facts_of(sources, datasets, self.shapes, self.runs)
+        dtypes = [source.fields["latent"].dtype for source in sources]
+        # Exact: a wider dtype holds all values.
+        self.fields = self.facts.fields(reduce(torch.promote_types, dtypes))
+        classes = {(source.facts.num_classes, source.facts.class_names) for source in sources}
+        self._has_labels = len(classes) == 1
+        self._ends = np.array([run.first + run.count for run in self.runs])
+        self._firsts = np.array([run.first for run in self.runs])
+        self._firsts_there = np.array([run.first_there for run in self.runs])
+        self._datasets = np.array([run.dataset for run in self.runs])
+
+    @property
+    def copies(self) -> int:  # type: ignore[override]
+        """See `Source.copies`. Raises UserError if the datasets differ in it."""
+        pairs = zip(self.sources, self.datasets, strict=True)
+        known = {source.copies: dataset.path for source, dataset in pairs}
+        if len(known) > 1:
+            raise UserError(
+                f"[validation] samples: {known[2]} holds mirror images (--flip true), which are "
+                f"held out with their pictures, but {known[1]} holds none. Set [validation] path, "
+                "or encode both alike."
+            )
+        return self.sources[0].copies
+
+    @property
+    def bucket_rows(self) -> Sequence[range]:
+        """See `Source.bucket_rows`."""
+        runs = [[run for run in self.runs if run.bucket == b] for b in range(len(self.shapes))]
+        return [range(own[0].first, own[-1].first + own[-1].count) for own in runs]
+
+    @property
+    def bucket_names(self) -> Sequence[str]:
+        """See `Source.bucket_names`."""
+        return ["x".join(map(str, shape)) for shape in self.shapes]
+
+    def bucket_fields(self, bucket: int) -> Mapping[str, Field]:
+        """See `Source.bucket_fields`."""
+        return {**self.fields, "latent": Field(self.fields["latent"].dtype, self.shapes[bucket])}
+
+    def groups(self) -> Int64[Tensor, " n"]:
+        """The run of every row."""
+        return torch.cat(list(self.group_parts()))
+
+    def group_parts(self) -> Iterator[Int64[Tensor, " n"]]:
+        """See `Source.group_parts`."""
+        for number, run in enumerate(self.runs):
+            yield from torch.split(torch.full((run.count,), number), 1 << 20)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Read one sample."""
+        return {name: value[0] for name, value in self.read([index]).items()}
+
+    def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        """See `Source.read`. Raises ValueError for rows of several buckets."""
+        self.check_bucket(rows)
+        return self.joined(rows, lambda source, there, _: source.read(there))
+
+    def read_numbered(self, rows: Sequence[int], numbers: Sequence[int]) -> dict[str, Tensor]:
+        """See `Source.read_numbered`. Raises ValueError for rows of several buckets."""
+        self.check_bucket(rows)
+        return self.joined(
+            rows,
+            lambda source, there, places: source.read_numbered(
+                there, [numbers[place] for place in places]
+            ),
+        )
+
+    def read_fields(self, names: Sequence[str], rows: Sequence[int]) -> dict[str, Tensor]:
+        """See `Source.read_fields`; rows of several buckets have captions, too."""
+
+        def read(source: Latent, there: list[int], _: object) -> dict[str, Tensor]:
+            stored = [name for name in names if name in source.fields]
+            return source.read_fields(stored, there) if stored else {}
+
+        found = self.joined(rows, read)
+        return {name: found[name] for name in names}
+
+    def captions(self, rows: Sequence[int]) -> list[str]:
+        """See `Source.captions`; "" for rows of a dataset that is trained without captions."""
+        found = [""] * len(rows)
+        for dataset, there, places in self.split(rows):
+            source = self.sources[dataset]
+            texts = source.captions(there) if source.facts.text else [""] * len(there)
+            if not texts:
+                return []
+            for place, text in zip(places, texts, strict=True):
+                found[place] = text
+        return found
+
+    def order(
+        self,
+        seed: int,
+        held_out: tuple[int, ...],
+        data_order: str,
+        batch_sizes: Sequence[int] = (),
+    ) -> SampleOrder:
+        """The order of training; of several buckets, steps of one bucket each."""
+        outs = split_held_out(held_out, self._firsts.tolist(), [run.count for run in self.runs])
+        trained = [0] * len(self.sources)
+        for run, out in zip(self.runs, outs, strict=True):
+            trained[run.dataset] += run.count - len(out)
+            if run.count == len(out):
+                raise UserError(
+                    f"[validation] samples={len(held_out)} holds out all {run.count} rows of "
+                    f"{self.datasets[run.dataset].path} in a bucket, so none remain for training. "
+                    "Set fewer."
+                )
+        of_row, parts = rates(self.datasets, trained), [list[Part]() for _ in self.shapes]
+        firsts = [rows.start for rows in self.bucket_rows]
+        for run, out in zip(self.runs, outs, strict=True):
+            rate = of_row[run.dataset] * (run.count - len(out))
+            parts[run.bucket].append(Part(run.first - firsts[run.bucket], run.count, rate, out))
+        if len(parts) == 1:
+            return MixedOrder(seed, tuple(parts[0]))
+        return BucketOrder.mixed(seed, self.bucket_names, list(map(tuple, parts)), batch_sizes)
+
+    def lines(self, order: SampleOrder) -> Iterator[str]:
+        """See `Source.lines`: a line for each dataset."""
+        if isinstance(order, BucketOrder):
+            parts = [part for bucket in order.buckets for part in bucket.parts]
+        else:
+            assert isinstance(order, MixedOrder)
+            parts = list(order.parts)
+        for number, (source, dataset) in enumerate(zip(self.sources, self.datasets, strict=True)):
+            own = zip(self.runs, parts, strict=True)
+            samples = sum(part.rate for run, part in own if run.dataset == number)
+            often = f"{dataset.repeats} times an epoch"
+            if dataset.weight is not None:
+                often = f"weight {dataset.weight:g}"
+            dropout, rule = dataset.condition_dropout, ""
+            if dropout is not None:
+                rule = f", condition_dropout {dropout:g}"
+            yield (
+                f"dataset {dataset.path}: {len(source):,} rows, {often}: "
+                f"{float(samples / order.num_rows):.1%} of the samples{rule}"
+            )
+
+    def split(self, rows: Sequence[int]) -> Iterator[tuple[int, list[int], list[int]]]:
+        """Yield (dataset, rows in it, places among `rows`) of each dataset that has some."""
+        at = np.asarray(rows, dtype=np.int64)
+        outside = at[(at < 0) | (at >= len(self))]
+        if len(outside):
+            raise IndexError(f"sample {outside[0]} of {len(self)}")
+        runs = np.searchsorted(self._ends, at, side="right")
+        there = at - self._firsts[runs] + self._firsts_there[runs]
+        datasets = self._datasets[runs]
+        for dataset in np.unique(datasets).tolist():
+            places = np.flatnonzero(datasets == dataset)
+            yield dataset, there[places].tolist(), places.tolist()
+
+    def check_bucket(self, rows: Sequence[int]) -> None:
+        """Raise ValueError for rows of several buckets: they have no common shape."""
+        runs = np.searchsorted(self._ends, np.asarray(rows, dtype=np.int64), side="right")
+        buckets = {self.runs[run].bucket for run in set(runs.tolist()) if run < len(self.runs)}
+        if len(buckets) > 1:
+            raise ValueError(f"rows of {len(buckets)} buckets have no common shape")
+
+    def joined(
+        self,
+        rows: Sequence[int],
+        read: Callable[[Latent, list[int], list[int]], dict[str, Tensor]],
+    ) -> dict[str, Tensor]:
+        """The fields of rows of any datasets; `read`: (dataset, its rows, their places) -> fields.
+
+        A field that `read` leaves out is added only if the dataset does not have it.
+        """
+        found: dict[str, Tensor] = {}
+        for dataset, there, places in self.split(rows):
+            own = self.completed(dataset, read(self.sources[dataset], there, places), len(there))
+            if len(there) == len(rows):
+                return own
+            for name, value in own.items():
+                if name not in found:
+                    found[name] = value.new_empty(len(rows), *value.shape[1:])
+                found[name][torch.tensor(places)] = value
+        return found
+
+    def completed(self, dataset: int, own: dict[str, Tensor], num: int) -> dict[str, Tensor]:
+        """The fields of `num` rows of one dataset, in the form of all datasets' fields."""
+        if "latent" in own:
+            own["latent"] = own["latent"].to(self.fields["latent"].dtype)
+        if "label" in own and not self._has_labels:
+            own["label"] = torch.zeros_like(own["label"])
+        if self.facts.text:
+            if not self.sources[dataset].facts.text:
+                null = self.facts.text.null_embedding.to(self.fields["text"].dtype)
+                own["text"] = null.expand(num, -1, -1)
+                own["text_length"] = torch.full((num,), len(null))
+            if "text" in own:
+                missing = self.facts.text.tokens - own["text"].shape[1]
+                own["text"] = functional.pad(own["text"], (0, 0, 0, missing))
+        if CONDITION_DROPOUT in self.fields:
+            dropout = self.datasets[dataset].condition_dropout
+            own[CONDITION_DROPOUT] = torch.full((num,), math.nan if dropout is None else dropout)
+        return own
