@@ -1,5 +1,6 @@
 """Class labels and captions: what a network is given, and what in its place without it."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +51,22 @@ def test_the_null_of_captions_is_the_embedding_of_the_empty_prompt():
     assert torch.equal(null["text"][2, :2], EMPTY)
     assert EMPTY.abs().sum() > 0
     assert not null["text"][:, 2:].any()
+
+
+def test_a_dataset_may_have_a_dropout_of_its_own():
+    """NaN stands for that of [objective]; 0 drops none, 1 all."""
+    batch = fields_of(range(1, 61))
+    own = torch.tensor([0.0, 1.0, math.nan]).repeat(20)
+    objective = CONFIG.objective.build(CONFIG.model, SOURCE.facts)
+    rng = SampleRNG(0, batch.sample_numbers)
+    plain = objective.prepare(batch, rng).inputs["text_length"]
+    fields = {**batch.fields, "condition_dropout": own}
+    found = objective.prepare(replace(batch, fields=fields), rng).inputs["text_length"]
+    stored = batch.fields["text_length"]
+    assert torch.equal(found[0::3], stored[0::3])
+    assert (found[1::3] == len(EMPTY)).all()
+    assert torch.equal(found[2::3], plain[2::3])
+    assert not torch.equal(found[2::3], stored[2::3])
 
 
 def test_whole_rows_are_dropped_and_joined():

@@ -86,6 +86,30 @@ def test_pictures_without_a_caption_are_refused_by_name(tmp_path):
     assert listed(bare, no_caption="empty").num_classes == 1
 
 
+def test_a_prefix_stands_in_front_of_every_caption_and_for_a_missing_one(tmp_path):
+    root = make(tmp_path / "in", {"1.png": "one", "2.png": None, "3.png": "three"})
+    rows = [{"file_name": f"{n}.png"} for n in range(1, 4)]
+    rows[0]["text"], rows[2]["text"] = ["a one", "1"], "three"
+    prefix = "sks, "
+    skipped = listed(root, caption_prefix=prefix, no_caption="skip")
+    assert list(skipped.texts) == ["sks, one", "", "sks, three"]
+    assert skipped.left_out == {1: "no caption"}
+    empty = listed(root, caption_prefix=prefix, no_caption="empty")
+    assert list(empty.texts) == ["sks, one", "sks", "sks, three"]
+    assert list(listed(root, no_caption="empty").texts) == ["one", "", "three"]
+    (root / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawn = listed(root, caption_prefix=prefix, no_caption="empty")
+    assert list(drawn.texts) == [("sks, a one", "sks, 1"), "sks", "sks, three"]
+
+    classes = make(tmp_path / "classes", {"cat/1.png": None, "dog/1.png": None})
+    assert said_of(classes, caption_prefix=prefix) == (
+        '[data encode] --caption-prefix "sks, ": the pictures have no captions. To give all of '
+        "them the prefix alone, add --no-caption empty."
+    )
+    alone = listed(classes, caption_prefix=prefix, no_caption="empty")
+    assert list(alone.texts) == ["sks", "sks"]
+
+
 def test_captions_of_a_table_may_be_missing_beside_labels_only(tmp_path):
     root = make(tmp_path / "in", {"1.png": None, "2.png": None})
 
