@@ -37,7 +37,7 @@ def test_the_page_works_as_written_and_pictures_show_what_was_asked_for(tmp_path
     pytest.importorskip("sklearn")
     page = (ROOT / "docs" / "text-to-image.md").read_text()
     commands = "".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL)).splitlines()
-    assert len(commands) == 10
+    assert len(commands) == 14
     seconds = {}
     for command in commands:
         done, used = measured(words_of(command), tmp_path, timeout=1800)

@@ -6,6 +6,7 @@ import pickle
 import random
 from collections import Counter
 from fractions import Fraction
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -160,17 +161,18 @@ def test_repeats_and_weights_reach_the_order_and_the_epoch(pair):
     assert of_other / len(rows) == pytest.approx(1 / 4, abs=0.002)
 
 
-def test_all_ranks_take_the_samples_of_one_step(pair):
+def test_all_ranks_take_the_samples_of_one_step(pair, monkeypatch):
     """A share is a part of the step's numbers: the rows do not depend on the ranks."""
-    source = opened((pair[0], {"weight": 3}), (pair[1], {"weight": 1}))
-    order = source.order(5, (), "feistel", [4, 6, 5])
-    plan = BucketPlan(order)
-    whole = RankOrder(plan, order, 0, 1).batches(0)
-    halves = [RankOrder(plan, order, rank, 2).batches(0) for rank in range(2)]
-    for _ in range(30):
-        wanted = next(whole)
-        found = dict(pair for half in halves for pair in next(half))
-        assert found == dict(wanted)
+
+    def share(rank, ranks):
+        monkeypatch.setenv("RANK", str(rank))
+        source = opened((pair[0], {"weight": 3}), (pair[1], {"weight": 1}))
+        order = source.order(5, (), "feistel", [4, 6, 5])
+        return list(islice(RankOrder(BucketPlan(order), order, rank, ranks).batches(0), 30))
+
+    whole, *halves = share(0, 1), share(0, 2), share(1, 2)
+    for wanted, *parts in zip(whole, *halves, strict=True):
+        assert dict(pair for part in parts for pair in part) == dict(wanted)
 
 
 # ---- The rows ----
