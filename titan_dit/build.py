@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,7 @@ from titan_dit.data.base import Batch
 from titan_dit.execution import (
     BucketedExecutor,
     Executor,
+    InputShapes,
     LocalExecutor,
     SlicedExecutor,
     TokenDims,
@@ -253,7 +254,18 @@ def run_executor(
         shapes: executor_of(each, objective, mesh, parts, device, links)
         for shapes, each in by_shapes.items()
     }
-    return BucketedExecutor(found) if plan.buckets else next(iter(found.values()))
+    if not plan.buckets:
+        return next(iter(found.values()))
+    drawn = {shapes_of_spec(spec): spec for spec in objective.drawn_specs()}
+
+    def make(shapes: InputShapes) -> Executor | None:
+        """The executor for inputs that are drawn with, when they first come."""
+        if shapes not in drawn:
+            return None
+        own = replace(plan, spec=drawn[shapes], buckets=())
+        return executor_of(own, objective, mesh, parts, device, links)
+
+    return BucketedExecutor(found, make)
 
 
 def links_of(plan: RunPlan, mesh: Mesh, device: torch.device) -> Links | None:
@@ -265,7 +277,8 @@ def links_of(plan: RunPlan, mesh: Mesh, device: torch.device) -> Links | None:
     from titan_dit.pipeline.transports.choice import open_transport
     from titan_dit.pipeline.transports.shared_memory import Layout
 
-    streams = [shapes_of(each).stream for each in plan.each_bucket]
+    # With the largest shape: pictures may be drawn with longer captions than are trained on.
+    streams = [shapes_of(each).stream for each in (plan, *plan.buckets)]
     largest = max(streams, key=lambda stream: Layout(stream).num_bytes)
     pipeline = plan.pipeline
     transport, line = open_transport(

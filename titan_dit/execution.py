@@ -151,16 +151,26 @@ InputShapes: TypeAlias = frozenset[tuple[str, tuple[int, ...]]]
 class BucketedExecutor(Executor):
     """Executors of several buckets, all over the same parts of the model; inputs choose one."""
 
-    def __init__(self, by_shapes: Mapping[InputShapes, Executor]) -> None:
-        """`by_shapes`: shapes of the inputs -> the executor of such buckets."""
-        self.by_shapes = by_shapes
+    def __init__(
+        self,
+        by_shapes: Mapping[InputShapes, Executor],
+        make: Callable[[InputShapes], Executor | None] = lambda shapes: None,
+    ) -> None:
+        """`by_shapes`: shapes of the inputs -> the executor of such buckets.
+
+        `make`: that of other shapes, which are drawn with; None if they are unknown.
+        """
+        self.by_shapes, self.make = dict(by_shapes), make
         notes = (note for each in by_shapes.values() for note in each.notes)
         self.notes = list(dict.fromkeys(notes))
 
     def for_inputs(self, inputs: Tensors) -> Executor:
         """See `Executor.for_inputs`. Raises UserError for inputs of no bucket."""
         shapes = {name: tuple(value.shape[1:]) for name, value in inputs.items()}
-        if found := self.by_shapes.get(frozenset(shapes.items())):
+        key = frozenset(shapes.items())
+        if key not in self.by_shapes and (made := self.make(key)):
+            self.by_shapes[key] = made
+        if found := self.by_shapes.get(key):
             return found
         raise UserError(
             f"[data] a batch has inputs of {shapes}, which is no bucket's shape. Let every step "

@@ -43,7 +43,6 @@ from titan_dit.data.base import DataFacts, Field, SampleOrder, Source
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.listing import few
-from titan_dit.data.sections import DataConfig
 from titan_dit.execution import Executor
 from titan_dit.hooks import Hooks
 from titan_dit.objectives.base import DataShare, Objective
@@ -115,15 +114,16 @@ def example_of(config: JobConfig) -> DataExample:
     """The objective's example of a dataset; without one [data] is opened."""
     if found := config.objective.example(config.model):
         return DataExample(*found)
-    source = open_source(config.data)
+    source = open_source(config)
     return DataExample(source.facts, source.fields)
 
 
-def open_source(data: DataConfig) -> Source:
+def open_source(config: JobConfig) -> Source:
     """Open [data]; rank 0 lists and checks the files for all ranks. Collective."""
+    data, multiple = config.data, config.objective.text_multiple(config.model)
     source = data.open_surveyed(Ranks().run_on_first(data.survey))
     check_source(source, data.name)
-    return source
+    return source.in_text_groups(multiple) if multiple else source
 
 
 def plan_buckets(config: JobConfig, plan: RunPlan, source: Source) -> RunPlan:
@@ -161,12 +161,19 @@ def rows_of_a_rank(plan: RunPlan, source: Source) -> dict[str, int]:
 
 def bucket_facts(config: JobConfig) -> LatentFacts | None:
     """Facts with the buckets of [data], where it is there and has several; for dry runs."""
-    counts = config.data.bucket_counts()
+    multiple = config.objective.text_multiple(config.model)
+    # A section of the user's need not know of captions.
+    counts = config.data.bucket_counts(*((multiple,) if multiple else ()))
     example = config.objective.example(config.model) if counts else None
     if not example or not isinstance(example[0], LatentFacts):
         return None
-    shapes: Any = tuple(counts)
-    return replace(example[0], bucket_shapes=shapes, bucket_counts=tuple(counts.values()))
+    shapes: Any = tuple(shape[:3] for shape in counts)
+    return replace(
+        example[0],
+        bucket_shapes=shapes,
+        bucket_counts=tuple(counts.values()),
+        bucket_text=tuple(shape[3] for shape in counts if len(shape) > 3),
+    )
 
 
 def largest_bucket(config: JobConfig, plan: RunPlan) -> JobConfig:
@@ -409,7 +416,7 @@ def open_run(config: JobConfig, world: World) -> OpenedRun:
     check_same_file(plan, world.gather)
     hooks = Hooks(job.hooks, world.is_first)
     hooks.raise_failure(world.gather)
-    source = open_source(config.data)
+    source = open_source(config)
     plan = plan_buckets(config, plan, source)
     objective = open_objective(config, plan, source, previews=bool(config.sampling.every))
     if config.sampling.every:

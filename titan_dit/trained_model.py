@@ -109,9 +109,10 @@ class LatentNetwork(nn.Module):
         what `TrainedModel.embed` gives. k: the channels of x, twice as many with a learned sigma.
         """
         model = self.diffusion.model
-        given = {"labels": y} if isinstance(y, Tensor) else y
+        given = self.diffusion.fitted({"labels": y} if isinstance(y, Tensor) else y)
         inputs = {"tokens": model.tokenize(x), "timestep": t, **given}
-        return model.detokenize(first_of(self.network(inputs, self.diffusion.static(x.device))))
+        static = self.diffusion.with_text(given).static(x.device)
+        return model.detokenize(first_of(self.network(inputs, static)))
 
 
 def load(

@@ -67,5 +67,5 @@ def test_a_fault_without_its_fields_says_nothing_of_a_timestep_that_depends_on_t
 
 def test_a_batch_of_no_bucket_is_refused():
     whole, _ = objective_of(SHAPES[0])
-    said = refused(lambda: whole.sized(torch.zeros(6, 2, 6, 6)))
+    said = refused(lambda: whole.sized({"latent": torch.zeros(6, 2, 6, 6)}))
     assert said.startswith("[data] a batch has latents of 6 x 6, which is no bucket's size.")

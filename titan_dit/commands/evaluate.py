@@ -305,7 +305,7 @@ def captions_of_rows(
     record = Ranks().run_on_first(lambda: read_record(path))
     tables = config_file.of_record(record)
     dotted_names.check_trusted(tables, f"--run {path}", options.trust, ("data",))
-    source = open_source(config_of(record, keys, Ranks().count).data)
+    source = open_source(config_of(record, keys, Ranks().count))
     facts = source.facts
     if not isinstance(facts, LatentFacts) or facts.text != diffusion.data.text:
         theirs = facts.text if isinstance(facts, LatentFacts) else None
@@ -465,7 +465,7 @@ def evaluate(options: EvaluateFlags, keys: Sequence[str], world: World) -> dict[
         ),
     )
     plan = plan_run(config, world.size, device=world.device)
-    source = open_source(config.data)
+    source = open_source(config)
     plan = plan_buckets(config, plan, source)
     objective = open_objective(config, plan, source)
     chosen = validation_set(path, record, config, source)

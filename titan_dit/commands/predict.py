@@ -148,8 +148,9 @@ def predict(
     """Return `out` [b, c_out, h, w]; with noise, also the loss per sample and its terms [b]."""
     model = diffusion.model
     x, t = model.tokenize(inputs["x"]), inputs["t"]
-    given = {name: inputs[field] for name, field in condition_fields(diffusion).items()}
-    static = model.static(x.device)
+    whole = {name: inputs[field] for name, field in condition_fields(diffusion).items()}
+    given = diffusion.fitted(whole)
+    static = diffusion.with_text(given).static(x.device)
     if "noise" not in inputs:
         prediction = first_of(run.network({"tokens": x, "timestep": t, **given}, static))
         return {"out": model.detokenize(prediction).contiguous()}

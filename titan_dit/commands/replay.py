@@ -130,7 +130,7 @@ def main(options: ReplayFlags) -> None:
     compile_keys: dict[str, Any] = {"objective": False} | saved.get("compile", {})
     compiled = CompileConfig(**compile_keys)
     config = replace(config, job=job_of(saved, config.job), compile=compiled)
-    source = open_source(config.data)
+    source = open_source(config)
     held_out = rows_held_out(config, source)
     alone = replace(config, parallel=ParallelConfig())
     plan = with_buckets(resolve(alone, 1, resuming=True), alone, source.facts)

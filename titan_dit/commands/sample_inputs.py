@@ -299,12 +299,13 @@ def weak_network(weak: TrainedModel, diffusion: Diffusion) -> Conditional:
     if isinstance(theirs.model, SizedModel):
         theirs = theirs.at_size(*diffusion.model.sample_shape[1:])
     check_guide(f"{weak.path}", diffusion, theirs)
-    channels, static = diffusion.model.sample_shape[0], theirs.model.static(weak.device)
+    channels = diffusion.model.sample_shape[0]
     outputs = diffusion.config.output_channels(channels)
 
     def predict(x: Tensor, timestep: Tensor, given: Given) -> Tensor:
         latents = diffusion.model.detokenize(x)
         inputs = {"tokens": theirs.model.tokenize(latents), "timestep": timestep, **given}
+        static = theirs.with_text(given).static(weak.device)
         found = theirs.model.detokenize(first_of(weak.network(inputs, static)).float())
         found = found[:, :channels]
         if outputs > channels:  # Scale 1 there: the other network's values count.

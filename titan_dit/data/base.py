@@ -113,6 +113,8 @@ class Source:
     copies: int = 1
     """Neighbouring rows made of one picture: 2 with its mirror image. They are held out
     together."""
+    text_multiple: int = 0
+    """Captions of a bucket are padded to a multiple of so many tokens; 0: all to one length."""
     keeps_groups: bool = False
     """True if a picture of every group stays in training: a group that is a bucket."""
 
@@ -147,6 +149,13 @@ class Source:
     def captions(self, rows: Sequence[int]) -> list[str]:
         """The text of the caption that `read` gives of each row; empty if texts are not stored."""
         return []
+
+    def in_text_groups(self, multiple: int) -> Source:
+        """The source with buckets of one length of text, see `text_multiple`.
+
+        Override it if the lengths are known before rows are read; else all have the longest one.
+        """
+        return self
 
     @property
     def bucket_rows(self) -> Sequence[range]:

@@ -99,12 +99,32 @@ class CaptionEmbeddings:
             null=TextFacts.null_text(null["text"][0, : int(null["text_length"][0])]),
         )
 
-    def read(self, pictures: Int64[np.ndarray, " b"], numbers: Sequence[int]) -> dict[str, Tensor]:
+    def read(
+        self,
+        pictures: Int64[np.ndarray, " b"],
+        numbers: Sequence[int],
+        tokens: int | None = None,
+    ) -> dict[str, Tensor]:
         """`text` [b, tokens, d], padded with zeros, and `text_length` [b] of pictures.
 
-        `numbers`: the sample numbers. Raises UserError if a caption cannot be read.
+        `numbers`: the sample numbers. `tokens`: None is the most. Raises UserError if a caption
+        cannot be read, or is longer.
         """
-        return self.of_captions(self.chosen(pictures, numbers))
+        return self.of_captions(self.chosen(pictures, numbers), tokens)
+
+    def longest(self) -> Int64[np.ndarray, " pictures"]:
+        """Tokens of the longest caption of each picture. Raises UserError for a damaged index."""
+        lengths = np.concatenate([np.diff(file.ends, prepend=0) for file in self._files])
+        begins = np.concatenate([np.zeros(1, np.int64), self._ends[:-1]])
+        numbers = self._numbers
+        wrong = numbers.min() < 0 or numbers.max() >= len(lengths) or (begins >= self._ends).any()
+        if wrong or not 0 <= lengths.min() <= lengths.max() <= self.tokens:
+            raise UserError(
+                f"[data] {self.path / INDEX}: does not give every picture a caption of at most "
+                f"{self.tokens:,} tokens. {REMEDY}"
+            )
+        found: Int64[np.ndarray, " pictures"] = np.maximum.reduceat(lengths[numbers], begins)
+        return found
 
     def chosen(
         self, pictures: Int64[np.ndarray, " b"], numbers: Sequence[int]
@@ -135,37 +155,46 @@ class CaptionEmbeddings:
         found: Int64[np.ndarray, " b"] = choices
         return found
 
-    def of_captions(self, captions: Int64[np.ndarray, " b"]) -> dict[str, Tensor]:
-        """`text` and `text_length` of captions by number."""
+    def of_captions(
+        self, captions: Int64[np.ndarray, " b"], tokens: int | None = None
+    ) -> dict[str, Tensor]:
+        """`text` and `text_length` of captions by number; see `read`."""
+        tokens = self.tokens if tokens is None else tokens
         if len(captions) and not 0 <= captions.min() <= captions.max() < self.file_ends[-1]:
             raise UserError(
                 f"[data] {self.path / INDEX}: names a caption outside of the "
                 f"{self.file_ends[-1]:,}. {REMEDY}"
             )
-        found = np.zeros((len(captions), self.tokens, self.width), self._numpy_dtype)
+        found = np.zeros((len(captions), tokens, self.width), self._numpy_dtype)
         lengths = np.zeros(len(captions), np.int64)
-        self._rows.read_each(sorted(self._reads(captions, lengths, bytes_of(found)), key=place_of))
+        self._rows.read_each(
+            sorted(self._reads(captions, lengths, tokens, bytes_of(found)), key=place_of)
+        )
         text = torch.from_numpy(found)
         if text.dtype != self._torch_dtype:
             text = text.view(self._torch_dtype)
         return {"text": text, "text_length": torch.from_numpy(lengths)}
 
     def _reads(
-        self, captions: Int64[np.ndarray, " b"], lengths: NDArray[np.int64], out: memoryview
+        self,
+        captions: Int64[np.ndarray, " b"],
+        lengths: NDArray[np.int64],
+        tokens: int,
+        out: memoryview,
     ) -> Iterator[tuple[int, int, list[memoryview]]]:
         """Yield the reads of captions that have tokens; sets their `lengths`."""
-        size = self.tokens * self.token_bytes
+        size = tokens * self.token_bytes
         files = np.searchsorted(self.file_ends, captions, side="right").tolist()
         for i, (number, caption) in enumerate(zip(files, captions.tolist(), strict=True)):
             file = self._files[number]
             within = caption - int(self.file_ends[number]) + len(file.ends)
             first = int(file.ends[within - 1]) if within else 0
             lengths[i] = length = int(file.ends[within]) - first
-            if first < 0 or not 0 <= length <= self.tokens or first + length > file.ends[-1]:
+            if first < 0 or not 0 <= length <= tokens or first + length > file.ends[-1]:
                 raise UserError(
                     f"[data] {file.rows.path}: caption {within} is tokens {first:,} to "
                     f"{first + length:,} of {int(file.ends[-1]):,}, but the manifest says at most "
-                    f"{self.tokens:,} each. {REMEDY}"
+                    f"{tokens:,} each. {REMEDY}"
                 )
             if length:
                 buffer = out[i * size : i * size + length * self.token_bytes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -54,6 +54,7 @@ SCHEMA = {
     "posterior": Maybe(Literal["", "both", "mean"]),
     "bucket_shapes": Maybe(schema.Rows((PositiveInt, PositiveInt, PositiveInt))),
     "bucket_counts": Maybe(tuple[PositiveInt, ...]),
+    "bucket_text": Maybe(tuple[Dim, ...]),
     "repeats": Maybe(tuple[Few, ...]),
     "weights": Maybe(tuple[PositiveFloat, ...]),
     "condition_dropouts": Maybe(tuple[Fraction | None, ...]),
@@ -179,6 +180,9 @@ class LatentFacts(DataFacts):
     """Shape of the samples of each bucket; empty if all samples have one shape."""
     bucket_counts: tuple[int, ...] = ()
     """Samples of each bucket: with the shapes, all that the order of steps depends on."""
+    bucket_text: tuple[int, ...] = ()
+    """Tokens of the text of each bucket, with padding; empty if all have one length. Then there are
+    buckets even of one shape, and several of each."""
     text: TextFacts | None = None
     """The encoder of the captions; None if no embeddings are stored."""
     text_digest: str = ""
@@ -198,6 +202,8 @@ class LatentFacts(DataFacts):
         values = super().as_json()
         if not self.bucket_shapes:
             del values["bucket_shapes"], values["bucket_counts"]
+        if not self.bucket_text:
+            del values["bucket_text"]
         if self.text is None:
             del values["text"], values["text_digest"], values["text_source"]
         if not self.repeats:
@@ -241,7 +247,7 @@ class LatentFacts(DataFacts):
         shape = (self.shape[0], None, None) if self.bucket_shapes else self.shape
         found = {"latent": Field(dtype, shape), "label": Field(torch.int64, ())}
         if self.text is not None:
-            size = (self.text.tokens, self.text.width)
+            size = (None if self.bucket_text else self.text.tokens, self.text.width)
             found["text"] = Field(TEXT_DTYPES[self.text.dtype], size)
             found["text_length"] = Field(torch.int64, ())
         if any(dropout is not None for dropout in self.condition_dropouts):
@@ -256,7 +262,7 @@ class LatentFacts(DataFacts):
         known["shape"] = tuple(known["shape"])
         known["bucket_shapes"] = tuple(map(tuple, known.get("bucket_shapes", ())))
         known["bucket_counts"] = tuple(known.get("bucket_counts", ()))
-        for key in ("class_names", "repeats", "weights", "condition_dropouts"):
+        for key in ("class_names", "bucket_text", "repeats", "weights", "condition_dropouts"):
             known[key] = tuple(known.get(key, ()))
         for key in ("scale", "shift", "value_range"):
             if isinstance(known.get(key), list | tuple):
@@ -266,6 +272,12 @@ class LatentFacts(DataFacts):
         if text := known.get("text"):
             known["text"] = TextFacts(**{f.name: text[f.name] for f in fields(TextFacts)})
         return cls(**known)
+
+
+def name_of(shape: Sequence[int], text_tokens: int = 0) -> str:
+    """The name of a bucket: "16x64x64", or "16x64x64, 64 text tokens"."""
+    name = "x".join(map(str, shape))
+    return f"{name}, {text_tokens} text tokens" if text_tokens else name
 
 
 def spread(units: Units, like: Float[Tensor, "b c h w"]) -> float | Float[Tensor, "c 1 1"]:

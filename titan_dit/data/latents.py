@@ -254,6 +254,27 @@ class LatentShards(Source):
 
     def read_numbered(self, rows: Sequence[int], numbers: Sequence[int]) -> dict[str, Tensor]:
         """`read` for samples of these numbers, each of which draws one of several captions."""
+        return self.read_padded(rows, numbers)
+
+    def in_text_groups(self, multiple: int) -> Source:
+        """See `Source.in_text_groups`; of a set without captions the set itself."""
+        from titan_dit.data.text_groups import TextGroups
+
+        return TextGroups(self, multiple) if self._text else self
+
+    def text_lengths(self) -> Int64[np.ndarray, " n"]:
+        """Tokens of the longest caption of every row. Raises UserError for a damaged index."""
+        assert self._text is not None
+        found: Int64[np.ndarray, " n"] = np.repeat(self._text.longest(), self.copies)
+        return found
+
+    def read_padded(
+        self, rows: Sequence[int], numbers: Sequence[int], text_tokens: int | None = None
+    ) -> dict[str, Tensor]:
+        """`read_numbered` with captions of `text_tokens` tokens, which hold them; None: the most.
+
+        Raises UserError for a caption that has more.
+        """
         at = np.asarray(rows, dtype=np.int64)
         outside = at[(at < 0) | (at >= len(self))]
         if len(outside):
@@ -270,7 +291,9 @@ class LatentShards(Source):
         pairs = zip(shard.tolist(), within.tolist(), strict=True)
         labels = np.array([self._labels[number][row] for number, row in pairs], dtype=np.int64)
         found = {"latent": torch.from_numpy(latents), "label": torch.from_numpy(labels)}
-        return found | (self._text.read(at // self.copies, numbers) if self._text else {})
+        if self._text:
+            found |= self._text.read(at // self.copies, numbers, text_tokens)
+        return found
 
     def read_fields(self, names: Sequence[str], rows: Sequence[int]) -> dict[str, Tensor]:
         """See `Source.read_fields`; of the embeddings of captions alone, no latents are read."""

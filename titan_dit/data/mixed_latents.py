@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -24,20 +25,25 @@ from titan_dit.config.section import UserError, show
 from titan_dit.data.base import Field, SampleOrder, Source
 from titan_dit.data.buckets import BucketOrder, split_held_out
 from titan_dit.data.folders import LatentFolder
-from titan_dit.data.latent_facts import CONDITION_DROPOUT, LatentFacts
+from titan_dit.data.latent_facts import CONDITION_DROPOUT, LatentFacts, name_of
 from titan_dit.data.latents import LatentShards
 from titan_dit.data.manifest import digest_of
 from titan_dit.data.mixed_order import MixedOrder, Part, rates
 from titan_dit.data.sections import DatasetConfig
+from titan_dit.data.text_groups import TextGroups, padded
 
 ALIKE = ("posterior", "scale", "shift", "value_range", "vae")
 """Facts that all datasets share: the network's input has one meaning."""
 TEXT_ALIKE = ("kind", "digest", "tokenizer", "layer", "template", "width", "dtype")
 """Facts of the text encoder that all datasets share."""
-Latent = LatentShards | LatentFolder
+Latent = LatentShards | LatentFolder | TextGroups
+Shape = tuple[tuple[int, int, int], int]
+"""Shape of a bucket's latents, and tokens of its text; 0 if all text has one length."""
 
 
-def mixed(sources: Sequence[Latent], datasets: Sequence[DatasetConfig]) -> Latent | MixedLatents:
+def mixed(
+    sources: Sequence[LatentShards | LatentFolder], datasets: Sequence[DatasetConfig]
+) -> LatentShards | LatentFolder | MixedLatents:
     """The datasets as one; a single one that changes nothing as it is.
 
     Raises UserError for datasets that do not fit each other; the message names two folders.
@@ -95,12 +101,17 @@ class Run:
     """Its first row in the dataset."""
 
 
-def runs_of(sources: Sequence[Latent]) -> tuple[list[tuple[int, int, int]], list[Run]]:
-    """(shape of each bucket, in the order in which the datasets have them; their rows)."""
+def runs_of(sources: Sequence[Latent], empty: int) -> tuple[list[Shape], list[Run]]:
+    """(shape of each bucket, in the order in which the datasets have them; their rows).
+
+    `empty`: tokens of the text of datasets without captions.
+    """
     there = [
-        (number, source.bucket_fields(bucket)["latent"].shape, rows)
+        (number, (source.bucket_fields(bucket)["latent"].shape, tokens), rows)
         for number, source in enumerate(sources)
-        for bucket, rows in enumerate(source.bucket_rows)
+        for bucket, (rows, tokens) in enumerate(
+            zip(source.bucket_rows, source.facts.bucket_text or repeat(empty), strict=False)
+        )
     ]
     shapes: dict[Any, None] = dict.fromkeys(shape for _, shape, _ in there)
     runs, first = list[Run](), 0
@@ -115,7 +126,7 @@ def runs_of(sources: Sequence[Latent]) -> tuple[list[tuple[int, int, int]], list
 def facts_of(
     sources: Sequence[Latent],
     datasets: Sequence[DatasetConfig],
-    shapes: Sequence[tuple[int, int, int]],
+    shapes: Sequence[Shape],
     runs: Sequence[Run],
 ) -> LatentFacts:
     """The facts of all datasets together. Raises UserError for captions or classes of some only."""
@@ -140,19 +151,20 @@ def facts_of(
     counts = [0] * len(shapes)
     for run in runs:
         counts[run.bucket] += run.count
-    several = len(shapes) > 1
+    several, text_tokens = len(shapes) > 1, tuple(tokens for _, tokens in shapes)
     rules = [(d.repeats, d.weight, d.condition_dropout) for d in datasets]
     has_text = [facts for facts in each if facts.text]
     return replace(
         each[0],
         count=sum(counts),
         digest=digest_of([*(facts.digest for facts in each), json.dumps(rules)]),
-        shape=max(shapes, key=math.prod),
+        shape=max((shape for shape, _ in shapes), key=math.prod),
         # Other classes have other meanings: beside captions they are left out.
         num_classes=each[0].num_classes if len(classes) == 1 else 1,
         class_names=each[0].class_names if len(classes) == 1 else (),
-        bucket_shapes=tuple(shapes) if several else (),
-        bucket_counts=tuple(counts) if several else (),
+        bucket_shapes=tuple(shape for shape, _ in shapes) if several or any(text_tokens) else (),
+        bucket_counts=tuple(counts) if several or any(text_tokens) else (),
+        bucket_text=text_tokens if any(text_tokens) else (),
         text=replace(texts[0], tokens=max(text.tokens for text in texts)) if texts else None,
         text_digest=digest_of([facts.text_digest for facts in each]) if texts else "",
         text_source=has_text[0].text_source if texts else "",
@@ -167,9 +179,21 @@ class MixedLatents(Source):
 
     keeps_groups = True
 
-    def __init__(self, sources: Sequence[Latent], datasets: Sequence[DatasetConfig]) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Latent],
+        datasets: Sequence[DatasetConfig],
+        text_multiple: int = 0,
+    ) -> None:
+        """`text_multiple`: see `Source`; above 0 the sets with captions are in text groups."""
         self.sources, self.datasets = tuple(sources), tuple(datasets)
-        self.shapes, self.runs = runs_of(sources)
+        self.text_multiple = text_multiple
+        texts = [source.facts.text for source in sources if source.facts.text]
+        empty = 0
+        if text_multiple and texts:
+            length = len(texts[0].null_embedding)
+            empty = int(padded(np.array([length]), length, text_multiple)[0])
+        self.shapes, self.runs = runs_of(sources, empty)
         self.facts: LatentFacts = facts_of(sources, datasets, self.shapes, self.runs)
         dtypes = [source.fields["latent"].dtype for source in sources]
         # Exact: a wider dtype holds all values.
@@ -203,11 +227,23 @@ class MixedLatents(Source):
     @property
     def bucket_names(self) -> Sequence[str]:
         """See `Source.bucket_names`."""
-        return ["x".join(map(str, shape)) for shape in self.shapes]
+        return [name_of(*shape) for shape in self.shapes]
 
     def bucket_fields(self, bucket: int) -> Mapping[str, Field]:
         """See `Source.bucket_fields`."""
-        return {**self.fields, "latent": Field(self.fields["latent"].dtype, self.shapes[bucket])}
+        shape, tokens = self.shapes[bucket]
+        found = {**self.fields, "latent": Field(self.fields["latent"].dtype, shape)}
+        if tokens:
+            text = self.fields["text"]
+            found["text"] = Field(text.dtype, (tokens, *text.shape[1:]))
+        return found
+
+    def in_text_groups(self, multiple: int) -> Source:
+        """See `Source.in_text_groups`."""
+        if self.facts.text is None:
+            return self
+        grouped: Any = [source.in_text_groups(multiple) for source in self.sources]
+        return MixedLatents(grouped, self.datasets, multiple)
 
     def groups(self) -> Int64[Tensor, " n"]:
         """The run of every row."""
@@ -224,14 +260,14 @@ class MixedLatents(Source):
 
     def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
         """See `Source.read`. Raises ValueError for rows of several buckets."""
-        self.check_bucket(rows)
-        return self.joined(rows, lambda source, there, _: source.read(there))
+        tokens = self.tokens_of(rows)
+        return self.joined(rows, tokens, lambda source, there, _: source.read(there))
 
     def read_numbered(self, rows: Sequence[int], numbers: Sequence[int]) -> dict[str, Tensor]:
         """See `Source.read_numbered`. Raises ValueError for rows of several buckets."""
-        self.check_bucket(rows)
         return self.joined(
             rows,
+            self.tokens_of(rows),
             lambda source, there, places: source.read_numbered(
                 there, [numbers[place] for place in places]
             ),
@@ -244,7 +280,7 @@ class MixedLatents(Source):
             stored = [name for name in names if name in source.fields]
             return source.read_fields(stored, there) if stored else {}
 
-        found = self.joined(rows, read)
+        found = self.joined(rows, self.most_tokens, read)
         return {name: found[name] for name in names}
 
     def captions(self, rows: Sequence[int]) -> list[str]:
@@ -320,25 +356,36 @@ class MixedLatents(Source):
             places = np.flatnonzero(datasets == dataset)
             yield dataset, there[places].tolist(), places.tolist()
 
-    def check_bucket(self, rows: Sequence[int]) -> None:
-        """Raise ValueError for rows of several buckets: they have no common shape."""
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest caption of all."""
+        return self.facts.text.tokens if self.facts.text else 0
+
+    def tokens_of(self, rows: Sequence[int]) -> int:
+        """Tokens of the text of rows of one bucket.
+
+        Raises ValueError for rows of several: they have no common shape.
+        """
         runs = np.searchsorted(self._ends, np.asarray(rows, dtype=np.int64), side="right")
         buckets = {self.runs[run].bucket for run in set(runs.tolist()) if run < len(self.runs)}
         if len(buckets) > 1:
             raise ValueError(f"rows of {len(buckets)} buckets have no common shape")
+        return self.shapes[buckets.pop() if buckets else 0][1] or self.most_tokens
 
     def joined(
         self,
         rows: Sequence[int],
+        tokens: int,
         read: Callable[[Latent, list[int], list[int]], dict[str, Tensor]],
     ) -> dict[str, Tensor]:
         """The fields of rows of any datasets; `read`: (dataset, its rows, their places) -> fields.
 
-        A field that `read` leaves out is added only if the dataset does not have it.
+        Their text is padded to `tokens`.
         """
         found: dict[str, Tensor] = {}
         for dataset, there, places in self.split(rows):
-            own = self.completed(dataset, read(self.sources[dataset], there, places), len(there))
+            own = read(self.sources[dataset], there, places)
+            own = self.completed(dataset, own, len(there), tokens)
             if len(there) == len(rows):
                 return own
             for name, value in own.items():
@@ -347,7 +394,9 @@ class MixedLatents(Source):
                 found[name][torch.tensor(places)] = value
         return found
 
-    def completed(self, dataset: int, own: dict[str, Tensor], num: int) -> dict[str, Tensor]:
+    def completed(
+        self, dataset: int, own: dict[str, Tensor], num: int, tokens: int
+    ) -> dict[str, Tensor]:
         """The fields of `num` rows of one dataset, in the form of all datasets' fields."""
         if "latent" in own:
             own["latent"] = own["latent"].to(self.fields["latent"].dtype)
@@ -359,7 +408,7 @@ class MixedLatents(Source):
                 own["text"] = null.expand(num, -1, -1)
                 own["text_length"] = torch.full((num,), len(null))
             if "text" in own:
-                missing = self.facts.text.tokens - own["text"].shape[1]
+                missing = tokens - own["text"].shape[1]
                 own["text"] = functional.pad(own["text"], (0, 0, 0, missing))
         if CONDITION_DROPOUT in self.fields:
             dropout = self.datasets[dataset].condition_dropout

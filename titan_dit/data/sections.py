@@ -73,10 +73,11 @@ class DataConfig(Named):
         """Return the part kept apart for validation, if `has_validation_part`."""
         raise NotImplementedError
 
-    def bucket_counts(self) -> Mapping[tuple[int, ...], int]:
+    def bucket_counts(self, text_multiple: int = 0) -> Mapping[tuple[int, ...], int]:
         """Shape -> rows of each bucket of data that is there; {} for other data.
 
-        For dry runs: it must be quick.
+        For dry runs: it must be quick. `text_multiple`: see `Source`; if it is above 0, the tokens
+        of a bucket's text follow its shape.
         """
         return {}
 
@@ -160,17 +161,19 @@ class Latents(DataConfig):
         """See `DataConfig.at`."""
         return replace(self, path=path, datasets=())
 
-    def bucket_counts(self) -> Mapping[tuple[int, ...], int]:
-        """See `DataConfig.bucket_counts`; reads the manifests.
+    def bucket_counts(self, text_multiple: int = 0) -> Mapping[tuple[int, ...], int]:
+        """See `DataConfig.bucket_counts`; reads the manifests, and the lengths of captions.
 
         Of several datasets the samples of an epoch, without regard to held-out rows.
         """
-        from titan_dit.data.manifest import MANIFEST, read_manifest
+        from titan_dit.data.manifest import SHARD_FORMATS, read_json, read_manifest
         from titan_dit.data.mixed_order import rates
 
         folders = [Path(part.path) for part in self.parts]
-        if not all((folder / MANIFEST).is_file() for folder in folders):
+        if any(read_json(folder).get("format") not in SHARD_FORMATS for folder in folders):
             return {}
+        if text_multiple:
+            return self._text_group_counts(text_multiple)
         found = [read_manifest(folder)["buckets"] for folder in folders]
         if not self.datasets:
             counts = {bucket["shape"]: bucket["count"] for bucket in found[0]}
@@ -183,6 +186,21 @@ class Latents(DataConfig):
                     counts[shape] = counts.get(shape, 0) + bucket["count"] * rate
             counts = {shape: max(1, round(count)) for shape, count in counts.items()}
         return counts if len(counts) > 1 else {}
+
+    def _text_group_counts(self, text_multiple: int) -> Mapping[tuple[int, ...], int]:
+        from titan_dit.data.buckets import BucketOrder
+
+        labels_unread = (None,) * len(self.parts) if self.datasets else None
+        source = self.open_surveyed(labels_unread).in_text_groups(text_multiple)
+        if not source.text_multiple:
+            return self.bucket_counts()
+        names = source.bucket_names
+        order = source.order(0, (), "feistel", [1] * len(names))
+        assert isinstance(order, BucketOrder)
+        samples = [max(1, round(bucket.samples)) for bucket in order.buckets]
+        fields = map(source.bucket_fields, range(len(names)))
+        shapes: Any = [(*each["latent"].shape, each["text"].shape[0]) for each in fields]
+        return dict(zip(shapes, samples, strict=True))
 
     def open(self) -> LatentShards | LatentFolder | MixedLatents:
         """Open the shards, or list the files."""

@@ -84,6 +84,18 @@ class PaddedModel(Protocol):
 
 
 @runtime_checkable
+class TextGroupedModel(Protocol):
+    """What a model has besides whose captions are padded to a multiple of tokens, by bucket."""
+
+    @property
+    def text_multiple(self) -> int:
+        """The multiple; 0: all captions are padded to `text_tokens`, which is one of its own."""
+
+    def with_text_tokens(self, tokens: int) -> Any:
+        """The same network for captions of `tokens` tokens: equal parameters, other positions."""
+
+
+@runtime_checkable
 class LabelledModel(Protocol):
     """What a model with class labels has besides: its input `labels` is int64 [b]."""
 

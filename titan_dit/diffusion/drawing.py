@@ -24,7 +24,7 @@ from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.listing import few
 from titan_dit.diffusion.conditions import Captions, Conditions, Given, OpenedData, rows_of
 from titan_dit.diffusion.guidance import Conditional, Guidance, guided, scales
-from titan_dit.diffusion.objective import Diffusion
+from titan_dit.diffusion.objective import Diffusion, text_multiple
 from titan_dit.diffusion.samplers import from_diffusers
 from titan_dit.diffusion.samplers.base import Sampler, Settings
 from titan_dit.diffusion.sections import DiffusionConfig
@@ -291,12 +291,31 @@ def generate(
     none.
     """
     rng, device = SampleRNG(seed, numbers), numbers.device
-    static = objective.static(device)
     if null is None:
         null = objective.condition.null(len(numbers), device)
+    if len(groups := text_groups(objective, given, null)) > 1:
+        drawn = torch.empty(len(numbers), *objective.model.token_shape, device=device)
+        for rows in groups:
+            drawn[rows] = generate(
+                forward,
+                objective,
+                rows_of(given, rows),
+                numbers[rows],
+                seed=seed,
+                sampler=sampler,
+                steps=steps,
+                eta=eta,
+                shift=shift,
+                guidance=guidance,
+                noise=None if noise is None else noise[rows],
+                null=rows_of(null, rows),
+            )
+        return drawn
+    given, null = objective.fitted(given), objective.fitted(null)
     channels, shape = objective.channels, objective.model.token_shape
 
     def predict(x: Tensor, timestep: Tensor, of: Given) -> Tensor:
+        static = objective.with_text(of).static(device)
         return forward({"tokens": x, "timestep": timestep, **of}, static).float()
 
     scale = scales(
@@ -318,6 +337,16 @@ def generate(
             keys=lambda: rng.keys("sample/keys"),
         ),
     )
+
+
+def text_groups(objective: Diffusion, given: Given, null: Given) -> list[Tensor]:
+    """The rows of a batch whose prompts, and whose negative ones, are padded to equal lengths."""
+    multiple = text_multiple(objective.model)
+    if not multiple:
+        return [torch.arange(0)]
+    lengths = torch.stack((given["text_length"], null["text_length"].to(given["text_length"])), 1)
+    groups = -(-lengths.clamp(min=1) // multiple)
+    return [(groups == group).all(1).nonzero()[:, 0] for group in torch.unique(groups, dim=0)]
 
 
 def samples(

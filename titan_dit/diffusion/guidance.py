@@ -57,19 +57,23 @@ def guided(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Guidance u + scale * (c - u): c with the condition, u with `null` or of the weaker network.
 
-    c and u with `null` are one forward pass. With scale 1, and outside the interval, only c is
-    computed, at half the cost. All samples have the same timestep; `noise_level`: timestep -> 0
-    (data) to 1 (noise).
+    c and u with `null` are one forward pass if their conditions have equal shapes. With scale 1,
+    and outside the interval, only c is computed, at half the cost. All samples have the same
+    timestep; `noise_level`: timestep -> 0 (data) to 1 (noise).
     """
     if bool((scale == 1).all()):
         return lambda x, timestep: predict(x, timestep, given)
-    both_given = joined(given, null)
+    # Prompts and negative ones may be padded to other lengths.
+    alike = all(value.shape == null[name].shape for name, value in given.items())
+    both_given = joined(given, null) if alike else None
     first, last = guidance.interval
     everywhere = first <= 0 and last >= 1
 
     def pair(x: Tensor, timestep: Tensor) -> tuple[Tensor, Tensor]:
         if guidance.weak is not None:
             return predict(x, timestep, given), guidance.weak(x, timestep, given)
+        if both_given is None:
+            return predict(x, timestep, given), predict(x, timestep, null)
         both = predict(torch.cat((x, x)), torch.cat((timestep, timestep)), both_given)
         conditional, unconditional = both.chunk(2)
         return conditional, unconditional

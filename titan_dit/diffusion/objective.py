@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +18,13 @@ from torch import Tensor
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import GenerationConfig, SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
-from titan_dit.data.latent_facts import CONDITION_DROPOUT, LatentFacts, TextFacts, shown
+from titan_dit.data.latent_facts import (
+    CONDITION_DROPOUT,
+    LatentFacts,
+    TextFacts,
+    name_of,
+    shown,
+)
 from titan_dit.data.listing import few
 from titan_dit.diffusion.base import (
     CaptionedModel,
@@ -27,6 +34,7 @@ from titan_dit.diffusion.base import (
     PaddedModel,
     Predict,
     SizedModel,
+    TextGroupedModel,
 )
 from titan_dit.diffusion.conditions import (
     Captions,
@@ -38,7 +46,7 @@ from titan_dit.diffusion.conditions import (
     without,
 )
 from titan_dit.diffusion.sections import DiffusionConfig
-from titan_dit.models.base import ModelConfig
+from titan_dit.models.base import ModelConfig, ModelSpec
 from titan_dit.objectives.base import (
     DataShare,
     Forward,
@@ -81,23 +89,34 @@ def what_fits(facts: LatentFacts, model: LatentModel) -> str:
 
 def sized_models(model: ModelConfig, facts: DataFacts) -> Sequence[tuple[str, ModelConfig]]:
     """See `ObjectiveConfig.sized_models`."""
-    shapes = facts.bucket_shapes if isinstance(facts, LatentFacts) else ()
-    if not shapes:
+    if not isinstance(facts, LatentFacts) or not (shapes := facts.bucket_shapes):
         return ()
-    if not isinstance(model, SizedModel):
+    if len(set(shapes)) > 1 and not isinstance(model, SizedModel):
         raise UserError(
             f"[model] name={show(model.name)} takes latents of one shape, but [data] holds "
             f"{len(shapes)}: {few([list(shape) for shape in shapes])}. Choose a model that has "
             'at_size, such as name = "joint_dit", or encode pictures of one size (--image-size).'
         )
     found = []
-    for shape in shapes:
-        name = "x".join(map(str, shape))
+    for shape, tokens in zip(shapes, facts.bucket_text or repeat(0), strict=False):
+        name = name_of(shape, tokens)
         try:
-            found.append((name, model.at_size(*shape[1:])))
+            found.append((name, resized(model, *shape[1:], tokens)))
         except UserError as error:
             raise UserError(f"bucket {name}: {error}") from None
     return found
+
+
+def text_multiple(model: object) -> int:
+    """The multiple of tokens to which a model's captions are padded by bucket; 0: to one length."""
+    return model.text_multiple if isinstance(model, TextGroupedModel) else 0
+
+
+def resized(model: Any, height: int, width: int, text_tokens: int = 0) -> Any:
+    """A model for latents of another size and, unless it is 0, captions of another length."""
+    if (height, width) != model.sample_shape[1:]:
+        model = model.at_size(height, width)
+    return model.with_text_tokens(text_tokens) if text_tokens else model
 
 
 def check_data(facts: DataFacts, model: LatentModel, objective: str) -> LatentFacts:
@@ -226,8 +245,10 @@ class Diffusion(Objective, ABC):
         default_factory=dict, repr=False
     )
     """Cache of the model's static inputs, which are equal in every step."""
-    by_size: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict, repr=False)
-    """Cache of `sized`: (height, width) -> the objective."""
+    by_size: dict[tuple[int, int, int], Any] = dataclasses.field(default_factory=dict, repr=False)
+    """Cache of `sized`: (height, width, tokens of the text or 0) -> the objective."""
+    by_text: dict[int, Any] = dataclasses.field(default_factory=dict, repr=False)
+    """Cache of `with_text`."""
     autoencoders: dict[str, Autoencoder] = dataclasses.field(default_factory=dict, repr=False)
     """Cache: [sampling] vae -> the autoencoder of previews."""
     opened: OpenedData = dataclasses.field(default_factory=OpenedData, repr=False, compare=False)
@@ -269,9 +290,55 @@ class Diffusion(Objective, ABC):
                 f"[model] name={show(self.model.name)} has no at_size: it draws samples of "
                 f"{list(self.model.sample_shape)} only."
             )
+        return self.resized(height, width)
+
+    def resized(self: Kind, height: int, width: int, text_tokens: int = 0) -> Kind:
+        """The objective for other latents and, unless it is 0, captions of another length."""
+        condition = self.condition
+        if text_tokens and isinstance(condition, Captions):
+            condition = dataclasses.replace(condition, tokens=text_tokens)
         return dataclasses.replace(
-            self, model=self.model.at_size(height, width), static_inputs={}, by_size={}
+            self,
+            model=resized(self.model, height, width, text_tokens),
+            condition=condition,
+            static_inputs={},
+            by_size={},
+            by_text={},
         )
+
+    def with_text(self: Kind, given: Given) -> Kind:
+        """The objective for conditions with the text of `given`, see `fitted`."""
+        if "text" not in given or (tokens := given["text"].shape[1]) == self.model_text_tokens:
+            return self
+        if tokens not in self.by_text:
+            self.by_text[tokens] = self.resized(*self.model.sample_shape[1:], tokens)
+        found: Kind = self.by_text[tokens]
+        return found
+
+    @property
+    def model_text_tokens(self) -> int:
+        """Tokens of the text that the model takes; 0 without captions."""
+        return self.captions.tokens if self.captions else 0
+
+    def fitted(self, given: Given) -> Given:
+        """A condition with its text cut to the length that the network takes for its longest one.
+
+        Unchanged unless captions are padded to a multiple.
+        """
+        multiple = text_multiple(self.model)
+        if not multiple or "text" not in given:
+            return given
+        longest = max(1, int(given["text_length"].max()))
+        return {**given, "text": given["text"][:, : -(-longest // multiple) * multiple]}
+
+    def drawn_specs(self) -> Sequence[ModelSpec]:
+        """See `Objective.drawn_specs`: captions of all lengths, with the model's own size."""
+        multiple = text_multiple(self.model)
+        if not multiple:
+            return ()
+        size, outputs = self.model.sample_shape[1:], self.config.output_channels(self.channels)
+        tokens = range(multiple, self.model_text_tokens + 1, multiple)
+        return [resized(self.model, *size, each).spec(outputs) for each in tokens]
 
     @property
     @abstractmethod
@@ -337,23 +404,27 @@ class Diffusion(Objective, ABC):
         middles = [round((number + 0.5) * width) for number in range(bins)]
         return {f"t{middle}": float(middle) for middle in middles}
 
-    def sized(self: Kind, latents: Shaped[Tensor, "b k h w"]) -> Kind:
-        """This objective for latents of the size of `latents`, which are of one bucket.
+    def sized(self: Kind, fields: Fields) -> Kind:
+        """This objective for samples of the size of `fields`, which are of one bucket.
 
         Raises UserError for a size of no bucket.
         """
-        if not self.data.bucket_shapes:
+        data = self.data
+        if not data.bucket_shapes:
             return self
         if not self.by_size:
             # All at once: the compiler reads the cache.
-            sizes = {shape[1:] for shape in self.data.bucket_shapes}
-            self.by_size.update({size: self.at_size(*size) for size in sorted(sizes)})
-        height, width = latents.shape[-2:]
-        found: Kind | None = self.by_size.get((height, width))
+            pairs = zip(data.bucket_shapes, data.bucket_text or repeat(0), strict=False)
+            sizes = {(*shape[1:], tokens) for shape, tokens in pairs}
+            self.by_size.update({size: self.resized(*size) for size in sorted(sizes)})
+        height, width = fields["latent"].shape[-2:]
+        tokens = fields["text"].shape[1] if data.bucket_text else 0
+        found: Kind | None = self.by_size.get((height, width, tokens))
         if found is None:
+            text = f" and {tokens} text tokens" if tokens else ""
             raise UserError(
-                f"[data] a batch has latents of {height} x {width}, which is no bucket's size. Let "
-                "every step take the samples of one bucket."
+                f"[data] a batch has latents of {height} x {width}{text}, which is no bucket's "
+                "size. Let every step take the samples of one bucket."
             )
         return found
 
@@ -363,13 +434,13 @@ class Diffusion(Objective, ABC):
 
     def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:
         """Draw timestep, noise and condition dropout by sample number."""
-        own = self.sized(batch.fields["latent"])
+        own = self.sized(batch.fields)
         self.static(batch.weight.device)
         clean = own.clean_tokens(batch.fields, rng)
         # The name of the draws as it always was: runs go on with the same ones.
         dropped = rng.uniform("label_dropout") < self.condition_dropout(batch.fields)
-        null = self.condition.null(len(clean), clean.device)
-        given = without(self.condition.given(batch.fields), null, dropped)
+        null = own.condition.null(len(clean), clean.device)
+        given = without(own.condition.given(batch.fields), null, dropped)
         noise = rng.normal("noise", tuple(clean.shape[1:]))
         return own.corrupted(batch, clean, own.timesteps_of(rng), noise, given)
 
@@ -414,7 +485,7 @@ class Diffusion(Objective, ABC):
         by_size = getattr(self.config, "shift_by_tokens", "off") != "off"
         if not fields and self.data.bucket_shapes and by_size:
             return {}  # The size is not known.
-        own = self.sized(fields["latent"]) if fields else self
+        own = self.sized(fields) if fields else self
         return {**labels, "timestep": own.timesteps_of(rng)}
 
     def inspect(self, fields: Fields) -> None:
@@ -423,10 +494,10 @@ class Diffusion(Objective, ABC):
 
     def evaluations(self, batch: Batch, rng: SampleRNG) -> dict[str, Prepared]:
         """The batch, without condition dropout, at the middle timestep of every bin."""
-        own, found = self.sized(batch.fields["latent"]), dict[str, Prepared]()
+        own, found = self.sized(batch.fields), dict[str, Prepared]()
         clean = own.clean_tokens(batch.fields, rng)
         noise = rng.normal("noise", tuple(clean.shape[1:]))
-        given = self.condition.given(batch.fields)
+        given = own.condition.given(batch.fields)
         for name, middle in self.validation_timesteps(VALIDATION_BINS).items():
             timestep = torch.full_like(batch.weight, middle)
             found[name] = own.corrupted(batch, clean, timestep, noise, given)

@@ -84,6 +84,12 @@ class DiffusionConfig(ObjectiveConfig):
 
         return example(model, self.name)
 
+    def text_multiple(self, model: ModelConfig) -> int:
+        """The model's, see `ObjectiveConfig`."""
+        from titan_dit.diffusion.objective import text_multiple
+
+        return text_multiple(model)
+
     def sized_models(
         self, model: ModelConfig, facts: DataFacts
     ) -> Sequence[tuple[str, ModelConfig]]:

@@ -147,6 +147,13 @@ class Objective:
         """
         return {}
 
+    def drawn_specs(self) -> Sequence[ModelSpec]:
+        """The network for shapes of inputs that are drawn with, beside those of the data's buckets.
+
+        Of data in buckets only.
+        """
+        return ()
+
     def describe(self, fields: Fields, rng: SampleRNG) -> Mapping[str, Tensor]:
         """Values per sample, [b] each, for faults.jsonl and `replay`.
 

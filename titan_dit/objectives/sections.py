@@ -49,6 +49,13 @@ class ObjectiveConfig(Named):
         """
         return None
 
+    def text_multiple(self, model: ModelConfig) -> int:
+        """Captions of a bucket are padded to a multiple of so many tokens; 0: all to one length.
+
+        See `data.base.Source`.
+        """
+        return 0
+
     def sized_models(
         self, model: ModelConfig, facts: DataFacts
     ) -> Sequence[tuple[str, ModelConfig]]:

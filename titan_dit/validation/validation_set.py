@@ -146,6 +146,8 @@ def open_set(
     try:
         there = data.at(config.path) if config.path else data.validation_part()
         other = there.open_surveyed(on_first(there.survey))
+        if source.text_multiple:
+            other = other.in_text_groups(source.text_multiple)
     except (OSError, UserError) as error:
         raise UserError(f"{where}: {error}") from None
     check_alike(where, other, source)
@@ -174,13 +176,13 @@ def check_alike(where: str, other: Source, source: Source) -> None:
             "Encode both with the same --buckets."
         )
     for name, fields in its.items():
-        wanted = ours[name] if several else source.fields
+        wanted = ours.get(name, source.fields)
         if not fits_all(fields, wanted):
             raise UserError(
                 f"{where} holds {spelled(fields)}, but [data] holds {spelled(wanted)}. Give a "
                 "dataset of the same kind."
             )
-    of_buckets = {"shape", "bucket_shapes"} if several else set[str]()
+    of_buckets = {"shape", "bucket_shapes", "bucket_text"} if several else set[str]()
     theirs, known = (without_length(each.facts.as_json()) for each in (other, source))
     for key in sorted(theirs.keys() - source.facts.differing - of_buckets):
         if theirs[key] != known.get(key):
@@ -273,7 +275,7 @@ def losses(
         size = batch_sizes[name if name in batch_sizes else ""]
         found = bucket_sums(chosen, numbers, objective, executor, share, alive, seed, size)
         if len(groups) > 1:
-            named[f"{LOSS}_{name}"] = mean_of(means_of(found[0]))
+            named[f"{LOSS}_{key_of(name)}"] = mean_of(means_of(found[0]))
         parts, terms = added(parts, found[0]), added(terms, found[1])
     means = means_of(parts)
     shown = means | means_of(terms)
@@ -281,6 +283,11 @@ def losses(
     summary = objective.summary(means, chosen.source.facts)
     others = {f"{PREFIX}{name}": value for name, value in summary.items()}
     return {LOSS: mean_of(means), **others, **named}
+
+
+def key_of(bucket: str) -> str:
+    """A bucket's name in a row of metrics: "16x64x64_64_text_tokens"."""
+    return bucket.replace(", ", "_").replace(" ", "_")
 
 
 Sums: TypeAlias = Mapping[str, Float[Tensor, "2"]]

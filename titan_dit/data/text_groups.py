@@ -1,0 +1,139 @@
+"""Buckets of one shape and one length of text, for networks that pad captions to a multiple.
+
+A row's group is the least multiple that holds its longest caption and the empty one, which takes
+its place when it is dropped. Rows are numbered anew, bucket by bucket and group by group, so that a
+bucket's rows follow each other; 8 bytes a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from titan_dit.data.base import Field, SampleOrder, Source
+from titan_dit.data.buckets import BucketOrder
+from titan_dit.data.latent_facts import LatentFacts, name_of
+from titan_dit.data.latents import LatentShards
+
+
+def padded(tokens: Int64[np.ndarray, " n"], empty: int, multiple: int) -> Int64[np.ndarray, " n"]:
+    """Tokens of each caption with its padding; `empty`: those of the empty one."""
+    found: Int64[np.ndarray, " n"] = -(-np.maximum(tokens, max(empty, 1)) // multiple) * multiple
+    return found
+
+
+class TextGroups(Source):
+    """The rows of a set with captions, in buckets of one shape and one length of text."""
+
+    keeps_groups = True
+
+    def __init__(self, source: LatentShards, multiple: int) -> None:
+        assert source.facts.text is not None
+        self.source, self.text_multiple, self.copies = source, multiple, source.copies
+        empty = len(source.facts.text.null_embedding)
+        tokens = padded(source.text_lengths(), empty, multiple)
+        sizes = [len(rows) for rows in source.bucket_rows]
+        bucket = np.repeat(np.arange(len(sizes)), sizes)
+        # Stable: a picture and its mirror image stay neighbours.
+        self._rows = np.lexsort((tokens, bucket))
+        keys = np.stack((bucket, tokens), 1)[self._rows]
+        found, counts = np.unique(keys, axis=0, return_counts=True)
+        self.shapes = [source.buckets[number].shape for number in found[:, 0].tolist()]
+        self.text_tokens: list[int] = found[:, 1].tolist()
+        self.counts: list[int] = counts.tolist()
+        self.facts: LatentFacts = replace(
+            source.facts,
+            bucket_shapes=tuple(self.shapes),
+            bucket_counts=tuple(self.counts),
+            bucket_text=tuple(self.text_tokens),
+        )
+        self.fields = self.facts.fields(source.dtype)
+
+    def __reduce__(self) -> tuple[type[TextGroups], tuple[LatentShards, int]]:
+        """Pickle the set; a spawned process numbers its rows itself."""
+        return TextGroups, (self.source, self.text_multiple)
+
+    @property
+    def bucket_rows(self) -> Sequence[range]:
+        """See `Source.bucket_rows`."""
+        ends = np.cumsum(self.counts).tolist()
+        return [range(end - count, end) for end, count in zip(ends, self.counts, strict=True)]
+
+    @property
+    def bucket_names(self) -> Sequence[str]:
+        """See `Source.bucket_names`."""
+        return list(map(name_of, self.shapes, self.text_tokens))
+
+    def bucket_fields(self, bucket: int) -> Mapping[str, Field]:
+        """See `Source.bucket_fields`."""
+        text = self.fields["text"]
+        return {
+            **self.fields,
+            "latent": Field(self.source.dtype, self.shapes[bucket]),
+            "text": Field(text.dtype, (self.text_tokens[bucket], *text.shape[1:])),
+        }
+
+    def groups(self) -> Int64[Tensor, " n"]:
+        """The bucket of every row."""
+        return torch.cat(list(self.group_parts()))
+
+    def group_parts(self) -> Iterator[Int64[Tensor, " n"]]:
+        """See `Source.group_parts`."""
+        for number, count in enumerate(self.counts):
+            yield from torch.split(torch.full((count,), number), 1 << 20)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Read one sample."""
+        return {name: value[0] for name, value in self.read([index]).items()}
+
+    def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        """See `Source.read`. Raises ValueError for rows of several buckets."""
+        there = self.rows_there(rows)
+        return self.read_padded(rows, there, there)
+
+    def read_numbered(self, rows: Sequence[int], numbers: Sequence[int]) -> dict[str, Tensor]:
+        """See `Source.read_numbered`. Raises ValueError for rows of several buckets."""
+        return self.read_padded(rows, self.rows_there(rows), numbers)
+
+    def read_padded(
+        self, rows: Sequence[int], there: Sequence[int], numbers: Sequence[int]
+    ) -> dict[str, Tensor]:
+        """Read rows of one bucket, with their text padded to its tokens; `there`: in the set."""
+        ends = np.cumsum(self.counts)
+        buckets = set(np.searchsorted(ends, np.asarray(rows, np.int64), side="right").tolist())
+        if len(buckets) > 1:
+            raise ValueError(f"rows of {len(buckets)} buckets have no common shape")
+        tokens = self.text_tokens[buckets.pop() if buckets else 0]
+        return self.source.read_padded(there, numbers, tokens)
+
+    def read_fields(self, names: Sequence[str], rows: Sequence[int]) -> dict[str, Tensor]:
+        """See `Source.read_fields`; captions are padded to the longest of all."""
+        return self.source.read_fields(names, self.rows_there(rows))
+
+    def captions(self, rows: Sequence[int]) -> list[str]:
+        """See `Source.captions`."""
+        return self.source.captions(self.rows_there(rows))
+
+    def rows_there(self, rows: Sequence[int]) -> list[int]:
+        """Rows of the set."""
+        at = np.asarray(rows, dtype=np.int64)
+        outside = at[(at < 0) | (at >= len(self))]
+        if len(outside):
+            raise IndexError(f"sample {outside[0]} of {len(self)}")
+        found: list[int] = self._rows[at].tolist()
+        return found
+
+    def order(
+        self,
+        seed: int,
+        held_out: tuple[int, ...],
+        data_order: str,
+        batch_sizes: Sequence[int] = (),
+    ) -> SampleOrder:
+        """The order of training: steps of one bucket each."""
+        return BucketOrder.of(seed, self.bucket_names, self.counts, batch_sizes, held_out)
