@@ -15,7 +15,7 @@ from titan_dit.config.section import UserError
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.guidance import Guidance
 from titan_dit.diffusion.sections import RectifiedFlowConfig
-from titan_dit.interop import diffusers_dit, hugging_face
+from titan_dit.interop import diffusers_dit, diffusers_network, hugging_face
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.pictures.library import diffusers
 from titan_dit.trained_model import load_trained, open_weights
@@ -166,7 +166,7 @@ def test_a_pipeline_has_no_scheduler_for_sits_time_and_direction(library, vae, t
         converted(run_path, tmp_path / "x")
     assert not (tmp_path / "x").exists()
     alone = converted(run_path, tmp_path / "alone", vae="none")
-    assert sorted(file.name for file in alone.iterdir()) == ["config.json", diffusers_dit.WEIGHTS]
+    assert sorted(file.name for file in alone.iterdir()) == ["config.json", diffusers_network.WEIGHTS]
     flow = save_run(tmp_path / "flow", vae, "flow with learn_sigma")
     back = converted(converted(flow, tmp_path / "pipeline"), tmp_path / "back")
     found = read_record(back)["config"]["objective"]
@@ -198,9 +198,9 @@ def test_large_weights_are_in_shards_that_diffusers_reads(library, vae, tmp_path
     folder = converted(run_path, tmp_path / "sharded") / "transformer"
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) > 3
-    assert not (folder / diffusers_dit.WEIGHTS).exists()
+    assert not (folder / diffusers_network.WEIGHTS).exists()
     assert all(file.stat().st_size < 210_000 or len(load_file(file)) == 1 for file in files)
-    expected = load_file(whole / "transformer" / diffusers_dit.WEIGHTS)
+    expected = load_file(whole / "transformer" / diffusers_network.WEIGHTS)
     theirs = loaded(library, tmp_path / "sharded").transformer.state_dict()
     for name, tensor in expected.items():
         assert torch.equal(theirs[name], tensor), name
@@ -291,9 +291,9 @@ def test_the_units_of_a_pipeline_are_those_that_it_draws_in(library, vae, tmp_pa
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_bytes((vae / "config.json").read_bytes())
-    torch.save(load_file(vae / diffusers_dit.WEIGHTS), other / "diffusion_pytorch_model.bin")
+    torch.save(load_file(vae / diffusers_network.WEIGHTS), other / "diffusion_pytorch_model.bin")
     whole = loaded(library, converted(plain, tmp_path / "whole", vae=str(other)))
-    expected = load_file(vae / diffusers_dit.WEIGHTS)
+    expected = load_file(vae / diffusers_network.WEIGHTS)
     assert all(torch.equal(t, expected[n]) for n, t in whole.vae.state_dict().items())
 
 
@@ -350,7 +350,7 @@ def test_names_that_do_not_fit_the_table_are_refused(case, vae, tmp_path):
     with pytest.raises(UserError, match=words):
         converted(folder, tmp_path / "x")
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "Other", "unet": []}))
-    with pytest.raises(UserError, match=r"is of Other\. Give a folder of DiTPipeline"):
+    with pytest.raises(UserError, match="is of Other, which has none of DiTTransformer2DModel"):
         converted(folder, tmp_path / "x")
     edit(folder / "transformer" / "config.json", norm_eps=0.01)
     with pytest.raises(UserError, match=r"norm_eps=0\.01 is above 1e-05"):

@@ -22,12 +22,13 @@ from titan_dit.commands.flags import ConvertFlags
 from titan_dit.config import catalog, config_file, dotted_names, schema, user_text
 from titan_dit.config.section import UserError, conform, hints_of, show
 from titan_dit.config.training import LoRAConfig
-from titan_dit.data.latent_facts import LatentFacts, shown
+from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.sentence_pairs import PairFacts
 from titan_dit.data.tokenizer_file import TokenizerFile, read_tokenizer
 from titan_dit.init_from import names_in
 from titan_dit.interop import (
     diffusers_dit,
+    diffusers_network,
     hugging_face,
     imported,
     original_dit,
@@ -36,8 +37,9 @@ from titan_dit.interop import (
     tensor_layouts,
 )
 from titan_dit.interop.diffusers_dit import DiffusersDiT
+from titan_dit.interop.diffusers_network import Counterpart
 from titan_dit.interop.imported import new_output
-from titan_dit.interop.original_dit import SCALE, Original
+from titan_dit.interop.original_dit import Original
 from titan_dit.interop.tensor_file import OnDemand, dtypes, numel, writing
 from titan_dit.models import lora
 from titan_dit.models.base import ModelConfig
@@ -174,149 +176,98 @@ def with_adapters(run: SavedNetwork, adapters: Mapping[str, Tensor]) -> OnDemand
     return OnDemand({**weights.outline, **adapters}, get)
 
 
-FILES = (diffusers_dit.WEIGHTS, "diffusion_pytorch_model.bin")
+FILES = (diffusers_network.WEIGHTS, "diffusion_pytorch_model.bin")
 NO_VAE = "none"
 """--vae of an export of the transformer alone."""
 
 
 def is_of_diffusers(path: Path) -> bool:
-    """True if a path is a DiTPipeline's folder, or that of its transformer."""
-    if (path / diffusers_dit.INDEX).is_file():
+    """True if a path is a pipeline's folder, or that of a network of diffusers."""
+    if (path / diffusers_network.INDEX).is_file():
         return True
     try:
-        config = hugging_face.read_json(path / diffusers_dit.CONFIG)
+        config = hugging_face.read_json(path / diffusers_network.CONFIG)
     except UserError:
         return False
-    return diffusers_dit.is_dit(config)
+    return isinstance(config.get("_class_name"), str)
 
 
 def read_diffusers(source: Path, target: Path, scale: float | None) -> None:
     """Import a folder as a checkpoint."""
     try:
-        pipeline = source / diffusers_dit.INDEX
-        whole = hugging_face.read_json(pipeline) if pipeline.is_file() else {}
-        folder = source / diffusers_dit.TRANSFORMER if whole else source
-        if whole and diffusers_dit.TRANSFORMER not in whole:
-            kind = whole.get("_class_name")
-            raise UserError(
-                f"{pipeline.name} is of {kind}. Give a folder of {diffusers_dit.PIPELINE}."
-            )
-        names = class_names(whole.get("id2label") or {})
-        found = diffusers_dit.config_of(
-            hugging_face.read_json(folder / diffusers_dit.CONFIG), len(names) or None
-        )
+        pipeline = source / diffusers_network.INDEX
+        index = hugging_face.read_json(pipeline) if pipeline.is_file() else {}
+        known = diffusers_network.known_classes()
+        if index and diffusers_network.TRANSFORMER not in index:
+            name = index.get("_class_name")
+            raise UserError(f"{pipeline.name} is of {name}, which has none of {known}.")
+        folder = source / diffusers_network.TRANSFORMER if index else source
+        values = hugging_face.read_json(folder / diffusers_network.CONFIG)
+        kind = diffusers_network.class_for(values)
+        if kind is None:
+            name = diffusers_network.show_json(values.get("_class_name"))
+            raise UserError(f"{diffusers_network.CONFIG} is of {name}, not one of {known}.")
+        found = kind.of_folder(values, index)
         ours = found.to_ours(hugging_face.read_weights(folder, FILES))
-        objective = objective_of_pipeline(bool(whole), source, found)
-        facts = facts_of(source if whole else None, found.config, names, scale)
-        record = imported.dit_record(found.config, objective, facts)
+        scheduler = source / "scheduler" / diffusers_network.SCHEDULER
+        objective = found.objective_of(hugging_face.read_json(scheduler) if index else None)
+        has_vae = bool(index) and (source / diffusers_network.VAE).is_dir()
+        vae = autoencoder.load(str(source), torch.device("cpu"), "vae") if has_vae else None
+        facts = found.facts(vae, scale)
+        record = imported.record_of({**found.tables(), "objective": objective}, facts)
     except UserError as error:
         raise UserError(f"--input {source}: {error}") from None
-    config = found.config
-    console.say(f"read    {source}: {numel(ours):,} parameters, {config.num_classes} classes")
+    classes = "" if facts.text else f", {facts.about}"
+    console.say(f"read    {source}: {found.kind}, {numel(ours):,} parameters{classes}")
     console.say(f"        objective: {', '.join(f'{k} {v}' for k, v in objective.items())}")
+    for line in diffusers_network.warnings_of(values, index, source):
+        console.say(f"warning: --input {source}: {line}")
     tensors = {"model": ours, "ema": {imported.EMA_DECAY: ours}}
     imported.save(target, tensors, record)
     console.say(f"wrote   {target}. Train from it with --checkpoint.resume {target}")
 
 
-def class_names(labels: Any) -> tuple[str, ...]:
-    """The names in label order; () if there is none."""
-    if not isinstance(labels, dict) or labels.keys() != {str(i) for i in range(len(labels))}:
-        raise UserError(
-            f"{diffusers_dit.INDEX}: id2label must name the classes from 0 on, without a gap."
-        )
-    return tuple(str(labels[str(number)]) for number in range(len(labels)))
-
-
-def objective_of_pipeline(whole: bool, source: Path, found: DiffusersDiT) -> dict[str, Any]:
-    """The [objective] table: a pipeline's by its scheduler; else DDPM, as released weights."""
-    learn_sigma = found.output_channels == 2 * found.config.in_channels
-    if not whole:
-        return {"name": "ddpm", "learn_sigma": learn_sigma}
-    scheduler = hugging_face.read_json(source / "scheduler" / diffusers_dit.SCHEDULER)
-    return diffusers_dit.objective_of(scheduler, learn_sigma)
-
-
-def facts_of(
-    pipeline: Path | None, config: DiTConfig, names: tuple[str, ...], scale: float | None
-) -> LatentFacts:
-    """Facts of the latents that the weights were trained on, as far as they are known."""
-    facts = LatentFacts(
-        shape=config.sample_shape,
-        count=0,
-        num_classes=config.num_classes,
-        class_names=names,
-        scale=scale or SCALE,
-    )
-    if pipeline is None or not (pipeline / diffusers_dit.VAE).is_dir():
-        return facts
-    vae = autoencoder.load(str(pipeline), torch.device("cpu"), "vae")
-    if isinstance(vae.scale, tuple) or vae.shift != 0.0:
-        raise UserError(
-            f"the latents of its vae have scale {shown(vae.scale)} and shift {shown(vae.shift)}, "
-            "but DiTPipeline has one scale for all channels and no shift. Import "
-            f"{diffusers_dit.TRANSFORMER}/ alone, with --scale."
-        )
-    return replace(
-        facts,
-        scale=scale or vae.scale,
-        vae=vae.facts,
-        vae_source=str(pipeline),
-    )
-
-
-def write_diffusers(
-    target: Path, run: SavedNetwork, config: DiTConfig, given: str, as_is: bool
-) -> None:
-    """Export a DiT as a folder; with --vae or the run's autoencoder as a whole pipeline."""
-    diffusers_dit.check_expressible(config, as_is)
+def write_diffusers(target: Path, run: SavedNetwork, options: ConvertFlags) -> None:
+    """Export a network as a folder; with --vae or the run's autoencoder as a whole pipeline."""
     diffusion = run.diffusion("convert")
-    found = DiffusersDiT(config, diffusion.config.output_channels(config.in_channels))
+    kind = diffusers_network.class_for_model(run.model_config)
+    assert kind is not None
+    found = kind.of_run(run.model_config, diffusion.config)
+    found.check_expressible(options.as_is)
     recorded = diffusion.data.vae_source
-    vae = given or (recorded if Path(recorded or "-").expanduser().is_dir() else NO_VAE)
+    vae = options.vae or (recorded if Path(recorded or "-").expanduser().is_dir() else NO_VAE)
     outline = found.outline()
     theirs = found.to_theirs(run.tensors)
-    parts = found.config_json(), outline, theirs, diffusers_dit.WEIGHTS
+    parts = found.config_json(), outline, theirs, diffusers_network.WEIGHTS
     if vae == NO_VAE:
         with writing(target, outline.values()), new_output(target) as place:
             hugging_face.write_folder(place, *parts)
         console.say(
-            f"wrote   {target}, a transformer for diffusers. With --vae: a whole DiTPipeline"
+            f"wrote   {target}, a transformer for diffusers. With --vae: a whole {found.pipeline}"
         )
     else:
-        place_of_vae = Path(vae).expanduser()
-        if not place_of_vae.is_dir():
-            raise UserError(
-                f"--vae {vae}: no such folder. Give one, whose files are copied, or --vae {NO_VAE}."
-            )
-        check_autoencoder(place_of_vae, diffusion.data)
-        scheduler = diffusers_dit.scheduler_json(diffusion.config)
-        inside = (place_of_vae / autoencoder.CONFIG).is_file()
-        folder = place_of_vae if inside else place_of_vae / autoencoder.INSIDE
-        names = diffusion.data.class_names or map(str, range(config.num_classes))
+        folder = folder_of_vae(vae, diffusion.data, found)
+        scheduler = found.scheduler_json(diffusion.config)
+        chosen = options.text_encoder
+        encoder = diffusers_network.text_parts(chosen) if chosen else {}
         with writing(target, outline.values()), new_output(target) as place:
-            hugging_face.write_folder(place / diffusers_dit.TRANSFORMER, *parts)
-            diffusers_dit.write_pipeline_parts(place, scheduler, folder, dict(enumerate(names)))
-        console.say(f"wrote   {target}, a DiTPipeline with {scheduler['_class_name']}")
+            hugging_face.write_folder(place / diffusers_network.TRANSFORMER, *parts)
+            diffusers_network.write_parts(place, found, scheduler, folder, encoder, diffusion.data)
+        console.say(f"wrote   {target}, a {found.pipeline} with {scheduler['_class_name']}")
     console.say(f"        from {run.path}, step {run.step} ({run.weights})")
 
 
-def check_autoencoder(vae: Path, facts: LatentFacts) -> None:
-    """Refuse an autoencoder that did not make the latents, and units that DiTPipeline lacks."""
-    loaded = autoencoder.load(str(vae), torch.device("cpu"))
+def folder_of_vae(vae: str, facts: LatentFacts, found: Counterpart) -> Path:
+    """The folder with the files of --vae. Refuses one that did not make the run's latents."""
+    place = Path(vae).expanduser()
+    if not place.is_dir():
+        raise UserError(
+            f"--vae {vae}: no such folder. Give one, whose files are copied, or --vae {NO_VAE}."
+        )
+    loaded = autoencoder.load(str(place), torch.device("cpu"))
     loaded.check_fits(facts, "--vae")
-    if isinstance(facts.scale, tuple) or facts.shift != 0.0 or loaded.shift != 0.0:
-        raise UserError(
-            f"--vae {vae}: the latents have scale {shown(facts.scale)} and shift "
-            f"{shown(facts.shift)}, but DiTPipeline has one scale for all channels and no shift. "
-            f"Give --vae {NO_VAE} for the transformer alone."
-        )
-    if loaded.scale != facts.scale:
-        raise UserError(
-            f"--vae {vae}: its scaling_factor is {loaded.scale}, but the run's latents have scale "
-            f"{shown(facts.scale)}, and DiTPipeline takes the autoencoder's. Give --vae {NO_VAE} "
-            "for the transformer alone."
-        )
+    found.check_units(loaded, facts, f"--vae {vae}")
+    return place if (place / autoencoder.CONFIG).is_file() else place / autoencoder.INSIDE
 
 
 LANGUAGE_MODEL_FILE = "tokenizer.json"
@@ -624,7 +575,7 @@ def describe(original: Original, tensors: OnDemand) -> str:
 
 
 READING = ("heads", "scale", "prediction", "noise_schedule", "format")
-WRITING = ("weights", "decay", "step", "vae", "as_is", "format")
+WRITING = ("weights", "decay", "step", "vae", "text_encoder", "as_is", "format")
 OF_RUNS = ("weights", "decay", "step")
 """Flags of every export."""
 
@@ -702,19 +653,18 @@ def export(source: Location, target: Path, options: ConvertFlags) -> None:
     if options.format == "peft":
         check_flags(options, (*OF_RUNS, "as_is", "format"), "an export of adapters (--format peft)")
         write_adapter(options.input, target, run, options.as_is)
-    elif type(config) is not DiTConfig:  # A class derived from it may have other parameters.
+    elif diffusers_network.class_for_model(config) is None:
         use = f"the export of a {config.name} model (--input {source})"
         check_flags(options, OF_RUNS, use)
         write_language_model(source, target, run)
-    elif target.suffix in tensor_file.WEIGHT_SUFFIXES:
+    elif target.suffix in tensor_file.WEIGHT_SUFFIXES and isinstance(config, DiTConfig):
         check_flags(options, (*OF_RUNS, "format"), f"an export to a file (--out {target})")
         write_original(target, run, config, options.format)
     elif target.suffix:
-        raise UserError(
-            f"--out {target}: name a .pt or .safetensors file, or for diffusers a folder without a "
-            "suffix."
-        )
+        file = "a .pt or .safetensors file, or " if isinstance(config, DiTConfig) else ""
+        raise UserError(f"--out {target}: name {file}for diffusers a folder without a suffix.")
     else:
         use = f"an export to diffusers (--out {target} has no suffix)"
-        check_flags(options, (*OF_RUNS, "vae", "as_is"), use)
-        write_diffusers(target, run, config, options.vae, options.as_is)
+        more = ("as_is",) if isinstance(config, DiTConfig) else ("text_encoder",)
+        check_flags(options, (*OF_RUNS, "vae", *more), use)
+        write_diffusers(target, run, options)

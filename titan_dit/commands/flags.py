@@ -160,7 +160,8 @@ class ConvertFlags(Flags):
 
     input: Annotated[FilePath, Aliases("--from", "--run", "--checkpoint")]
     """Import: FILE.pt or FILE.safetensors of the original DiT or of SiT, or a folder of
-    transformers or of diffusers' DiTPipeline. Export: a run or a checkpoint."""
+    transformers, or of a pipeline of diffusers (DiT, Z-Image, FLUX.2) or its transformer. Export: a
+    run or a checkpoint."""
     out: Annotated[OutputPath, Aliases("--to")]
     """Import: folder of the new checkpoint. Export: FILE.pt or FILE.safetensors of a DiT; a new
     folder for diffusers, or of a language model."""
@@ -181,8 +182,11 @@ class ConvertFlags(Flags):
     decay: Decay | None = None
     """EMA decay, if the run or --base has several. Unset: the first."""
     vae: FilePath = ""
-    """Export to diffusers: folder of the autoencoder, for a whole DiTPipeline; "none" writes the
+    """Export to diffusers: folder of the autoencoder, for a whole pipeline; "none" writes the
     transformer alone. Unset: the one that made the run's latents, if it is a folder."""
+    text_encoder: FilePath = ""
+    """Export of a pipeline that takes captions: a pipeline's folder, whose text_encoder and
+    tokenizer are copied. Unset: from_pretrained(OUT, text_encoder=None, tokenizer=None)."""
     as_is: bool = False
     """Export to diffusers: also where it computes other timestep frequencies."""
     base: RunPath = ""

@@ -9,33 +9,37 @@ null row. Timestep frequencies divide by 127, the original's by 128.
 from __future__ import annotations
 
 import operator
-import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from titan_dit.config.section import MOST, UserError, show
+from titan_dit.data.latent_facts import LatentFacts, shown
 from titan_dit.diffusion.noise_schedule import named
 from titan_dit.diffusion.samplers.from_diffusers import PREDICTIONS, betas, config_of_flow
-from titan_dit.interop import hugging_face, tensor_layouts
-from titan_dit.interop.original_dit import check_tensors
+from titan_dit.interop import imported
+from titan_dit.interop.diffusers_network import (
+    CONFIG,
+    INDEX,
+    SCHEDULER,
+    TRANSFORMER,
+    Counterpart,
+)
+from titan_dit.interop.original_dit import SCALE
 from titan_dit.interop.tensor_file import OnDemand
 from titan_dit.interop.tensor_layouts import ConvKernel, Copies, FilledTable, Same, SplitQKV
 from titan_dit.models.dit_config import DiTConfig
-from titan_dit.system.files import write_json
+
+if TYPE_CHECKING:  # Most imports have no autoencoder.
+    from titan_dit.pictures.autoencoder import Autoencoder
 
 KIND, PIPELINE = "DiTTransformer2DModel", "DiTPipeline"
 OLD_KIND = "Transformer2DModel"
 """Class name of a DiT in older releases and in the published weights; other networks have it,
 too."""
-CONFIG, INDEX, SCHEDULER = "config.json", "model_index.json", "scheduler_config.json"
-TRANSFORMER, VAE = "transformer", "vae"
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 ROWS = 1001
 """Rows of the label table: 1,000 classes and the null class, class 1000 of the pipeline."""
 VERSION = "0.35.0"
@@ -61,13 +65,36 @@ THEIR_PATCH = "pos_embed.proj"
 
 
 @dataclass(frozen=True)
-class DiffusersDiT:
+class DiffusersDiT(Counterpart):
     """Our DiT and its counterpart in diffusers."""
 
+    kind = KIND
+    pipeline = PIPELINE
+    trained_on = DiTConfig
+    version = VERSION
     config: DiTConfig
     output_channels: int
     rows: int = ROWS
     """Rows of the label table."""
+    names: tuple[str, ...] = ()
+    """Names of the classes of a pipeline; empty without one."""
+
+    @classmethod
+    def is_of(cls, values: Mapping[str, Any]) -> bool:
+        """See `Counterpart.is_of`."""
+        kind = values.get("_class_name")
+        return kind == KIND or (kind == OLD_KIND and values.get("norm_type") == FIXED["norm_type"])
+
+    @classmethod
+    def of_folder(cls, values: Mapping[str, Any], index: Mapping[str, Any]) -> DiffusersDiT:
+        """See `Counterpart.of_folder`."""
+        names = class_names(index.get("id2label") or {})
+        return replace(config_of(values, len(names) or None), names=names)
+
+    @classmethod
+    def of_run(cls, config: DiTConfig, objective: Any) -> DiffusersDiT:
+        """See `Counterpart.of_run`."""
+        return cls(config, objective.output_channels(config.in_channels))
 
     def block(self, layer: int) -> str:
         """Prefix of a block's names."""
@@ -76,16 +103,6 @@ class DiffusersDiT:
     def embedder(self, layer: int) -> str:
         """Prefix of the names of a block's copies of the embedders."""
         return f"{self.block(layer)}.norm1.emb"
-
-    @cached_property
-    def parameters(self) -> dict[str, Tensor]:
-        """Our parameters on the meta device."""
-        with torch.device("meta"):
-            return dict(self.config.build(self.output_channels).named_parameters())
-
-    def outline(self) -> dict[str, Tensor]:
-        """The tensors of diffusers on the meta device, in the order of a file."""
-        return dict(tensor_layouts.to_theirs(self.layouts(), self.parameters))
 
     def layouts(self) -> dict[str, Same]:
         """Name of our parameter -> its layout in diffusers' tensors."""
@@ -108,10 +125,6 @@ class DiffusersDiT:
                 }
         return found
 
-    def to_theirs(self, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield diffusers' names and tensors from our parameters."""
-        return tensor_layouts.to_theirs(self.layouts(), ours)
-
     def table(self, layer: int) -> str:
         """Name of a block's copy of the label table."""
         return f"{self.embedder(layer)}.class_embedder.embedding_table.weight"
@@ -124,9 +137,9 @@ class DiffusersDiT:
         """
         outline = {n: t for n, t in theirs.outline.items() if n != "pos_embed.pos_embed"}
         kept = OnDemand(outline, theirs.get_tensor)
-        check_tensors(kept, {name: tuple(tensor.shape) for name, tensor in self.outline().items()})
+        found = super().to_ours(kept)
         self.check_copies(kept)
-        return tensor_layouts.to_ours(self.layouts(), kept, self.parameters)
+        return found
 
     def check_copies(self, theirs: Mapping[str, Tensor]) -> None:
         """Refuse blocks with different embedders, and different rows after our classes."""
@@ -145,6 +158,63 @@ class DiffusersDiT:
                 f"{self.table(0)}: the rows from {self.config.num_classes} on differ, so there are "
                 "more classes than its id2label names."
             )
+
+    def objective_of(self, scheduler: Mapping[str, Any] | None) -> dict[str, Any]:
+        """See `Counterpart.objective_of`: without a scheduler DDPM, as released weights."""
+        learn_sigma = self.output_channels == 2 * self.config.in_channels
+        if scheduler is None:
+            return {"name": "ddpm", "learn_sigma": learn_sigma}
+        return objective_of(scheduler, learn_sigma)
+
+    def scheduler_json(self, objective: Any) -> dict[str, Any]:
+        """See `Counterpart.scheduler_json`."""
+        return scheduler_json(objective)
+
+    def facts(self, vae: Autoencoder | None, scale: float | None) -> LatentFacts:
+        """See `Counterpart.facts`."""
+        facts = LatentFacts(
+            shape=self.config.sample_shape,
+            count=0,
+            num_classes=self.config.num_classes,
+            class_names=self.names,
+            scale=scale or SCALE,
+        )
+        if vae is None:
+            return facts
+        if isinstance(vae.scale, tuple) or vae.shift != 0.0:
+            raise UserError(
+                f"the latents of its vae have scale {shown(vae.scale)} and shift "
+                f"{shown(vae.shift)}, but DiTPipeline has one scale for all channels and no shift. "
+                f"Import {TRANSFORMER}/ alone, with --scale."
+            )
+        return replace(facts, scale=scale or vae.scale, vae=vae.facts, vae_source=vae.source)
+
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """See `Counterpart.tables`."""
+        return imported.dit_tables(self.config)
+
+    def check_units(self, vae: Autoencoder, facts: LatentFacts, where: str) -> None:
+        """See `Counterpart.check_units`."""
+        if isinstance(facts.scale, tuple) or facts.shift != 0.0 or vae.shift != 0.0:
+            raise UserError(
+                f"{where}: the latents have scale {shown(facts.scale)} and shift "
+                f"{shown(facts.shift)}, but DiTPipeline has one scale for all channels and no "
+                "shift. Give --vae none for the transformer alone."
+            )
+        if vae.scale != facts.scale:
+            raise UserError(
+                f"{where}: its scaling_factor is {vae.scale}, but the run's latents have scale "
+                f"{shown(facts.scale)}, and DiTPipeline takes the autoencoder's."
+            )
+
+    def index(self, facts: LatentFacts) -> dict[str, Any]:
+        """See `Counterpart.index`."""
+        names = facts.class_names or map(str, range(self.config.num_classes))
+        return {"id2label": {str(number): name for number, name in enumerate(names)}}
+
+    def check_expressible(self, as_is: bool) -> None:
+        """See `Counterpart.check_expressible`."""
+        check_expressible(self.config, as_is)
 
     def config_json(self) -> dict[str, Any]:
         """The transformer's config.json."""
@@ -189,16 +259,8 @@ def check_expressible(config: DiTConfig, as_is: bool) -> None:
         )
 
 
-def is_dit(values: Mapping[str, Any]) -> bool:
-    """True if a config.json describes a DiT."""
-    kind = values.get("_class_name")
-    return kind == KIND or (kind == OLD_KIND and values.get("norm_type") == FIXED["norm_type"])
-
-
 def config_of(values: Mapping[str, Any], num_classes: int | None) -> DiffusersDiT:
     """Our config for a transformer's config.json. UserError for unsupported values."""
-    if not is_dit(values):
-        raise UserError(f"{CONFIG} is of {values.get('_class_name')}, not of {KIND}.")
     for key, value in FIXED.items():
         if values.get(key, value) != value:
             raise UserError(f"{CONFIG}: {key}={values[key]!r}; our DiT has {value!r}.")
@@ -322,22 +384,8 @@ def noise_of(scheduler: Mapping[str, Any], steps: int) -> str | None:
     return None
 
 
-def write_pipeline_parts(
-    folder: Path, scheduler: Mapping[str, Any], vae: Path, names: Mapping[int, str]
-) -> None:
-    """Write scheduler, vae and index, which make a folder with `transformer/` a pipeline."""
-    write_json(folder / "scheduler" / SCHEDULER, scheduler)
-    (folder / VAE).mkdir()
-    for file in sorted(vae.iterdir()):
-        if file.suffix in (".json", ".safetensors", ".bin"):
-            shutil.copyfile(file, folder / VAE / file.name)
-    kind = hugging_face.read_json(vae / CONFIG).get("_class_name")
-    index = {
-        "_class_name": PIPELINE,
-        "_diffusers_version": VERSION,
-        "id2label": {str(number): name for number, name in names.items()},
-        "scheduler": ["diffusers", scheduler["_class_name"]],
-        TRANSFORMER: ["diffusers", KIND],
-        VAE: ["diffusers", kind],
-    }
-    write_json(folder / INDEX, index)
+def class_names(labels: Any) -> tuple[str, ...]:
+    """The names in label order; () if there is none."""
+    if not isinstance(labels, dict) or labels.keys() != {str(i) for i in range(len(labels))}:
+        raise UserError(f"{INDEX}: id2label must name the classes from 0 on, without a gap.")
+    return tuple(str(labels[str(number)]) for number in range(len(labels)))

@@ -6,9 +6,35 @@ and value, and one for the outputs of attention and MLP: here these are two laye
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from titan_dit.config.section import Bound, Dim, Few, Layers, PositiveFloat, UserError
+from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.interop.diffusers_network import TextToImage, check_fixed, checked
 from titan_dit.interop.tensor_layouts import FusedGate, Part, RowsOfQKV, Same, SplitQKV
 from titan_dit.models.flux2_config import Flux2Config
 
+FIXED = {"eps": 1e-6, "out_channels": None, "patch_size": 1, "timestep_guidance_channels": 256}
+"""Keys of config.json and the only values that our network supports."""
+SIZES = {
+    "attention_head_dim": Few,
+    "axes_dims_rope": tuple[Few, ...],
+    "guidance_embeds": bool,
+    "in_channels": Few,
+    "joint_attention_dim": Dim,
+    "mlp_ratio": Annotated[float, Bound(above=0, most=1000)],
+    "num_attention_heads": Few,
+    "num_layers": Layers,
+    "num_single_layers": Layers,
+    "rope_theta": PositiveFloat,
+}
+"""Keys of config.json and their types."""
+LATENTS, TOKENS = 64, 512
+"""Latent size and caption length of an import: those of a picture of 1,024 pixels, and the
+pipeline's."""
+GUIDANCE_SCALE = 4.0
+"""[model] guidance of imported weights with an embedding of it: the default of Flux2Pipeline."""
 TIME = "time_guidance_embed"
 OUTER = {
     "embed.patch": "x_embedder",
@@ -87,3 +113,70 @@ def layouts(config: Flux2Config) -> dict[str, Same]:
             own = single_block(f"single_transformer_blocks.{number}", config)
         found |= {f"blocks.{layer}.{name}": layout for name, layout in own.items()}
     return found
+
+
+class DiffusersFlux2(TextToImage):
+    """Our FLUX.2 and its counterpart."""
+
+    kind, pipeline, named = "Flux2Transformer2DModel", "Flux2KleinPipeline", "FLUX.2"
+    trained_on, direction, version = Flux2Config, "to_noise", "0.37.0"
+    config: Flux2Config
+
+    @classmethod
+    def of_folder(cls, values: Mapping[str, Any], index: Mapping[str, Any]) -> DiffusersFlux2:
+        """See `Counterpart.of_folder`."""
+        found = checked(values, SIZES)
+        outputs = {"out_channels": values.get("out_channels") and found["in_channels"]}
+        check_fixed(values, FIXED | outputs, cls.named)
+        config = Flux2Config(
+            hidden_size=found["num_attention_heads"] * found["attention_head_dim"],
+            num_double_layers=found["num_layers"],
+            num_single_layers=found["num_single_layers"],
+            num_heads=found["num_attention_heads"],
+            mlp_ratio=found["mlp_ratio"],
+            in_channels=found["in_channels"],
+            latent_size=(LATENTS, LATENTS),
+            text_tokens=TOKENS,
+            text_dim=found["joint_attention_dim"],
+            rope_axes=found["axes_dims_rope"],
+            rope_theta=found["rope_theta"],
+            guidance=GUIDANCE_SCALE if found["guidance_embeds"] else None,
+        )
+        return cls(config, config.in_channels)
+
+    def layouts(self) -> dict[str, Same]:
+        """See `layouts`."""
+        return layouts(self.config)
+
+    def scheduler_json(self, objective: Any) -> dict[str, Any]:
+        """See `Counterpart.scheduler_json`. Refuses a network with guidance: klein's has none."""
+        if self.config.guidance is not None:
+            raise UserError(
+                f"[model] guidance={self.config.guidance:g}: {self.pipeline} gives the network no "
+                "guidance. Give --vae none for the transformer alone."
+            )
+        return super().scheduler_json(objective)
+
+    def config_json(self) -> dict[str, Any]:
+        """See `Counterpart.config_json`."""
+        config = self.config
+        hidden, _, heads, _ = config.shape
+        return {
+            "_class_name": self.kind,
+            "_diffusers_version": self.version,
+            **FIXED,
+            "attention_head_dim": hidden // heads,
+            "axes_dims_rope": list(config.axes),
+            "guidance_embeds": config.guidance is not None,
+            "in_channels": config.in_channels,
+            "joint_attention_dim": config.text_dim,
+            "mlp_ratio": config.mlp_ratio,
+            "num_attention_heads": heads,
+            "num_layers": config.num_double_layers,
+            "num_single_layers": config.num_single_layers,
+            "rope_theta": config.rope_theta,
+        }
+
+    def index(self, facts: LatentFacts) -> dict[str, Any]:
+        """See `Counterpart.index`."""
+        return {"is_distilled": False}

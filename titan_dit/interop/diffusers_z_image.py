@@ -6,8 +6,40 @@ q, k and v are three weights there, gate and value of the MLP two, the learned t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from titan_dit.config.section import Dim, Few, Layers, PositiveFloat
+from titan_dit.interop.diffusers_network import TextToImage, check_fixed, checked
 from titan_dit.interop.tensor_layouts import Row, Same, SplitGate, SplitQKV
 from titan_dit.models.z_image_config import ZImageConfig
+
+FIXED = {
+    "all_f_patch_size": [1],
+    "norm_eps": 1e-5,
+    "qk_norm": True,
+    "siglip_feat_dim": None,
+    "t_scale": 1000.0,
+}
+"""Keys of config.json and the only values that our network supports."""
+SIZES = {
+    "all_patch_size": tuple[Few, ...],
+    "axes_dims": tuple[Few, ...],
+    "cap_feat_dim": Dim,
+    "dim": Dim,
+    "in_channels": Few,
+    "n_heads": Few,
+    "n_kv_heads": Few,
+    "n_layers": Layers,
+    "n_refiner_layers": Layers,
+    "rope_theta": PositiveFloat,
+}
+"""Keys of config.json and their types."""
+LENGTHS = (1536, 512, 512)
+"""Positions on each axis for which diffusers computes angles, at least: the released weights'."""
+LATENTS, TOKENS = 128, 512
+"""Latent size and caption length of an import: those of a picture of 1,024 pixels, and the most
+that the pipeline encodes."""
 
 OUTER = {
     "embed.patch.linear": "all_x_embedder.{size}",
@@ -58,3 +90,58 @@ def layouts(config: ZImageConfig) -> dict[str, Same]:
                 own[f"modulation.{part}"] = Same((f"{block}.adaLN_modulation.0.{part}",))
         found |= {f"blocks.{layer}.{name}": layout for name, layout in own.items()}
     return found
+
+
+class DiffusersZImage(TextToImage):
+    """Our Z-Image and its counterpart."""
+
+    kind, pipeline, named = "ZImageTransformer2DModel", "ZImagePipeline", "Z-Image"
+    trained_on, direction, version = ZImageConfig, "to_data", "0.36.0"
+    config: ZImageConfig
+
+    @classmethod
+    def of_folder(cls, values: Mapping[str, Any], index: Mapping[str, Any]) -> DiffusersZImage:
+        """See `Counterpart.of_folder`."""
+        check_fixed(values, FIXED, cls.named)
+        found = checked(values, SIZES)
+        one_patch = {"all_patch_size": list(found["all_patch_size"][:1])}
+        check_fixed(values, {"n_kv_heads": found["n_heads"], **one_patch}, cls.named)
+        config = ZImageConfig(
+            hidden_size=found["dim"],
+            num_layers=found["n_layers"],
+            num_refiner_layers=found["n_refiner_layers"],
+            num_heads=found["n_heads"],
+            patch_size=one_patch["all_patch_size"][0] if one_patch["all_patch_size"] else 0,
+            in_channels=found["in_channels"],
+            latent_size=(LATENTS, LATENTS),
+            text_tokens=TOKENS,
+            text_dim=found["cap_feat_dim"],
+            rope_axes=found["axes_dims"],
+            rope_theta=found["rope_theta"],
+        )
+        return cls(config, config.in_channels)
+
+    def layouts(self) -> dict[str, Same]:
+        """See `layouts`."""
+        return layouts(self.config)
+
+    def config_json(self) -> dict[str, Any]:
+        """See `Counterpart.config_json`."""
+        config = self.config
+        used = (config.text_tokens + 2, *config.grid)
+        return {
+            "_class_name": self.kind,
+            "_diffusers_version": self.version,
+            **FIXED,
+            "all_patch_size": [config.patch_size],
+            "axes_dims": list(config.axes),
+            "axes_lens": list(map(max, LENGTHS, used)),
+            "cap_feat_dim": config.text_dim,
+            "dim": config.hidden_size,
+            "in_channels": config.in_channels,
+            "n_heads": config.num_heads,
+            "n_kv_heads": config.num_heads,
+            "n_layers": config.num_layers,
+            "n_refiner_layers": config.num_refiner_layers,
+            "rope_theta": config.rope_theta,
+        }

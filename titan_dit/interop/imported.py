@@ -91,7 +91,12 @@ def new_record() -> dict[str, Any]:
 def dit_record(
     config: DiTConfig, objective: Mapping[str, Any], facts: LatentFacts
 ) -> dict[str, Any]:
-    """`record_of` for a DiT. [data] is a placeholder, as the data of the weights are unknown."""
+    """`record_of` for a DiT."""
+    return record_of({**dit_tables(config), "objective": dict(objective)}, facts)
+
+
+def dit_tables(config: DiTConfig) -> dict[str, dict[str, Any]]:
+    """[model] and [data] of a DiT; [data] is a placeholder, as the weights' data are unknown."""
     keys = (
         "latent_size",
         "in_channels",
@@ -103,9 +108,8 @@ def dit_record(
         "mlp_ratio",
         "timestep_frequencies",
     )
-    tables: config_file.Tables = {
+    return {
         "model": {"name": "dit", **{key: getattr(config, key) for key in keys}},
-        "objective": dict(objective),
         "data": {
             "name": "synthetic",
             "latent_size": config.latent_size,
@@ -113,7 +117,6 @@ def dit_record(
             "num_classes": config.num_classes,
         },
     }
-    return record_of(tables, facts)
 
 
 def save(

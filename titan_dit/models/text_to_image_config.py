@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from titan_dit.config.section import Dim, Few, HeightWidth, Section, UserError, show
 
@@ -27,6 +27,7 @@ class TextToImageConfig(Section):
     """Base class of the sections; a subclass gives the abstract members."""
 
     section = "model"
+    name: ClassVar[str]
 
     latent_size: HeightWidth
     """[height, width] of a latent; one number for a square."""
