@@ -115,6 +115,7 @@ def test_a_config_that_is_not_given_as_it_should_is_answered_with_how(arguments,
         ("--config digits", "Name one first: python -m titan_dit train --config ..."),
         ("traim --config digits", "traim: no such command. Did you mean train?"),
         ("foo", "foo: no such command. There is: train, sample,"),
+        ("pipeline", "pipeline: give one of its commands: pipeline plan, pipeline draw."),
     ],
 )
 def test_a_command_that_is_not_there_is_answered_with_the_nearest(monkeypatch, words, answer):

@@ -119,6 +119,13 @@ def test_a_manifest_that_contradicts_itself_is_refused(folder, changes, words):
     assert words in message
 
 
+def test_a_manifest_that_contradicts_itself_is_told_what_to_do(folder):
+    edit_manifest(folder, count=9)
+    message = refused(folder)
+    assert "count=9, but its shards hold" in message
+    assert message.endswith("Restore the manifest, or write the dataset again.")
+
+
 def test_a_missing_shard_is_named(folder):
     (folder / SECOND).unlink()
     assert f"{folder / SECOND}: the shard is missing" in refused(folder)
