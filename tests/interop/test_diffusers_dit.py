@@ -166,7 +166,10 @@ def test_a_pipeline_has_no_scheduler_for_sits_time_and_direction(library, vae, t
         converted(run_path, tmp_path / "x")
     assert not (tmp_path / "x").exists()
     alone = converted(run_path, tmp_path / "alone", vae="none")
-    assert sorted(file.name for file in alone.iterdir()) == ["config.json", diffusers_network.WEIGHTS]
+    assert sorted(file.name for file in alone.iterdir()) == [
+        "config.json",
+        diffusers_network.WEIGHTS,
+    ]
     flow = save_run(tmp_path / "flow", vae, "flow with learn_sigma")
     back = converted(converted(flow, tmp_path / "pipeline"), tmp_path / "back")
     found = read_record(back)["config"]["objective"]
@@ -249,7 +252,7 @@ def test_a_model_that_derives_from_a_dit_is_not_exported_as_one(vae, tmp_path, m
     for name in ("x.pt", "x"):
         with pytest.raises(UserError, match="model own:Own: only dit, gpt, bert can be exported"):
             converted(tmp_path / "run", tmp_path / name)
-    with pytest.raises(UserError, match="is a own:Own model: peft's names"):
+    with pytest.raises(UserError, match="is a own:Own model, but adapters have the names"):
         converted(tmp_path / "run", tmp_path / "x", format="peft")
     assert not list(tmp_path.glob("x*"))
 

@@ -27,16 +27,14 @@ from titan_dit.data.sentence_pairs import PairFacts
 from titan_dit.data.tokenizer_file import TokenizerFile, read_tokenizer
 from titan_dit.init_from import names_in
 from titan_dit.interop import (
-    diffusers_dit,
     diffusers_network,
     hugging_face,
     imported,
+    lora_files,
     original_dit,
-    peft,
     tensor_file,
     tensor_layouts,
 )
-from titan_dit.interop.diffusers_dit import DiffusersDiT
 from titan_dit.interop.diffusers_network import Counterpart
 from titan_dit.interop.imported import new_output
 from titan_dit.interop.original_dit import Original
@@ -50,35 +48,40 @@ from titan_dit.system.files import write_json
 from titan_dit.trained_model import SavedNetwork, open_weights
 
 
-def counterpart(run: SavedNetwork, where: str) -> DiffusersDiT:
-    """The network in diffusers; UserError unless it is a DiT."""
+def counterpart(run: SavedNetwork, where: str) -> Counterpart:
+    """The network in diffusers. Raises UserError for one that diffusers does not have."""
     config = run.model_config
-    if type(config) is not DiTConfig:
+    kind = diffusers_network.class_for_model(config)
+    if kind is None:
+        known = ", ".join(map(show, diffusers_network.NETWORKS))
         raise UserError(
-            f"{where} is a {config.name} model, but peft's names are known for a DiT only. Give a "
-            "run of a DiT."
+            f"{where} is a {config.name} model, but adapters have the names of diffusers, known "
+            f"for {known}. Give a run of one of them."
         )
-    objective = run.diffusion("convert").config
-    return DiffusersDiT(config, objective.output_channels(config.in_channels))
+    return kind.of_run(config, run.diffusion("convert").config)
 
 
-def write_adapter(source: str, target: Path, run: SavedNetwork, as_is: bool) -> None:
+def write_adapter(target: Path, run: SavedNetwork, options: ConvertFlags) -> None:
     """Export the adapters of a run alone."""
-    if target.suffix in tensor_file.WEIGHT_SUFFIXES:
-        raise UserError(f"--out {target}: peft's format is a folder. Name one, such as adapter.")
+    source, is_file = options.input, target.suffix == ".safetensors"
+    if target.suffix and not (is_file and options.format == "lora"):
+        a_file = " or FILE.safetensors" if options.format == "lora" else ""
+        raise UserError(
+            f"--out {target}: --format {options.format} writes a folder{a_file}. Name one, such as "
+            "adapter."
+        )
     found = counterpart(run, f"--input {source}")
-    assert isinstance(run.model_config, DiTConfig)
-    diffusers_dit.check_expressible(run.model_config, as_is)
+    found.check_expressible(options.as_is)
     saved, given = run.saved, run.record["config"].get("lora", {})
     if not saved.adapters:
         raise UserError(
             f"--input {source} was not trained with [lora]: it has no adapters. Leave out --format "
-            "peft."
+            f"{options.format}."
         )
     if trained := given["trained"]:
         raise UserError(
             f"[lora] trained={show(tuple(trained))}: these parameters belong to no adapter. Export "
-            "the whole network, without --format peft."
+            f"the whole network, without --format {options.format}."
         )
     base = run.record["config"]["checkpoint"]
     check_base(source, run, base)
@@ -87,14 +90,24 @@ def write_adapter(source: str, target: Path, run: SavedNetwork, as_is: bool) -> 
         for name in found.layouts()
         if name in saved.adapters
     }
-    theirs = dict(peft.to_theirs(found, pairs))
-    rank = given["rank"]
-    config = peft.config_json(theirs, rank, saved.scale * rank, base.get("init", ""))
+    adapters = lora_files.to_theirs(found, pairs)
+    config = lora_files.config_json(adapters, given["rank"], saved.scale, base.get("init", ""))
+    if options.format == "peft":
+        prefix, name, about = lora_files.PREFIX, lora_files.WEIGHTS, None
+    else:
+        prefix, name = lora_files.PIPELINE_PREFIX, lora_files.PIPELINE_WEIGHTS
+        about = lora_files.metadata(config)
+    theirs = lora_files.named(adapters, prefix)
     with writing(target, theirs.values()), new_output(target) as place:
-        place.mkdir()
-        write_json(place / peft.CONFIG, config)
-        tensor_file.write_safetensors(place, peft.WEIGHTS, theirs, theirs.items())
-    console.say(f"wrote   {target}: adapters of {len(config['target_modules'])} layers for peft")
+        if is_file:
+            tensor_file.write_tensor_file(place, theirs, iter(theirs.items()), about or {})
+        else:
+            place.mkdir()
+            tensor_file.write_safetensors(place, name, theirs, theirs.items(), metadata=about)
+        if options.format == "peft":
+            write_json(place / lora_files.CONFIG, config)
+    reader = "peft" if options.format == "peft" else f"{found.pipeline}.load_lora_weights"
+    console.say(f"wrote   {target}: adapters of {len(adapters)} layers for {reader}")
     console.say(f"        from {run.path}, step {run.step} ({run.weights})")
     if base.get("init"):
         kind = base.get("init_weights", "ema")
@@ -103,7 +116,7 @@ def write_adapter(source: str, target: Path, run: SavedNetwork, as_is: bool) -> 
 
 def check_base(source: str, run: SavedNetwork, given: Mapping[str, Any]) -> None:
     """Refuse adapters of a run whose other weights are not those of `given`, its [checkpoint]."""
-    whole = "Export the whole network, without --format peft."
+    whole = "Export the whole network, without --format peft or lora."
     if changed := given.get("reinitialize"):
         raise UserError(
             f"--input {source} began with [checkpoint] reinitialize={show(tuple(changed))}: its "
@@ -134,7 +147,8 @@ def read_adapter(source: Path, target: Path, options: ConvertFlags) -> None:
     network = counterpart(run, f"--base {base}")
     ends = f".{lora.A}"
     try:
-        adapters = peft.read(source, network)
+        file = lora_files.pipeline_file(source)
+        adapters = lora_files.read_file(file, network) if file else lora_files.read(source, network)
         layers = tuple(n.removesuffix(ends) for n in adapters.tensors if n.endswith(ends))
         given = LoRAConfig(rank=adapters.rank, alpha=adapters.alpha, targets=layers)
     except UserError as error:
@@ -153,13 +167,12 @@ def read_adapter(source: Path, target: Path, options: ConvertFlags) -> None:
 
 
 def warnings(base: str, run: SavedNetwork) -> Iterator[str]:
-    """Why adapters of diffusers' DiT may not belong to a base."""
+    """Why adapters of diffusers may not belong to a base."""
     if run.saved.adapters:
         began = run.record["config"]["checkpoint"].get("init")
         hint = f" For those of the run itself, name where it began: --base {began}" if began else ""
         yield f"has adapters, to which these were added.{hint}"
-    assert isinstance(run.model_config, DiTConfig)
-    if run.model_config.timestep_frequencies == "dit":
+    if getattr(run.model_config, "timestep_frequencies", "") == "dit":
         yield (
             'has [model] timestep_frequencies="dit". diffusers has others: adapters that were '
             "trained there are less exact here"
@@ -591,10 +604,10 @@ class Kind(NamedTuple):
 
 RUN = Kind("folder", "an export", WRITING)
 FILE = Kind("file", "an import", READING)
-PEFT = Kind("folder of peft", "its import", ("base", *OF_RUNS))
+ADAPTERS = Kind("set of LoRA adapters", "its import", ("base", *OF_RUNS))
 DIFFUSERS = Kind("folder of diffusers", "its import", ("scale",))
 TRANSFORMERS = Kind("folder of transformers", "its import")
-FLAGS = dict.fromkeys(flag for kind in (FILE, RUN, PEFT, DIFFUSERS) for flag in kind.flags)
+FLAGS = dict.fromkeys(flag for kind in (FILE, RUN, ADAPTERS, DIFFUSERS) for flag in kind.flags)
 
 
 def main(options: ConvertFlags) -> None:
@@ -609,13 +622,14 @@ def main(options: ConvertFlags) -> None:
         raise UserError(f"--out {target} exists. Choose another name, or delete it.")
     if not writes and target.suffix in tensor_file.WEIGHT_SUFFIXES:
         raise UserError(f"--out {target}: a checkpoint is a folder. Name one, such as dit_xl2.")
-    if not writes and options.format == "peft":
+    if not writes and options.format in ("peft", "lora"):
         raise UserError(
-            f"--format peft: --input {source} is a {kind.name}. Give a run with adapters."
+            f"--format {options.format}: --input {source} is a {kind.name}. Give a run with "
+            "adapters."
         )
     if isinstance(source, URL) or writes:
         export(source, target, options)
-    elif kind is PEFT:
+    elif kind is ADAPTERS:
         read_adapter(source, target, options)
     elif kind is DIFFUSERS:
         read_diffusers(source, target, options.scale)
@@ -629,8 +643,8 @@ def kind_of(source: Location) -> Kind:
     """The kind of an --input."""
     if isinstance(source, URL):
         return RUN
-    if peft.is_directory(source):
-        return PEFT
+    if lora_files.is_directory(source) or lora_files.pipeline_file(source):
+        return ADAPTERS
     if is_of_diffusers(source):
         return DIFFUSERS
     if hugging_face.is_transformers_folder(source):
@@ -650,9 +664,10 @@ def export(source: Location, target: Path, options: ConvertFlags) -> None:
     path = find_checkpoint(source, options.step, "--input")
     run = open_weights(path, options.weights or "ema", options.decay, options.trust)
     config = run.model_config
-    if options.format == "peft":
-        check_flags(options, (*OF_RUNS, "as_is", "format"), "an export of adapters (--format peft)")
-        write_adapter(options.input, target, run, options.as_is)
+    if options.format in ("peft", "lora"):
+        use = f"an export of adapters (--format {options.format})"
+        check_flags(options, (*OF_RUNS, "as_is", "format"), use)
+        write_adapter(target, run, options)
     elif diffusers_network.class_for_model(config) is None:
         use = f"the export of a {config.name} model (--input {source})"
         check_flags(options, OF_RUNS, use)

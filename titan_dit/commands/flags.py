@@ -165,10 +165,11 @@ class ConvertFlags(Flags):
     out: Annotated[OutputPath, Aliases("--to")]
     """Import: folder of the new checkpoint. Export: FILE.pt or FILE.safetensors of a DiT; a new
     folder for diffusers, or of a language model."""
-    format: Literal["dit", "sit", "peft"] | None = None
+    format: Literal["dit", "sit", "peft", "lora"] | None = None
     """Format of the file: of the original DiT or of SiT, which name their tensors alike. Unset: SiT
-    if its train.py wrote the file, or the run's [objective] is SiT's; else DiT. peft: a folder of
-    the run's adapters ([lora]) alone."""
+    if its train.py wrote the file, or the run's [objective] is SiT's; else DiT. The run's adapters
+    ([lora]) alone: peft, a folder of peft's; lora, a folder or a .safetensors file for
+    load_lora_weights of diffusers' pipelines."""
     heads: Few | None = None
     """Import: attention heads, for sizes other than S, B, L and XL."""
     scale: Annotated[Finite, Bound(above=0)] | None = None
@@ -190,7 +191,8 @@ class ConvertFlags(Flags):
     as_is: bool = False
     """Export to diffusers: also where it computes other timestep frequencies."""
     base: RunPath = ""
-    """Import of a folder of peft: the run whose weights the adapters belong to."""
+    """Import of adapters (a folder of peft, or pytorch_lora_weights.safetensors): the run whose
+    weights they belong to."""
     step: NonNegativeInt | None = None
     """Step of the checkpoint of --base. Unset: the newest."""
     trust: bool = False

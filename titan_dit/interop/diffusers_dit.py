@@ -204,7 +204,8 @@ class DiffusersDiT(Counterpart):
         if vae.scale != facts.scale:
             raise UserError(
                 f"{where}: its scaling_factor is {vae.scale}, but the run's latents have scale "
-                f"{shown(facts.scale)}, and DiTPipeline takes the autoencoder's."
+                f"{shown(facts.scale)}, and DiTPipeline takes the autoencoder's. Give --vae none "
+                "for the transformer alone."
             )
 
     def index(self, facts: LatentFacts) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -23,6 +24,8 @@ class Same:
     """One tensor, equal to ours."""
 
     names: tuple[str, ...]
+    moves_inputs: ClassVar[bool] = False
+    """True if a weight's columns are in another order: an adapter's A does not fit it."""
 
     def to_ours(self, *theirs: Tensor) -> Tensor:
         """The parameter."""
@@ -49,6 +52,8 @@ class Row(Same):
 @dataclass(frozen=True)
 class Transposed(Same):
     """A Conv1D of GPT-2: its weight is [in, out]."""
+
+    moves_inputs = True
 
     def to_ours(self, *theirs: Tensor) -> Tensor:
         """The parameter, [out, in]."""
@@ -159,6 +164,7 @@ class Part(Same):
 class ConvKernel(Same):
     """A convolution of patches [out, c, p, p]; ours is a linear layer of inputs (p, p, c)."""
 
+    moves_inputs = True
     patch: int
 
     def to_ours(self, *theirs: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.record import read_record
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import UserError
-from titan_dit.interop import peft
+from titan_dit.interop import lora_files
 from titan_dit.models import lora
 from titan_dit.pictures.library import diffusers
 from titan_dit.trained_model import load
@@ -40,7 +40,7 @@ def modules_of(network):
     return [BLOCK.format(layer) + name for layer in range(layers) for name in MODULES]
 
 
-def write_adapter(folder, network, names, prefix=peft.PREFIX, **config):
+def write_adapter(folder, network, names, prefix=lora_files.PREFIX, **config):
     """As peft writes one, of random numbers."""
     generator, tensors = torch.Generator().manual_seed(3), {}
     for name in names:
@@ -63,7 +63,7 @@ def merged(network, folder):
     for name, a in load_file(folder / "adapter_model.safetensors").items():
         if ".lora_A." in name:
             b = load_file(folder / "adapter_model.safetensors")[name.replace("lora_A", "lora_B")]
-            module = name.removeprefix(peft.PREFIX).removesuffix(".lora_A.weight")
+            module = name.removeprefix(lora_files.PREFIX).removesuffix(".lora_A.weight")
             assert module in config.get("target_modules", [module])
             network.get_submodule(module).weight += scale * b @ a
     return network
@@ -101,11 +101,11 @@ def test_an_imported_adapter_adds_what_it_adds_in_diffusers(base, adapted):
 def test_an_export_adds_the_same_and_comes_back_to_the_bit(base, adapted, tmp_path):
     ours, _ = adapted
     folder = converted(ours, tmp_path / "adapter", format="peft")
-    assert sorted(file.name for file in folder.iterdir()) == [peft.CONFIG, peft.WEIGHTS]
+    assert sorted(file.name for file in folder.iterdir()) == [lora_files.CONFIG, lora_files.WEIGHTS]
     network = merged(transformer_of(base[1]), folder)
     found, theirs = predictions(load(ours), network)
     assert (found - theirs).abs().max() <= 1e-5 * theirs.abs().max()
-    config = json.loads((folder / peft.CONFIG).read_text())
+    config = json.loads((folder / lora_files.CONFIG).read_text())
     # Queries, keys and values share one A of twice the rank; the others are filled up.
     assert (config["r"], config["lora_alpha"]) == (2 * RANK, 2 * ALPHA)
     again = converted(folder, tmp_path / "again", base=str(base[0]))
@@ -113,7 +113,7 @@ def test_an_export_adds_the_same_and_comes_back_to_the_bit(base, adapted, tmp_pa
     for name, tensor in load(ours).network.named_parameters():
         assert torch.equal(merged_again[name], tensor), name
     second = converted(again, tmp_path / "second", format="peft")
-    for name in (peft.CONFIG, peft.WEIGHTS):
+    for name in (lora_files.CONFIG, lora_files.WEIGHTS):
         assert (second / name).read_bytes() == (folder / name).read_bytes()
 
 
@@ -131,12 +131,13 @@ def test_the_whole_network_is_exported_with_its_adapters_merged(base, adapted, t
         ({"use_dora": True}, "use_dora=true is not"),
         ({"bias": "all"}, 'bias="all" is not supported'),
         ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4.* changes the base, too"),
-        ({"r": 5}, "r=5, but the adapters have rank"),
+        ({"r": 5}, "r=5, but the adapter of transformer_blocks.0.norm1.linear has rank 3"),
         ({"r": 0}, "r=0, lora_alpha=6.0: r must be a whole number and both above 0"),
         ({"r": 3.5}, "r=3.5"),
         ({"lora_alpha": None}, "lora_alpha=null: r must be"),
         ({"lora_alpha": -4}, "lora_alpha=-4"),
-        ({"rank_pattern": {"to_q": 2}}, 'rank_pattern={"to_q": 2} is not supported'),
+        ({"rank_pattern": {"norm1.linear": 2}}, "r=2, but the adapter of"),
+        ({"alpha_pattern": [1]}, "alpha_pattern must be a table"),
         ({"modules_to_save": ["proj_out"]}, "modules_to_save=.* is not supported"),
         ({"layer_replication": [[0, 1]]}, "layer_replication=.* is not supported"),
     ],
@@ -158,7 +159,7 @@ def test_misfits_name_the_layer_and_the_flag(base, tmp_path):
     with pytest.raises(UserError, match="Name the run of its weights with --base"):
         converted(given, tmp_path / "to")
     tensors = load_file(file)
-    key = f"{peft.PREFIX}transformer_blocks.0.attn1.to_q.lora_A.weight"
+    key = f"{lora_files.PREFIX}transformer_blocks.0.attn1.to_q.lora_A.weight"
     for changed, message in (
         ({key.replace("to_q", "to_x"): tensors[key]}, "has .*to_x.*, but not"),
         ({key: tensors[key][:, 1:]}, "do not fit transformer_blocks.0.attn1.to_q.weight"),
@@ -169,13 +170,13 @@ def test_misfits_name_the_layer_and_the_flag(base, tmp_path):
             converted(given, tmp_path / "to", base=str(run))
     unknown = {name.replace("to_q", "to_x"): tensor for name, tensor in tensors.items()}
     save_file(unknown, file)
-    with pytest.raises(UserError, match="this DiT has no transformer_blocks"):
+    with pytest.raises(UserError, match="a DiTTransformer2DModel has no transformer_blocks"):
         converted(given, tmp_path / "to", base=str(run))
     with pytest.raises(UserError, match=r"was not trained with \[lora\]"):
         converted(run, tmp_path / "to", format="peft")
-    with pytest.raises(UserError, match=r"a.safetensors: peft's format is a folder"):
+    with pytest.raises(UserError, match=r"a.safetensors: --format peft writes a folder"):
         converted(run, tmp_path / "a.safetensors", format="peft")
-    with pytest.raises(UserError, match="--format peft: --input"):
+    with pytest.raises(UserError, match="--format is not a flag of its import"):
         converted(file, tmp_path / "to", format="peft")
 
 
@@ -191,7 +192,9 @@ def test_the_weights_under_an_adapter_are_those_that_are_named(base, adapted, tm
                 assert torch.equal(found[name], tensor), name
     folder = converted(last, tmp_path / "adapter", format="peft")
     assert f"They belong to the weights of {run} (model)." in capsys.readouterr().out
-    assert json.loads((folder / peft.CONFIG).read_text())["base_model_name_or_path"] == str(run)
+    assert json.loads((folder / lora_files.CONFIG).read_text())["base_model_name_or_path"] == str(
+        run
+    )
 
 
 def with_record(source, target, section, **values):
@@ -239,8 +242,8 @@ def test_a_base_of_any_origin_and_what_makes_it_doubtful(base, adapted, tmp_path
 def test_weights_of_old_versions_of_peft(base, adapted, tmp_path):
     folder = tmp_path / "old"
     shutil.copytree(adapted[1], folder)
-    torch.save(load_file(folder / peft.WEIGHTS), folder / "adapter_model.bin")
-    (folder / peft.WEIGHTS).unlink()
+    torch.save(load_file(folder / lora_files.WEIGHTS), folder / "adapter_model.bin")
+    (folder / lora_files.WEIGHTS).unlink()
     found = converted(folder, tmp_path / "to", base=str(base[0]))
     expected = dict(load(adapted[0]).network.named_parameters())
     for name, tensor in load(found).network.named_parameters():
