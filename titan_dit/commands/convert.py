@@ -202,7 +202,7 @@ def is_of_diffusers(path: Path) -> bool:
         config = hugging_face.read_json(path / diffusers_network.CONFIG)
     except UserError:
         return False
-    return isinstance(config.get("_class_name"), str)
+    return "_class_name" in config
 
 
 def read_diffusers(source: Path, target: Path, scale: float | None) -> None:

@@ -72,6 +72,7 @@ class DiffusersDiT(Counterpart):
     pipeline = PIPELINE
     trained_on = DiTConfig
     version = VERSION
+    named = "a DiT"
     config: DiTConfig
     output_channels: int
     rows: int = ROWS

@@ -54,6 +54,8 @@ class Counterpart(ABC):
     """Class of our [model] section."""
     version: ClassVar[str]
     """The oldest release of diffusers that reads the written folders."""
+    named: ClassVar[str]
+    """Name of the network in messages, such as "a DiT"."""
     takes_captions: ClassVar[bool] = False
     """True if the pipeline has a text encoder."""
     config: Any
@@ -132,7 +134,8 @@ class Counterpart(ABC):
 
     def to_ours(self, theirs: OnDemand) -> OnDemand:
         """Convert diffusers' tensors to our fp32 parameters; UserError on a mismatch."""
-        check_tensors(theirs, {name: tuple(t.shape) for name, t in self.outline().items()})
+        shapes = {name: tuple(t.shape) for name, t in self.outline().items()}
+        check_tensors(theirs, shapes, network=self.named)
         return tensor_layouts.to_ours(self.layouts(), theirs, self.parameters)
 
 
@@ -203,8 +206,6 @@ class TextToImage(Counterpart):
     direction: ClassVar[str]
     """[objective] direction of the released weights."""
     takes_captions = True
-    named: ClassVar[str]
-    """Name of the network in messages."""
 
     def __init__(self, config: TextToImageConfig, output_channels: int) -> None:
         self.config, self.output_channels = config, output_channels

@@ -329,6 +329,7 @@ def check_tensors(
     tensors: Mapping[str, Tensor],
     shapes: Mapping[str, tuple[int, ...]],
     what: str = "the weights do",
+    network: str = "a DiT",
 ) -> None:
     """Refuse missing and unexpected tensors, wrong shapes and dtypes, NaN and infinity."""
     problems = [f"missing: {name}" for name in shapes if name not in tensors]
@@ -344,7 +345,7 @@ def check_tensors(
         elif not tensor.float().isfinite().all():  # In fp32, as it will be loaded.
             problems.append(f"NaN or infinity in {name}")
     if problems:
-        raise UserError(f"{what} not match a DiT:\n  " + "\n  ".join(first(problems, 12)))
+        raise UserError(f"{what} not match {network}:\n  " + "\n  ".join(first(problems, 12)))
 
 
 def check_positions(found: Float[Tensor, "1 n d"], model: DiTConfig) -> None:
