@@ -402,6 +402,19 @@ FORMATS = {
             "pipeline/transformer/*.safetensors": mutators.any_safetensors,
         },
     ),
+    "released networks": Format(
+        makers.released_networks,
+        tuple(
+            Command("convert", {"input": f"{{i}}/{name}", "out": "{o}/step-00000001"})
+            for name in ("z_image", "flux2")
+        ),
+        {
+            "*/*.json": mutators.any_json,
+            "*/*/*.json": mutators.any_json,
+            "*/transformer/*.safetensors": mutators.any_safetensors,
+            "*/vae/*.safetensors": mutators.any_safetensors,
+        },
+    ),
     "weights": Format(
         makers.weights,
         tuple(

@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import tiny_vae
 import torch
 from data.small_tokens import write_tokens
 from interop import exports
@@ -314,6 +315,20 @@ def pipeline(folder):
     exports.converted(folder / "run", folder / "pipeline", vae=str(vae))
     shutil.rmtree(folder / "run")
     shutil.rmtree(folder / "vae")
+
+
+def released_networks(folder):
+    """A pipeline of Z-Image and one of FLUX.2."""
+    small = {"hidden_size": 24, "num_heads": 1, "rope_axes": ()}
+    vaes = {
+        "z_image": tiny_vae.save_vae(folder / "v", latent_channels=4),
+        "flux2": tiny_vae.save_flux2_vae(folder / "w"),
+    }
+    for name, vae in vaes.items():
+        exports.save_network(folder / "run", name, vae, **small)
+        exports.converted(folder / "run", folder / name)
+        shutil.rmtree(folder / "run")
+        shutil.rmtree(vae)
 
 
 def weights(folder):

@@ -1,5 +1,6 @@
-"""Tiny runs of a DiT and tiny autoencoders, to be exported."""
+"""Tiny runs of the networks that diffusers has, and tiny autoencoders, to be exported."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import tiny_vae
@@ -8,8 +9,11 @@ import torch
 from titan_dit.commands import convert
 from titan_dit.commands.flags import ConvertFlags
 from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.interop import imported
+from titan_dit.diffusion.objective import text_example
+from titan_dit.interop import diffusers_network, imported
 from titan_dit.models.dit_config import DiTConfig
+from titan_dit.models.flux2_config import Flux2Config
+from titan_dit.models.z_image_config import ZImageConfig
 from titan_dit.pictures import autoencoder
 
 CPU = torch.device("cpu")
@@ -83,3 +87,50 @@ def converted(source, target, **flags):
     """`convert`; the target's path."""
     convert.main(ConvertFlags(input=str(source), out=str(target), **flags))
     return Path(target)
+
+
+Z_IMAGE = {
+    "hidden_size": 48,
+    "num_layers": 2,
+    "num_refiner_layers": 1,
+    "num_heads": 3,
+    "rope_axes": (8, 4, 4),
+    "in_channels": 4,
+    "latent_size": (8, 12),
+    "text_dim": 20,
+    "text_tokens": 32,
+}
+FLUX2 = {
+    "hidden_size": 48,
+    "num_double_layers": 1,
+    "num_single_layers": 2,
+    "num_heads": 3,
+    "in_channels": 8,
+    "latent_size": (4, 6),
+    "text_dim": 20,
+    "text_tokens": 11,
+}
+NETWORKS = {"z_image": (ZImageConfig, Z_IMAGE), "flux2": (Flux2Config, FLUX2)}
+DIRECTIONS = {"z_image": "to_data", "flux2": "to_noise"}
+
+
+def save_network(folder, name, vae, objective=None, **model):
+    """A checkpoint of random weights, with an average that differs from them."""
+    kind, sizes = NETWORKS[name]
+    known, config = autoencoder.load(str(vae), CPU), kind(**sizes | model)
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(parameters):
+        for key, parameter in parameters:
+            values = torch.randn(parameter.shape, generator=generator) * 0.1
+            yield key, values + float(key.endswith("norm.weight"))
+
+    average, last = (
+        dict(drawn(config.build(config.in_channels).named_parameters())) for _ in range(2)
+    )
+    found = diffusers_network.class_of(name)(config, config.in_channels)
+    facts = replace(found.facts(known, None), text=text_example(config))
+    flow = {"name": "rectified_flow", "direction": DIRECTIONS[name], **(objective or {})}
+    record = imported.record_of({**found.tables(), "objective": flow}, facts)
+    imported.save(folder, {"model": last, "ema": {imported.EMA_DECAY: average}}, record)
+    return folder

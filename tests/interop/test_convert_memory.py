@@ -78,3 +78,58 @@ def test_no_conversion_holds_the_model(tmp_path):
     for name, peak in peaks.items():
         # A .pt file is mapped into memory, and 128 MiB of its pages may count.
         assert peak < (0.35 if ".pt" in name else 0.25) * size, (name, peaks, size)
+
+
+NETWORKS = {
+    "z_image": {
+        "hidden_size": 1152,
+        "num_layers": 12,
+        "num_refiner_layers": 2,
+        "num_heads": 9,
+        "latent_size": [32, 32],
+        "text_tokens": 64,
+    },
+    "flux2": {
+        "hidden_size": 1024,
+        "num_double_layers": 3,
+        "num_single_layers": 10,
+        "num_heads": 8,
+        "latent_size": [16, 16],
+        "text_tokens": 64,
+        "text_dim": 1024,
+    },
+}
+MAKE_NETWORK = """
+import torch
+from pathlib import Path
+from titan_dit.config import catalog
+from titan_dit.interop import diffusers_network, imported
+from titan_dit.interop.tensor_file import OnDemand
+config = catalog.variant("model", "NAME")(**SIZES)
+found = diffusers_network.class_of("NAME")(config, config.in_channels)
+def drawn(name):
+    generator = torch.Generator().manual_seed(len(name))
+    return torch.randn(found.parameters[name].shape, generator=generator)
+weights = OnDemand(found.parameters, drawn)
+tables = {**found.tables(), "objective": found.objective_of(None)}
+record = imported.record_of(tables, found.facts(None, None))
+imported.save(Path("run"), {"model": weights, "ema": {"0.9999": weights}}, record)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_no_exchange_with_diffusers_holds_the_network(tmp_path, name):
+    code = MAKE_NETWORK.replace("NAME", name).replace("SIZES", repr(NETWORKS[name]))
+    python(tmp_path, code)
+    peaks = {}
+    for step, source, target in (("export", "run", "folder"), ("import", "folder", "back")):
+        said = python(tmp_path, CONVERT, json.dumps({"input": source, "out": target}))
+        peaks[step] = int(said.split("peak ")[1]) / 2**20
+    files = (tmp_path / "folder").glob("*.safetensors")
+    size = sum(file.stat().st_size for file in files) / 2**20
+    print({step: f"{peak:.0f} MiB" for step, peak in peaks.items()}, f"of {size:.0f} MiB")
+    assert size > 800
+    for step, peak in peaks.items():
+        assert peak < 0.25 * size, (step, peaks, size)

@@ -1,51 +1,25 @@
 """Folders of Z-Image and FLUX.2: `convert` both ways; pipelines draw what `sample` draws."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny_vae
 import torch
-from exports import CPU, converted
+from exports import CPU, DIRECTIONS, NETWORKS, converted
+from exports import save_network as save_run
 from safetensors.torch import load_file, save_file
 
 from titan_dit.checkpoint.record import read_record
 from titan_dit.config.section import UserError
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.guidance import Guidance
-from titan_dit.diffusion.objective import text_example
 from titan_dit.execution import first_of
-from titan_dit.interop import diffusers_network, hugging_face, imported
-from titan_dit.models.flux2_config import Flux2Config
-from titan_dit.models.z_image_config import ZImageConfig
+from titan_dit.interop import diffusers_network, hugging_face
 from titan_dit.pictures import autoencoder
 from titan_dit.pictures.library import diffusers
 from titan_dit.trained_model import load_trained
 
-Z_IMAGE = {
-    "hidden_size": 48,
-    "num_layers": 2,
-    "num_refiner_layers": 1,
-    "num_heads": 3,
-    "rope_axes": (8, 4, 4),
-    "in_channels": 4,
-    "latent_size": (8, 12),
-    "text_dim": 20,
-    "text_tokens": 32,
-}
-FLUX2 = {
-    "hidden_size": 48,
-    "num_double_layers": 1,
-    "num_single_layers": 2,
-    "num_heads": 3,
-    "in_channels": 8,
-    "latent_size": (4, 6),
-    "text_dim": 20,
-    "text_tokens": 11,
-}
-NETWORKS = {"z_image": (ZImageConfig, Z_IMAGE), "flux2": (Flux2Config, FLUX2)}
-DIRECTIONS = {"z_image": "to_data", "flux2": "to_noise"}
 BY_SIZE = {"shift_by_tokens": "exponential"}
 BOTH = pytest.mark.parametrize("name", list(NETWORKS))
 
@@ -64,28 +38,6 @@ def vaes(library, tmp_path_factory):
         "z_image": Path(tiny_vae.save_vae(folder / "z_image", **sizes)),
         "flux2": Path(tiny_vae.save_flux2_vae(folder / "flux2")),
     }
-
-
-def save_run(folder, name, vae, objective=None, **model):
-    """A checkpoint of random weights, with an average that differs from them."""
-    kind, sizes = NETWORKS[name]
-    known, config = autoencoder.load(str(vae), CPU), kind(**sizes | model)
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(parameters):
-        for key, parameter in parameters:
-            values = torch.randn(parameter.shape, generator=generator) * 0.1
-            yield key, values + float(key.endswith("norm.weight"))
-
-    average, last = (
-        dict(drawn(config.build(config.in_channels).named_parameters())) for _ in range(2)
-    )
-    found = diffusers_network.class_of(name)(config, config.in_channels)
-    facts = replace(found.facts(known, None), text=text_example(config))
-    flow = {"name": "rectified_flow", "direction": DIRECTIONS[name], **(objective or {})}
-    record = imported.record_of({**found.tables(), "objective": flow}, facts)
-    imported.save(folder, {"model": last, "ema": {imported.EMA_DECAY: average}}, record)
-    return folder
 
 
 def opened(library, folder):

@@ -121,8 +121,12 @@ class Counterpart(ABC):
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
         """Our parameters on the meta device."""
-        with torch.device("meta"):
-            return dict(self.config.build(self.output_channels).named_parameters())
+        try:
+            with torch.device("meta"):
+                return dict(self.config.build(self.output_channels).named_parameters())
+        except (RuntimeError, OverflowError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"{CONFIG}: no {self.kind} of these sizes ({reason}).") from None
 
     def outline(self) -> dict[str, Tensor]:
         """The tensors of diffusers on the meta device, in the order of a file."""
