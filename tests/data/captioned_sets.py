@@ -36,7 +36,7 @@ def write_set(root, counts, first=0, lengths=(3,), tokens=8, encoder=ENCODER, **
         latents = numbers[:, None, None, None].expand(count, 2, h, w).half().contiguous()
         buckets.append((latents, torch.arange(count) % 2))
         row += count
-    write_buckets(root, buckets, num_classes=2, source="a test", shard_size=5)
+    write_buckets(root, buckets, num_classes=2, source="a test", shard_size=4)
     file = root / "manifest.json"
     values = json.loads(file.read_text()) | manifest
     if encoder is not None:

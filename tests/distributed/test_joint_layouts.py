@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from grouped_joint import grouped_config, write_sets
 from harness import on_ranks
 from PIL import Image
 from tiny import distance, gradients, graphs_alone, randomize
@@ -60,13 +61,27 @@ def compiled_losses(world, shapes, **sections):
     return losses, trainer.recompiles.count
 
 
+def losses_by_length(world, folder, **sections):
+    """The losses of steps over buckets of several sizes and lengths of text."""
+    trainer = Trainer(grouped_config(Path(folder), **sections), world)
+    randomize(trainer.parameters)
+    batches, losses, lengths = trainer.batches(), [], set()
+    for trainer.step in range(1, 11):
+        batch = next(batches)
+        lengths.add((*batch.fields["latent"].shape[2:], batch.fields["text"].shape[1]))
+        loss, _, _ = trainer.train_step(batch)
+        losses.append(trainer.mesh.sum_loss(loss).item())
+    assert len(lengths) >= 4
+    return losses
+
+
 def alone(world, folder):
     fp32 = measured(joint_config(**BATCH), world)
     drawn = preview(fp32[0], folder, "alone")
     bf16 = measured(joint_config(**BATCH, precision={"dtype": "bf16"}), world)
     with graphs_alone():
         each = compiled_losses(world, "each")
-    return fp32[1:], bf16[1:], drawn, each
+    return fp32[1:], bf16[1:], drawn, each, losses_by_length(world, folder)
 
 
 def in_two(world, folder):
@@ -85,15 +100,23 @@ def in_two(world, folder):
         if axis == "pp":
             stages = trainer.executor.stages.values()
             found["sent"] = {tensor.dtype for stage in stages for tensor in stage.stream}
-    return found, drawn, buckets
+    by_length = {
+        axis: losses_by_length(world, folder, parallel={axis: 2})
+        for axis in ("tp", "cp", "pp", "dp_shard")
+    }
+    return found, drawn, buckets, by_length
 
 
 def test_compiled_blocks_and_bf16_give_what_they_give_on_one_process(tmp_path):
-    [(fp32, bf16, expected, (losses, recompiled))] = on_ranks(1, alone, str(tmp_path))
+    write_sets(tmp_path)
+    [(fp32, bf16, expected, compiled, wanted)] = on_ranks(1, alone, str(tmp_path))
+    losses, recompiled = compiled
     assert recompiled == 0
     rounding = distance(bf16[1], fp32[1])
     assert 1e-4 < rounding < 0.05
-    for found, drawn, buckets in on_ranks(2, in_two, str(tmp_path)):
+    for found, drawn, buckets, by_length in on_ranks(2, in_two, str(tmp_path)):
+        for axis, its_losses in by_length.items():
+            assert its_losses == pytest.approx(wanted, rel=1e-5), axis
         for axis, (its_losses, its_recompiled) in buckets.items():
             assert its_losses == pytest.approx(losses, rel=1e-5)
             # A join of a ring's blocks has its second kind of graph in the second pass.

@@ -1,0 +1,154 @@
+"""Buckets of one shape and one length of text: which row is in which, and what is read of it."""
+
+import pickle
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from captioned_sets import write_set
+from grouped_joint import MULTIPLE, write_sets
+from refusals import refused
+from safetensors.torch import load_file, save_file
+
+from titan_dit.config import catalog, config_file
+from titan_dit.data.held_out import held_out_rows
+from titan_dit.data.latents import LatentShards
+from titan_dit.data.text_groups import TextGroups, padded
+
+
+def section_of(**table):
+    tables = {"data": {"name": "latents", **table}}
+    return config_file.build_sections(tables, catalog.variant)["data"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_sets(tmp_path)
+    return tmp_path
+
+
+def numbers_of(fields):
+    return fields["latent"].flatten(1)[:, 0].int().tolist()
+
+
+def test_a_group_holds_the_caption_and_the_empty_one():
+    tokens = np.array([0, 1, 4, 5, 8, 9])
+    assert padded(tokens, 1, 4).tolist() == [4, 4, 4, 8, 8, 12]
+    # An empty prompt with a long template takes a caption's place when it is dropped.
+    assert padded(tokens, 6, 4).tolist() == [8, 8, 8, 8, 8, 12]
+    assert padded(tokens, 0, 32).tolist() == [32] * 6
+
+
+def test_rows_of_a_bucket_have_one_shape_and_one_length_of_text(folder):
+    plain = LatentShards(folder / "one")
+    source = plain.in_text_groups(MULTIPLE)
+    assert isinstance(source, TextGroups)
+    assert list(source.bucket_names) == [
+        "2x4x8, 4 text tokens",
+        "2x4x8, 8 text tokens",
+        "2x4x8, 12 text tokens",
+        "2x4x4, 4 text tokens",
+        "2x4x4, 8 text tokens",
+        "2x4x4, 12 text tokens",
+    ]
+    # Of lengths 3, 5, 4 and the list of 2 and 9: half of the rows need 4 tokens.
+    assert source.facts.bucket_counts == (12, 6, 6, 10, 5, 5)
+    seen = []
+    for each in (source, pickle.loads(pickle.dumps(source))):
+        seen.clear()
+        for bucket, rows in enumerate(each.bucket_rows):
+            found, fields = each.read(rows), each.bucket_fields(bucket)
+            for name, value in found.items():
+                assert tuple(value.shape[1:]) == fields[name].shape, name
+                assert value.dtype == fields[name].dtype
+            own = numbers_of(found)
+            seen += own
+            tokens = {"4": 4, "8": 8, "1": 12}[source.bucket_names[bucket].split(", ")[1][0]]
+            assert {padded(plain.text_lengths()[n : n + 1], 1, 4).item() for n in own} == {tokens}
+            for text, length, number in zip(found["text"], found["text_length"], own, strict=True):
+                assert set(text[:length].flatten().tolist()) <= {number, number + 1000}
+                assert not text[length:].any()
+        assert sorted(seen) == list(range(44))
+
+
+def test_a_list_of_captions_is_drawn_within_the_group_of_its_longest_one(folder):
+    source = LatentShards(folder / "one").in_text_groups(MULTIPLE)
+    rows = source.bucket_rows[2]
+    drawn = source.read_numbered([rows[0]] * 30, list(range(30)))
+    assert drawn["text"].shape[1] == 12
+    assert set(drawn["text_length"].tolist()) == {2, 9}
+    shown = source.captions(list(rows))
+    assert [
+        f"row {n}, " in text for n, text in zip(numbers_of(source.read(rows)), shown, strict=True)
+    ]
+    text = source.read_fields(("text",), [0, rows[0]])["text"]  # Of several buckets.
+    assert text.shape == (2, 11, 4)
+    with pytest.raises(ValueError, match="rows of 2 buckets have no common shape"):
+        source.read([0, rows[0]])
+
+
+def test_a_picture_and_its_mirror_image_stay_neighbours(tmp_path):
+    write_set(tmp_path / "set", {(4, 4): 12}, lengths=(2, 6), copies=2)
+    source = LatentShards(tmp_path / "set").in_text_groups(MULTIPLE)
+    assert source.copies == 2
+    numbers = numbers_of(source.read(source.bucket_rows[0]))
+    assert numbers == [0, 1, 4, 5, 8, 9]
+    held_out = held_out_rows(source, 0, 4, "feistel")
+    assert all(
+        first % 2 == 0 and other == first + 1 for first, other in np.reshape(held_out, (2, 2))
+    )
+
+
+def test_datasets_in_groups_and_one_without_captions(folder):
+    section = section_of(
+        datasets=[
+            {"path": f"{folder}/one"},
+            {"path": f"{folder}/other", "repeats": 3},
+            {"path": f"{folder}/bare", "condition_dropout": 1},
+        ]
+    )
+    source = section.open().in_text_groups(MULTIPLE)
+    counts = dict(zip(source.bucket_names, map(len, source.bucket_rows), strict=True))
+    assert counts["2x4x8, 12 text tokens"] == 6 + 3
+    assert counts["2x4x4, 4 text tokens"] == 10 + 5  # The empty prompt has one token.
+    rows = list(source.bucket_rows[list(counts).index("2x4x4, 4 text tokens")])
+    found = source.read(rows)
+    assert found["text"].shape == (15, 4, 4)
+    bare = torch.tensor(numbers_of(found)) >= 200
+    assert bare.sum() == 5
+    assert (found["text"][bare, 0] == -1).all()
+    order = source.order(0, (), "feistel", [4] * len(counts))
+    assert order.num_rows == 44 + 3 * 6 + 5
+    seen = Counter()
+    for row in order.rows(range(order.samples_before(4))):
+        seen[row] += 1
+    assert set(seen) == set(range(55))
+    # A dry run counts the same from the files alone.
+    quick = section.bucket_counts(MULTIPLE)
+    assert quick[2, 4, 8, 12] == 6 + 3 * 3
+    assert sum(quick.values()) == order.num_rows
+    groups = source.groups()
+    assert len(groups.unique()) == 6 + 2 + 1
+    held_out = held_out_rows(source, 0, 9, "feistel")
+    assert set(groups[list(held_out)].tolist()) == set(range(9))
+
+
+def test_sets_without_captions_and_other_networks_are_as_they_were(folder):
+    bare = LatentShards(folder / "bare")
+    assert bare.in_text_groups(MULTIPLE) is bare
+    facts = LatentShards(folder / "one").facts
+    assert "bucket_text" not in facts.as_json()
+    assert section_of(path=f"{folder}/bare").bucket_counts(MULTIPLE) == {}
+
+
+def test_a_damaged_index_is_refused(folder):
+    file = folder / "one" / "text-index.safetensors"
+    tensors = load_file(file)
+    tensors["captions"][3] = 4000
+    save_file(tensors, file)
+    said = refused(lambda: LatentShards(folder / "one").in_text_groups(MULTIPLE))
+    assert said == (
+        f"[data] {file}: does not give every picture a caption of at most 11 tokens. Restore the "
+        "file, or repeat data encode --text-encoder."
+    )
