@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from captioned_sets import ENCODER, write_set
-from folders_of_files import latents_of
+from folders_of_files import class_folders, latents_of
 from refusals import refused
 
 from titan_dit.config import catalog, config_file
@@ -299,6 +299,20 @@ def test_datasets_of_one_shape_and_classes_are_one_order(tmp_path):
     seen = Counter(order.rows(range(order.num_rows)))
     assert [seen[row] for row in range(20)] == [0, *[3] * 9, 1, 1, 0, *[1] * 7]
     assert next(source.lines(order)).endswith("/a: 10 rows, 3 times an epoch: 75.0% of the samples")
+
+
+def test_a_folder_of_files_may_be_a_dataset_beside_shards(tmp_path):
+    latents, labels = class_folders(tmp_path / "files", classes=("0", "1"), shape=(4, 8, 8))
+    write_shards(
+        tmp_path / "shards", latents_of(6, seed=9), torch.arange(6) % 2, num_classes=2, source="t"
+    )
+    source = opened((tmp_path / "files", {"repeats": 2}), (tmp_path / "shards", {}))
+    found = source.read([9, 0, 13, 5])
+    assert torch.equal(found["latent"][1], latents[0])
+    assert torch.equal(found["latent"][3], latents[5])
+    assert found["label"].tolist() == [1, 0, 1, labels[5]]
+    assert source.order(0, (), "feistel").num_rows == 2 * 8 + 6
+    assert section_of(path=str(tmp_path / "files")).bucket_counts() == {}
 
 
 def test_wider_values_are_kept_and_classes_of_other_meaning_left_out(pair, tmp_path):

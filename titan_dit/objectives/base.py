@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from titan_dit.config.training import GenerationConfig, SamplingConfig
 from titan_dit.data.base import Batch, DataFacts, Fields, Source
+from titan_dit.models.base import ModelSpec
 from titan_dit.models.initializers import Initializer
 
 # Classes of users import it from this module (docs/extending.md).
