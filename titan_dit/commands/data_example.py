@@ -10,6 +10,7 @@ from titan_dit.commands.flags import DataExampleFlags
 from titan_dit.config.section import UserError
 from titan_dit.observe import console
 from titan_dit.pictures import captioned_digits, output
+from titan_dit.pictures.captioned_folder import CAPTION
 from titan_dit.pictures.library import transformers
 from titan_dit.pictures.output import METADATA
 from titan_dit.ranks.disk_errors import writing
@@ -17,27 +18,30 @@ from titan_dit.system.files import new_path, write_whole
 from titan_dit.system.progress import ProgressLine
 
 SOURCE = Path(__file__).resolve().parents[2] / "examples"
+SHEETS, OF_SHEETS = "pictures", ("pictures", "emoji_captioned")
+"""Folder of the sheets of emoji, and the examples that are made of them."""
+SKIN_TONE = "skin tone"
+"""Part of the captions of emoji with one."""
 
 
 def main(options: DataExampleFlags) -> None:
     """Write an example into a new folder; whole, or not at all."""
     out = Path(options.out)
-    if options.name == "pictures" and not (SOURCE / options.name).is_dir():
+    if options.name in OF_SHEETS and not (SOURCE / SHEETS).is_dir():
         raise UserError(
             f"data example {options.name}: the installed package is without these pictures. Clone "
             "the repository and run the command there."
         )
     if out.exists():
         raise UserError(f"--out {out} exists. Choose another folder, or delete it.")
-    write = write_pictures if options.name == "pictures" else write_captioned_digits
     with writing(f"--out {out}"), new_path(out) as place:
-        about = write(place)
+        about = WRITERS[options.name](place)
     console.say(f"wrote {out}: {about}")
 
 
 def write_pictures(place: Path) -> str:
     """A folder of PNG files for each class, and `metadata.jsonl`."""
-    source = SOURCE / "pictures"
+    source = SOURCE / SHEETS
     lines = (source / output.SHEET_CAPTIONS).read_text().splitlines()
     with ProgressLine(len(lines), "pictures") as progress:
         for line, picture in output.read_sheet(source):
@@ -52,6 +56,27 @@ def write_pictures(place: Path) -> str:
     return f"{len(lines):,} pictures of {len(classes)} classes, {METADATA}"
 
 
+def write_captioned_emoji(place: Path) -> str:
+    """A flat folder of PNG files, the name beside each, without those of a skin tone.
+
+    Their names differ in the tone alone.
+    """
+    source = SOURCE / SHEETS
+    total = len((source / output.SHEET_CAPTIONS).read_text().splitlines())
+    with ProgressLine(total, "pictures") as progress:
+        for line, picture in output.read_sheet(source):
+            progress.add(1)
+            if SKIN_TONE in line["text"]:
+                continue
+            file = place / Path(line["file_name"]).name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            picture.save(file)
+            file.with_suffix(CAPTION).write_text(f"{line['text']}\n")
+    notice = source / "NOTICE"
+    shutil.copy(notice, place / notice.name)
+    return f"{sum(1 for _ in place.glob('*.png')):,} pictures with captions"
+
+
 def write_captioned_digits(place: Path) -> str:
     """See `pictures.captioned_digits`."""
     library = transformers("data example digits_captioned")
@@ -63,3 +88,11 @@ def write_captioned_digits(place: Path) -> str:
         f"{total:,} pictures with captions ({captioned_digits.PICTURES}), a text encoder "
         f"({captioned_digits.ENCODER}), {captioned_digits.PROMPTS}, {captioned_digits.HELD_OUT}"
     )
+
+
+WRITERS = {
+    "pictures": write_pictures,
+    "emoji_captioned": write_captioned_emoji,
+    "digits_captioned": write_captioned_digits,
+}
+"""Name of an example -> the function that writes it."""
