@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +27,7 @@ from titan_dit.execution import (
 from titan_dit.models import lora
 from titan_dit.models.base import Model, ModelSpec, TensorSpec, default_initializer, kind_of
 from titan_dit.models.layers import Attention
-from titan_dit.objectives.base import Objective, Prepared
+from titan_dit.objectives.base import Objective, Placement, Prepared
 from titan_dit.parallel import fsdp, tensor
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.compile import compile_prepare, compile_score, expect_shapes
@@ -85,14 +86,21 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
     if plan.num_stages - 1 in parts:  # The last stage computes the loss.
         parameters |= place_modules(plan, objective, mesh, device)
     executor = run_executor(plan, objective, mesh, parts, device)
+    placement = Placement(
+        partial(fsdp.shard_frozen, mesh=mesh.data, device=device),
+        mesh.sizes.data,
+        lambda: mesh.same_samples(device),
+    )
+    lines = objective.place_frozen(placement, max(flops))
+    prepare = compile_prepare(objective, plan.compile, device)
     return BuiltNetwork(
         executor=executor,
-        prepare=compile_prepare(objective, plan.compile, device),
+        prepare=lambda batch, rng: prepare(objective.collect(batch), rng),
         parameters=parameters,
         copies=copies_of(parts),
         num_parameters=count,
         flops_by_bucket=flops,
-        notes=[*float8_lines(plan, parts), *executor.notes],
+        notes=[*lines, *float8_lines(plan, parts), *executor.notes],
         recording=recording_of(executor, plan, mesh),
     )
 

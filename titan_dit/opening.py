@@ -119,10 +119,12 @@ def example_of(config: JobConfig) -> DataExample:
 
 
 def open_source(config: JobConfig) -> Source:
-    """Open [data]; rank 0 lists and checks the files for all ranks. Collective."""
+    """Open [data], as [text] reads it; rank 0 checks the files for all ranks. Collective."""
     data, multiple = config.data, config.objective.text_multiple(config.model)
     source = data.open_surveyed(Ranks().run_on_first(data.survey))
     check_source(source, data.name)
+    if config.text.mode == "online":
+        source = source.as_ids()
     return source.in_text_groups(multiple) if multiple else source
 
 
@@ -252,6 +254,8 @@ def open_objective(
             fields, row = source.bucket_fields(number), source.bucket_rows[number].start
             validate_parts(bucket, objective, fields, name, source, row, previews=previews)
     check_optimizer(plan, objective, config.optimizer)
+    if source is not None:
+        objective.open_text(config.text)
     return objective
 
 
@@ -435,7 +439,7 @@ def open_run(config: JobConfig, world: World) -> OpenedRun:
         objective=objective,
         sample_order=sample_order,
         validation_set=open_checked(
-            config.validation, config.data, source, held_out, job, job.folder, world
+            config.validation, config.data, source, held_out, job, job.folder, world, config.text
         ),
         evaluation=open_evaluation(config, objective, world.device),
         identity=run_identity.Identity(to_tables(config), source.facts.as_json(), len(held_out)),

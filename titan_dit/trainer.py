@@ -276,7 +276,7 @@ class Trainer:
             times=self.meter.read(),
             work=work,
             peak_gib=peak_gib(self.world.device),
-            counters=self.guard.counters,
+            counters={**self.guard.counters, **self.objective.readings()},
         )
         # The first step of a resumed run is printed only.
         if self.step == 1 or validated or self.due(self.config.metrics.every):

@@ -25,7 +25,7 @@ def root(tmp_path_factory):
 
 def facts_of(folder, layer=1, template="a {}"):
     """Facts of a dataset that an encoder made."""
-    encoder = text_encoder.load(str(folder), CPU, layer=layer, template=template)
+    encoder = text_encoder.load(str(folder), CPU, layers=(layer,), template=template)
     text = encoder.facts(8, "float16", encoder.encode([""])[0])
     source = str(folder)
     return LatentFacts(shape=(1, 2, 2), count=1, num_classes=1, text=text, text_source=source)
@@ -38,7 +38,7 @@ def data(root):
 
 def test_prompts_have_the_embeddings_of_equal_captions(root, data):
     found = open_encoder(CAPTIONS, data, None, 8, CPU, FLAG).fields([*CAPTIONS[:2], "", "a red"])
-    encoder = text_encoder.load(str(root / "t5"), CPU, layer=1, template="a {}")
+    encoder = text_encoder.load(str(root / "t5"), CPU, layers=(1,), template="a {}")
     assert found["text"].shape == (4, 8, 32)
     assert found["text"].dtype == torch.float16
     assert found["text_length"].tolist() == [7, 5, 2, 4]

@@ -47,14 +47,14 @@ def change_config(folder, **values):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("layer", [None, -2])
-def test_a_caption_in_a_padded_batch_has_the_embedding_that_it_has_alone(root, kind, layer):
-    encoder = load(root / kind, layer=layer)
+@pytest.mark.parametrize("layers", [(), (-2,), (1, -1)])
+def test_a_caption_in_a_padded_batch_has_the_embedding_that_it_has_alone(root, kind, layers):
+    encoder = load(root / kind, layers=layers)
     batch = encoder.encode(CAPTIONS)
     assert [len(found) for found in batch] == [6, 4, 2, 9]
     for caption, found in zip(CAPTIONS, batch, strict=True):
         (alone,) = encoder.encode([caption])
-        assert (found.shape, found.dtype) == ((len(alone), 32), torch.float32)
+        assert (found.shape, found.dtype) == ((len(alone), 32 * max(1, len(layers))), torch.float32)
         # Of the largest value; over eight seeds at most 6.2e-7.
         assert (found - alone).abs().max() <= 1e-6 * alone.abs().max()
     encoder.module.double()
@@ -73,7 +73,7 @@ def test_the_embeddings_are_those_of_transformers(root, kind):
         ids = words([CAPTIONS[0]], return_tensors="pt").input_ids
         wanted = theirs(input_ids=ids, output_hidden_states=True)
     torch.testing.assert_close(encoder.encode([CAPTIONS[0]])[0], wanted.last_hidden_state[0])
-    first = load(root / kind, layer=1)
+    first = load(root / kind, layers=(1,))
     torch.testing.assert_close(first.encode([CAPTIONS[0]])[0], wanted.hidden_states[1][0])
 
 
@@ -88,16 +88,16 @@ def test_the_class_is_that_of_architectures_without_decoder_and_head(root):
 
 def test_the_digest_is_of_the_weights_alone(root, t5):
     first = load(root / "T5EncoderModel")
-    assert load(t5, layer=0, template="x {}").digest == first.digest
+    assert load(t5, layers=(0,), template="x {}").digest == first.digest
     other = load(save_encoder(t5.parent / "other", seed=1))
     assert other.digest != first.digest
 
 
 def test_layers_count_from_both_ends(root):
     def layer(number):
-        return load(root / "Qwen3Model", layer=number)
+        return load(root / "Qwen3Model", layers=() if number is None else (number,))
 
-    assert [layer(n).layer for n in (None, -1, 3, -2, 0, -4)] == [3, 3, 3, 2, 0, 0]
+    assert [layer(n).layers[0] for n in (None, -1, 3, -2, 0, -4)] == [3, 3, 3, 2, 0, 0]
     found = [layer(n).encode(CAPTIONS[:1])[0] for n in (0, 1, 2, 3)]
     assert len({f"{one.sum():.9f}" for one in found}) == 4
     for number in (4, -5):

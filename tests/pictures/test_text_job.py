@@ -165,7 +165,7 @@ def test_files_of_another_text_are_written_anew(root, copied, tmp_path, monkeypa
     small_files(monkeypatch)
     shutil.copytree(copied, tmp_path / "other" / "set")
     add_text(tmp_path / "other" / "set", load(root))
-    add_text(copied, load(root, layer=1), most=2)
+    add_text(copied, load(root, layers=(1,)), most=2)
     add_text(copied, load(root))
     assert files_in(copied) == files_in(tmp_path / "other" / "set")
 
@@ -229,7 +229,7 @@ def test_a_value_outside_the_range_is_refused_by_its_caption(root, copied):
 
 def test_another_encoder_layer_template_or_dtype_than_the_stored_is_refused(root, copied):
     add_text(copied, load(root))
-    for encoder in (load(root, "qwen"), load(root, layer=0), load(root, template="a {}")):
+    for encoder in (load(root, "qwen"), load(root, layers=(0,)), load(root, template="a {}")):
         said = refused(lambda e=encoder: add_text(copied, e))
         assert "but the embeddings of captions were made by T5EncoderModel" in said
     assert "--text-dtype float16" in refused(lambda: add_text(copied, load(root), dtype="float16"))
@@ -353,10 +353,10 @@ def test_data_encode_stores_pictures_and_captions(root, tmp_path):
 
 
 def test_bad_flags_are_refused_before_a_picture_is_encoded(root, tmp_path):
-    wrong = DataEncodeFlags(input="x", out="y", vae="z", image_size=8, text_layer=1)
+    wrong = DataEncodeFlags(input="x", out="y", vae="z", image_size=8, text_layer="1")
     said = refused(wrong.check_text)
     assert said == "[data encode] --text-layer without --text-encoder. Give both, or none."
-    found = encode(root, tmp_path / "set", text_layer=7)
+    found = encode(root, tmp_path / "set", text_layer="7")
     assert found.returncode == 2
     assert "--text-layer 7: " in found.stderr
     assert not (tmp_path / "set").exists()

@@ -5,7 +5,7 @@ from small_tokens import counting, tokens, write_tokens
 
 from titan_dit.config.job import JobSection
 from titan_dit.config.section import UserError
-from titan_dit.config.training import ValidationConfig
+from titan_dit.config.training import TextConfig, ValidationConfig
 from titan_dit.ranks import process_group
 from titan_dit.validation.validation_set import check_overlap, open_set
 
@@ -19,7 +19,7 @@ def config(tmp_path):
 
 
 def opened(config, **validation):
-    return open_set(ValidationConfig(**validation), config, config.open(), (), JOB)
+    return open_set(ValidationConfig(**validation), config, config.open(), (), JOB, TextConfig())
 
 
 def test_all_windows_of_the_second_share_or_some_are_validated_on(config):

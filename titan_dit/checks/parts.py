@@ -69,6 +69,7 @@ def validate_parts(
     if source is not None:
         check_row(source, objective, data, row, fields)
     check_modules(plan, objective)
+    fields = objective.collected(fields)
     rng = SampleRNG(plan.seed, torch.arange(ROWS))
     zeros = {name: rows_of(field) for name, field in fields.items()}
     batch = Batch(zeros, rng.sample_numbers, torch.ones(ROWS), float(ROWS))

@@ -20,7 +20,7 @@ from titan_dit.commands import train
 from titan_dit.commands.data_pack import read_classes, summary
 from titan_dit.commands.flags import DataEncodeFlags
 from titan_dit.config.section import UserError
-from titan_dit.data.latent_facts import shown
+from titan_dit.data.latent_facts import ONLINE, shown
 from titan_dit.data.listing import few
 from titan_dit.data.manifest import read_json
 from titan_dit.data.packing import pack
@@ -144,22 +144,31 @@ def text_encoder_of(
     encoder = text_encoder.load(
         options.text_encoder,
         device,
-        layer=options.text_layer,
+        layers=options.layers(),
         template=options.text_template,
         max_tokens=options.text_tokens,
-    )
+        padding=options.text_padding,
+    ).without_unused()
     text_job.check_same_encoder(output, encoder, options.text_dtype)
-    text_job.stored(encoder.encode([""])[0], options.text_dtype, "")
+    if options.text_dtype != ONLINE:
+        text_job.stored(encoder.encode([""])[0], options.text_dtype, "")
     if ranks.is_first:
         found = text_job.Tokenized.of(
             encoder, text_job.distinct([captions_in(text) for text in texts])[0]
         )
-        size = found.num_bytes(encoder, options.text_dtype)
-        console.say(
-            f"{len(found.ends) - 1:,} captions of {len(found.ids):,} tokens: their embeddings take "
-            f"{count(size)}B ({size:,} bytes of {options.text_dtype})"
-        )
+        console.say(f"{len(found.ends) - 1:,} captions of {size_of(found, encoder, options)}")
     return encoder
+
+
+def size_of(found: text_job.Tokenized, encoder: TextEncoder, options: DataEncodeFlags) -> str:
+    """Tokens of captions, and the size of their embeddings, for the console."""
+    tokens = f"{found.num_embedded(encoder):,} tokens"
+    if options.text_dtype != ONLINE:
+        size = found.num_bytes(encoder, options.text_dtype)
+        what = f"{size:,} bytes of {options.text_dtype}"
+        return f"{tokens}: their embeddings take {count(size)}B ({what})"
+    size = found.num_bytes(encoder, "float16")
+    return f"{tokens}: only their ids are stored; embeddings would take {count(size)}B in float16"
 
 
 def encode_captions(options: DataEncodeFlags, encoder: TextEncoder, ranks: Ranks) -> None:
@@ -191,8 +200,9 @@ def encode_captions(options: DataEncodeFlags, encoder: TextEncoder, ranks: Ranks
     if ranks.is_first:
         if text["cut"]:
             console.say(f"cut {text['cut']:,} captions to {encoder.max_tokens:,} tokens")
+        what = "token ids" if options.text_dtype == ONLINE else "embeddings"
         console.say(
-            f"wrote the embeddings of {text['captions']:,} captions by {job.facts()} to {output}"
+            f"wrote the {what} of {text['captions']:,} captions by {job.facts()} to {output}"
         )
 
 

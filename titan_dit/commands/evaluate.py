@@ -35,7 +35,7 @@ from titan_dit.data.listing import few
 from titan_dit.data.manifest import file_digest
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.objective import Diffusion
-from titan_dit.objectives.base import DataShare
+from titan_dit.objectives.base import DataShare, Placement
 from titan_dit.observe import console
 from titan_dit.opening import (
     open_objective,
@@ -313,10 +313,12 @@ def captions_of_rows(
             f"[data] holds embeddings of captions by {theirs}, but {path} was trained with "
             f"{diffusion.data.text}. Restore the dataset, or give it: --data.path DIR."
         )
+    diffusion.open_text(config.text)
+    diffusion.place_frozen(Placement.alone(device_of(options.device)), 0)
     num = options.num
     return CaptionSource(
         numbers=torch.arange(num) * len(source) // num,
-        read=drawing.captions_of_rows(diffusion.captions, source, num),
+        read=drawing.captions_of_rows(diffusion, source, num),
         identity=f"{num} rows of {facts.digest} {facts.text_digest}",
     )
 
@@ -416,7 +418,7 @@ def report_scores(
     results_file.report(run | about | scores, scores, options.out)
 
 
-OF_RUN = ("job", "model", "objective", "data", "precision", "ema", "validation")
+OF_RUN = ("job", "model", "objective", "data", "text", "precision", "ema", "validation")
 """Sections that the run decides. Layout, compilation and the rest are those of the command line."""
 IMPORTED = ("model", "objective", "data", "parallel")
 """Sections whose names may be imported from the run's modules."""
@@ -514,7 +516,7 @@ def validation_set(
         check_held_out(path, record, validation.held_out_of(has_part=False), source)
     held_out = rows_held_out(config, source)
     enabled = replace(validation, every=1)
-    found = open_set(enabled, config.data, source, held_out, config.job)
+    found = open_set(enabled, config.data, source, held_out, config.job, config.text)
     assert found is not None
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -43,6 +44,8 @@ from titan_dit.data.tokenizing.chunks import Limits
 from titan_dit.models.dit_config import SIZES
 from titan_dit.pictures.picture_sizes import Size, parse_sizes, sizes_within
 
+MAX_LAYER = 512
+"""Largest number of a hidden state."""
 SIZE_FLAGS = ("image-size", "buckets", "pixels")
 """Flags of `data encode` about the size of pictures, of which one is given."""
 NAMES: tuple[str, ...] = get_args(hints_of(PrecisionConfig)["attention"])
@@ -246,15 +249,20 @@ class DataEncodeFlags(Flags):
     text_encoder: FilePath | None = None
     """Folder of a text encoder of transformers, or of a pipeline; or its name on the hub: store the
     captions' embeddings, too, also for pictures that are encoded already."""
-    text_layer: Annotated[int, Bound(least=-512, most=512)] | None = None
-    """Hidden state that is stored; negative from the end. Default: the encoder's output."""
+    text_layer: str | None = None
+    """Hidden state that is stored, negative from the end; 9,18,27: several, side by side. Default:
+    the encoder's output."""
     text_template: str = "{}"
-    """What the text encoder reads, with {} for the caption."""
+    """What the text encoder reads, with {} for the caption; chat or chat_without_thinking: the
+    tokenizer's template of a user's message."""
     text_tokens: Few | None = None
     """Tokens of a caption with its template: longer ones are cut, samples are padded to it.
-    Default: those of the longest one, up to 512 or the encoder's positions."""
-    text_dtype: Literal["float16", "bfloat16", "float32"] = "float16"
-    """Dtype of stored embeddings."""
+    Default: those of the longest one, up to 512 or the encoder's positions; 512 if padding is
+    kept."""
+    text_padding: Literal["removed", "kept"] = "removed"
+    """kept: every caption is filled to --text-tokens, and the padding has embeddings, too."""
+    text_dtype: Literal["float16", "bfloat16", "float32", "none"] = "float16"
+    """Dtype of stored embeddings. none stores token ids alone, for [text] mode = "online"."""
     split: str | None = None
     """Parquet or tar files to take: those whose name, or folder's, begins with it: train."""
     shard_size: PositiveInt | None = None
@@ -294,8 +302,21 @@ class DataEncodeFlags(Flags):
             return parse_sizes(self.buckets)
         return () if self.pixels is None else sizes_within(self.pixels, self.multiple)
 
+    def layers(self) -> tuple[int, ...]:
+        """The hidden states of `text_layer`; () without it. Raises UserError."""
+        words = [] if self.text_layer is None else self.text_layer.split(",")
+        for word in words:
+            if not re.fullmatch(r"\s*-?[0-9]{1,3}\s*", word) or abs(int(word)) > MAX_LAYER:
+                raise UserError(
+                    f"[data encode] text_layer={self.text_layer}: {word.strip()!r} is no number "
+                    f"from -{MAX_LAYER} to {MAX_LAYER}. Give hidden states with commas between: "
+                    "9,18,27."
+                )
+        return tuple(map(int, words))
+
     def check_text(self) -> None:
-        """Raise UserError for a flag of the text encoder without --text-encoder."""
+        """Raise UserError for a wrong --text-layer, and for such a flag without --text-encoder."""
+        self.layers()
         default = {f.name: f.default for f in fields(self) if f.name.startswith("text_")}
         if self.text_encoder is None:
             for name, value in default.items():
@@ -332,8 +353,11 @@ class DataExampleFlags(Flags):
 
     section = "data example"
 
-    name: Annotated[Literal["pictures", "digits_captioned"], tyro.conf.Positional]
-    """pictures: 3,786 Noto emoji of 64 x 64 pixels in ten classes. digits_captioned: 5,391
+    name: Annotated[
+        Literal["pictures", "digits_captioned", "emoji_captioned"], tyro.conf.Positional
+    ]
+    """pictures: 3,786 Noto emoji of 64 x 64 pixels in ten classes. emoji_captioned: the 1,911 of
+    them without a skin tone, in a flat folder, their name beside each. digits_captioned: 5,391
     handwritten digits in two colours, on canvases of three shapes, with a caption beside each
     ("a red seven on blue") and a text encoder of random weights."""
     out: OutputPath

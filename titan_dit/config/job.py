@@ -24,6 +24,7 @@ from titan_dit.config.training import (
     LoRAConfig,
     LRSchedulerConfig,
     SamplingConfig,
+    TextConfig,
     TrainingConfig,
     ValidationConfig,
 )
@@ -111,6 +112,7 @@ class JobConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    text: TextConfig = field(default_factory=TextConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
@@ -150,7 +152,7 @@ FREE_ON_RESUME = frozenset(
     # of several covers their repeats, weights and dropout.
     | {"data.name", "data.path", "data.paths", "data.num_workers", "data.workers", "data.verify"}
     | {"data.datasets"}
-    | {"data.tokenizer"}
+    | {"data.tokenizer", "text.encoder"}
     # `ValidationConfig.num_held_out` is compared instead.
     | {"validation.every", "validation.samples", "validation.path"}
 )

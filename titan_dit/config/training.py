@@ -359,6 +359,32 @@ class SamplingConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TextConfig(Section):
+    """Where the embeddings of captions come from."""
+
+    section = "text"
+
+    mode: Literal["cached", "online"] = "cached"
+    """cached: they are stored with [data]. online: the frozen text encoder makes them in every step
+    from stored token ids."""
+    encoder: FilePath | None = None
+    """online: folder or name of the text encoder (transformers). Unset: the one that `data encode`
+    used."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """online: dtype of the encoder's weights and of the embeddings."""
+
+    def __post_init__(self) -> None:
+        """Refuse keys that have no effect."""
+        super().__post_init__()
+        if self.mode == "cached" and (self.encoder or self.dtype != "bf16"):
+            key = "encoder" if self.encoder else "dtype"
+            raise UserError(
+                f'[text] {key}={show(getattr(self, key))} has no effect with mode="cached". Set '
+                'mode = "online", or leave it out.'
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerationConfig(Section):
     """Texts of a preview, drawn from a language model."""
 

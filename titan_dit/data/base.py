@@ -21,6 +21,7 @@ Fields: TypeAlias = Mapping[str, Tensor]
 """Tensors of a batch by name, batch dim first, in the stored dtype."""
 
 Facts = TypeVar("Facts", bound="DataFacts")
+T = TypeVar("T", bound="Source")
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,16 @@ class Source:
         """
         found = self.read(rows)
         return {name: found[name] for name in names}
+
+    def as_ids(self: T) -> T:
+        """This source, with the captions as the field `text_ids` in place of their embeddings.
+
+        For [text] mode = "online". Raises UserError if it has none.
+        """
+        raise UserError(
+            '[text] mode="online": [data] holds no token ids of captions. Store them: '
+            "`python -m titan_dit data encode --text-encoder DIR --text-dtype none`."
+        )
 
     def captions(self, rows: Sequence[int]) -> list[str]:
         """The text of the caption that `read` gives of each row; empty if texts are not stored."""

@@ -1,28 +1,33 @@
-"""Embeddings of captions beside the shards of a dataset: without padding, each caption once.
+"""Embeddings of captions beside the shards of a dataset, or their token ids alone: each once.
 
 `text-00000.safetensors` and so on hold captions one after another: `embeddings` [tokens, d], `ends`
-[captions] (int64, the tokens before the end of each) and `ids` [tokens] (int32). Captions are
-numbered across the files; number 0 is the empty one. `text-index.safetensors` holds the numbers of
-each picture's captions, one picture after another (`captions`, int32), and their `ends` [pictures].
-A picture has several if its caption is a list, of which a sample number draws one.
+[captions] (int64, the tokens before the end of each) and `ids` [tokens] (int32). Where padding is
+kept, it has embeddings, too, and `id_ends` counts the ids, which are without it. Without embeddings
+`ends` counts the ids. Captions are numbered across the files; number 0 is the empty one.
+`text-index.safetensors` holds the numbers of each picture's captions, one picture after another
+(`captions`, int32), and their `ends` [pictures]; without embeddings also that of the empty caption
+(`null` [tokens, d], float32). A picture has several captions if its caption is a list, of which a
+sample number draws one.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError
-from titan_dit.data.latent_facts import TEXT_DTYPES, TextFacts
+from titan_dit.data.latent_facts import ONLINE, TEXT_DTYPES, TextFacts
 from titan_dit.data.manifest import file_digest
 from titan_dit.data.shards import RowFile, ShardRows, bytes_of, read_header
 from titan_dit.rng import SampleRNG
@@ -32,6 +37,7 @@ CAPTIONS = "captions.jsonl"
 """File of the captions as text, a line of JSON per picture: {"text": one, or a list}."""
 NUMPY_DTYPES = {"float16": "<f2", "bfloat16": "<i2", "float32": "<f4"}
 """numpy's dtype for the bytes of each of TEXT_DTYPES; it has no bfloat16."""
+ID_BYTES = 4
 REMEDY = "Restore the file, or repeat data encode --text-encoder."
 
 
@@ -53,16 +59,19 @@ def texts_of(line: bytes, where: str) -> list[str]:
 
 
 class CaptionFile(NamedTuple):
-    """A file of embeddings."""
+    """A file of captions, one after another; the counts are memory-mapped."""
 
-    rows: RowFile
-    """Its tokens."""
+    embeddings: RowFile | None
+    """A row per token; None without embeddings."""
     ends: NDArray[np.int64]
-    """Tokens before the end of each caption; memory-mapped."""
+    """Rows before the end of each caption."""
+    ids: RowFile
+    id_ends: NDArray[np.int64]
+    """Ids before the end of each caption."""
 
 
 class CaptionEmbeddings:
-    """Random access to the embeddings of each picture's caption.
+    """Random access to the embeddings of each picture's caption, or to its token ids.
 
     `entry`: `text` of a checked manifest. Raises UserError for a missing or damaged file.
     """
@@ -72,12 +81,12 @@ class CaptionEmbeddings:
     ) -> None:
         self.path, self.entry = path, entry
         self.width, self.tokens = entry["width"], entry["tokens"]
-        self._torch_dtype = TEXT_DTYPES[entry["dtype"]]
-        self._numpy_dtype = np.dtype(NUMPY_DTYPES[entry["dtype"]])
+        is_online = entry["dtype"] == ONLINE
+        self._torch_dtype = None if is_online else TEXT_DTYPES[entry["dtype"]]
+        self._numpy_dtype = np.dtype(NUMPY_DTYPES["float32" if is_online else entry["dtype"]])
         self.token_bytes = self.width * self._numpy_dtype.itemsize
         self._files = [self._open_file(file, verify) for file in entry["files"]]
         self.file_ends = np.array([len(file.ends) for file in self._files]).cumsum()
-        self._rows = ShardRows([file.rows for file in self._files], self.token_bytes)
         index = tensors_of(path, entry["index"], verify)
         self._numbers = array_of(index, "captions", torch.int32, path / INDEX)
         self._ends = array_of(index, "ends", torch.int64, path / INDEX)
@@ -86,18 +95,28 @@ class CaptionEmbeddings:
                 f"[data] {path / entry['index']['file']}: holds captions of {len(self._ends):,} "
                 f"pictures, but the shards hold {num_pictures:,}. {REMEDY}"
             )
-        null = self.of_captions(np.zeros(1, np.int64))
+        self._id_rows = ShardRows([file.ids for file in self._files], ID_BYTES)
+        stored = [file.embeddings for file in self._files if file.embeddings is not None]
+        self._rows = ShardRows(stored, self.token_bytes)
         self.facts = TextFacts(
             kind=entry["class"],
             digest=entry["digest"],
             tokenizer=entry["tokenizer"],
             layer=entry["layer"],
             template=entry["template"],
+            padding=entry["padding"],
             width=self.width,
             tokens=self.tokens,
             dtype=entry["dtype"],
-            null=TextFacts.null_text(null["text"][0, : int(null["text_length"][0])]),
         )
+        null = null_of(index, self.width, path / INDEX) if is_online else self._stored_null()
+        self.facts = replace(self.facts, null=TextFacts.null_text(null))
+
+    def as_ids(self) -> CaptionEmbeddings:
+        """The same captions as token ids."""
+        found = copy.copy(self)
+        found.facts = replace(self.facts, dtype=ONLINE)
+        return found
 
     def read(
         self,
@@ -107,14 +126,17 @@ class CaptionEmbeddings:
     ) -> dict[str, Tensor]:
         """`text` [b, tokens, d], padded with zeros, and `text_length` [b] of pictures.
 
-        `numbers`: the sample numbers. `tokens`: None is the most. Raises UserError if a caption
-        cannot be read, or is longer.
+        With token ids `text_ids` [b, tokens] in place of `text`, of the longest caption if `tokens`
+        is None. `numbers`: the sample numbers. `tokens`: None is the most. Raises UserError if a
+        caption cannot be read, or is longer.
         """
         return self.of_captions(self.chosen(pictures, numbers), tokens)
 
     def longest(self) -> Int64[np.ndarray, " pictures"]:
         """Tokens of the longest caption of each picture. Raises UserError for a damaged index."""
-        lengths = np.concatenate([np.diff(file.ends, prepend=0) for file in self._files])
+        is_online = self.facts.is_online
+        ends = [file.id_ends if is_online else file.ends for file in self._files]
+        lengths = np.concatenate([np.diff(each, prepend=0) for each in ends])
         begins = np.concatenate([np.zeros(1, np.int64), self._ends[:-1]])
         numbers = self._numbers
         wrong = numbers.min() < 0 or numbers.max() >= len(lengths) or (begins >= self._ends).any()
@@ -158,71 +180,126 @@ class CaptionEmbeddings:
     def of_captions(
         self, captions: Int64[np.ndarray, " b"], tokens: int | None = None
     ) -> dict[str, Tensor]:
-        """`text` and `text_length` of captions by number; see `read`."""
-        tokens = self.tokens if tokens is None else tokens
+        """`text` or `text_ids`, and `text_length`, of captions by number; see `read`."""
         if len(captions) and not 0 <= captions.min() <= captions.max() < self.file_ends[-1]:
             raise UserError(
                 f"[data] {self.path / INDEX}: names a caption outside of the "
                 f"{self.file_ends[-1]:,}. {REMEDY}"
             )
+        if self.facts.is_online:
+            return self._ids_of(captions, tokens)
+        tokens = self.tokens if tokens is None else tokens
         found = np.zeros((len(captions), tokens, self.width), self._numpy_dtype)
-        lengths = np.zeros(len(captions), np.int64)
-        self._rows.read_each(
-            sorted(self._reads(captions, lengths, tokens, bytes_of(found)), key=place_of)
-        )
+        spans = [
+            (number, place, file.embeddings.start, file.ends)
+            for number, place, file in self._places(captions)
+            if file.embeddings is not None
+        ]
+        lengths = self._read_into(found, self._rows, spans, self.token_bytes)
         text = torch.from_numpy(found)
-        if text.dtype != self._torch_dtype:
+        if self._torch_dtype not in (None, text.dtype):
             text = text.view(self._torch_dtype)
         return {"text": text, "text_length": torch.from_numpy(lengths)}
 
-    def _reads(
-        self,
-        captions: Int64[np.ndarray, " b"],
-        lengths: NDArray[np.int64],
-        tokens: int,
-        out: memoryview,
-    ) -> Iterator[tuple[int, int, list[memoryview]]]:
-        """Yield the reads of captions that have tokens; sets their `lengths`."""
-        size = tokens * self.token_bytes
+    def _ids_of(self, captions: Int64[np.ndarray, " b"], tokens: int | None) -> dict[str, Tensor]:
+        found = np.zeros((len(captions), self.tokens if tokens is None else tokens), "<i4")
+        spans = [
+            (number, place, file.ids.start, file.id_ends)
+            for number, place, file in self._places(captions)
+        ]
+        lengths = self._read_into(found, self._id_rows, spans, ID_BYTES)
+        if tokens is None:
+            found = np.ascontiguousarray(found[:, : int(lengths.max(initial=1))])
+        return {"text_ids": torch.from_numpy(found), "text_length": torch.from_numpy(lengths)}
+
+    def _stored_null(self) -> Float[Tensor, "n d"]:
+        null = self.of_captions(np.zeros(1, np.int64))
+        found: Tensor = null["text"][0, : int(null["text_length"][0])]
+        return found
+
+    def _places(self, captions: Int64[np.ndarray, " b"]) -> Iterator[tuple[int, int, CaptionFile]]:
+        """Yield (number of the file, caption within it, the file) of captions."""
         files = np.searchsorted(self.file_ends, captions, side="right").tolist()
-        for i, (number, caption) in enumerate(zip(files, captions.tolist(), strict=True)):
+        for number, caption in zip(files, captions.tolist(), strict=True):
             file = self._files[number]
-            within = caption - int(self.file_ends[number]) + len(file.ends)
-            first = int(file.ends[within - 1]) if within else 0
-            lengths[i] = length = int(file.ends[within]) - first
-            if first < 0 or not 0 <= length <= tokens or first + length > file.ends[-1]:
+            yield number, caption - int(self.file_ends[number]) + len(file.ends), file
+
+    def _read_into(
+        self,
+        found: NDArray[Any],
+        rows: ShardRows,
+        spans: Sequence[tuple[int, int, int, NDArray[np.int64]]],
+        token_bytes: int,
+    ) -> NDArray[np.int64]:
+        """Fill `found` [b, tokens, ...] with captions; return the tokens of each.
+
+        `spans`: for each the number of its file, its place there, the offset of the file's tokens,
+        their ends.
+        """
+        lengths = np.zeros(len(spans), np.int64)
+        tokens = found.shape[1]
+        reads, out, size = [], bytes_of(found), tokens * token_bytes
+        for i, (number, place, start, ends) in enumerate(spans):
+            first = int(ends[place - 1]) if place else 0
+            lengths[i] = length = int(ends[place]) - first
+            if first < 0 or not 0 <= length <= tokens or first + length > ends[-1]:
                 raise UserError(
-                    f"[data] {file.rows.path}: caption {within} is tokens {first:,} to "
-                    f"{first + length:,} of {int(file.ends[-1]):,}, but the manifest says at most "
+                    f"[data] {self._files[number].ids.path}: caption {place} is tokens {first:,} "
+                    f"to {first + length:,} of {int(ends[-1]):,}, but the manifest says at most "
                     f"{tokens:,} each. {REMEDY}"
                 )
             if length:
-                buffer = out[i * size : i * size + length * self.token_bytes]
-                yield number, file.rows.start + first * self.token_bytes, [buffer]
+                buffer = out[i * size : i * size + length * token_bytes]
+                reads.append((number, start + first * token_bytes, [buffer]))
+        rows.read_each(sorted(reads, key=place_of))
+        return lengths
 
     def _open_file(self, entry: dict[str, Any], verify: bool) -> CaptionFile:
         """Check a file's size, shapes and dtypes, and map its ends."""
         path = self.path / entry["file"]
         tensors = tensors_of(self.path, entry, verify)
         ends = array_of(tensors, "ends", torch.int64, path)
-        stored = tensors.get("embeddings")
-        shape = (int(ends[-1]) if len(ends) else -1, self.width)
-        if len(ends) != entry["count"] or stored is None or tuple(stored.shape) != shape:
+        id_ends = array_of(tensors, "id_ends", torch.int64, path) if "id_ends" in tensors else ends
+        wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "ids": (torch.int32, (int(id_ends[-1]),))
+        }
+        if self._torch_dtype is not None:
+            wanted["embeddings"] = self._torch_dtype, (int(ends[-1]), self.width)
+        if not len(ends) == len(id_ends) == entry["count"]:
             raise UserError(
-                f"[data] {path}: its tensors do not hold {entry['count']:,} captions of width "
-                f"{self.width}. {REMEDY}"
+                f"[data] {path}: its tensors do not hold {entry['count']:,} captions. {REMEDY}"
             )
-        if stored.dtype != self._torch_dtype:
-            raise UserError(
-                f"[data] {path}: holds {stored.dtype}, but the manifest says "
-                f"{self.entry['dtype']}. {REMEDY}"
-            )
+        for name, (dtype, shape) in wanted.items():
+            stored = tensors.get(name)
+            if stored is None or tuple(stored.shape) != shape:
+                raise UserError(
+                    f"[data] {path}: its tensors do not hold {entry['count']:,} captions of width "
+                    f"{self.width}: {name} must be {list(shape)}. {REMEDY}"
+                )
+            if stored.dtype != dtype:
+                raise UserError(
+                    f"[data] {path}: holds {name} of {stored.dtype}, but the manifest says "
+                    f"{str(dtype).removeprefix('torch.')}. {REMEDY}"
+                )
         status = path.stat()
         with path.open("rb") as opened:
             header = read_header(opened.fileno())
-        start = next(tensor.start for tensor in header if tensor.name == "embeddings")
-        rows = RowFile(path, start, status.st_size, status.st_mtime_ns, header)
-        return CaptionFile(rows, ends)
+        starts = {tensor.name: tensor.start for tensor in header}
+        found = {
+            name: RowFile(path, starts[name], status.st_size, status.st_mtime_ns, header)
+            for name in wanted
+        }
+        return CaptionFile(found.get("embeddings"), ends, found["ids"], id_ends)
+
+
+def null_of(index: dict[str, Tensor], width: int, file: Path) -> Float[Tensor, "n d"]:
+    """The embedding of the empty caption in an index. Raises UserError if it is not there."""
+    null = index.get("null")
+    if null is None or null.dtype != torch.float32 or null.dim() != 2 or null.shape[1] != width:
+        raise UserError(
+            f"[data] {file}: has no null, the empty caption's float32 [tokens, {width}]. {REMEDY}"
+        )
+    return null
 
 
 def place_of(read: tuple[int, int, list[memoryview]]) -> tuple[int, int]:

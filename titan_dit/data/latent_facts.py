@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
@@ -39,6 +39,12 @@ TEXT_DTYPES = {
 """Dtypes of stored embeddings of captions."""
 CONDITION_DROPOUT = "condition_dropout"
 """Field of a sample, float32: the dropout of its dataset; NaN for that of [objective]."""
+ONLINE = "none"
+"""In place of a dtype: captions are token ids, which the encoder embeds while the run trains."""
+IDS = Field(torch.int32, (None,))
+"""Token ids of captions, padded with zeros to the longest of a batch."""
+Padding: TypeAlias = Literal["removed", "kept"]
+"""Padding behind a caption: "removed", or "kept": it has embeddings, as the caption's tokens."""
 CHANNELS = schema.Either(Finite, tuple[Finite, ...])
 SCHEMA = {
     "count": schema.COUNT,
@@ -66,11 +72,12 @@ SCHEMA = {
                 "kind": str,
                 "digest": str,
                 "tokenizer": str,
-                "layer": NonNegativeInt,
+                "layer": schema.Either(NonNegativeInt, tuple[NonNegativeInt, ...]),
                 "template": str,
+                "padding": Maybe(Literal["removed", "kept"]),
                 "width": Dim,
                 "tokens": Few,
-                "dtype": Literal["float16", "bfloat16", "float32"],
+                "dtype": Literal["float16", "bfloat16", "float32", "none"],
                 "null": str,
             }
         )
@@ -105,17 +112,19 @@ class TextFacts:
     """SHA-256 of its weights, see `pictures.autoencoder.digest_of_weights`."""
     tokenizer: str
     """SHA-256 of the tokens that the tokenizer makes of a fixed text."""
-    layer: int
+    layer: int | tuple[int, ...]
     """The hidden state: 0 is the token embeddings; that of the last layer is the encoder's output,
-    with its final norm."""
+    with its final norm. Several lie side by side in a token's embedding."""
     template: str
     """What the encoder reads, with {} for the caption."""
     width: int
     """Elements of a token's embedding."""
     tokens: int
     """Maximum tokens of a caption with its template; samples are padded to it."""
+    padding: Padding = "removed"
+    """What is behind a caption's last token."""
     dtype: str = "float16"
-    """Dtype of the stored embeddings."""
+    """Dtype of the stored embeddings; ONLINE if token ids are stored."""
     null: str = ""
     """The embedding of the empty caption as base64 of little-endian float32 [n, width]."""
 
@@ -123,7 +132,40 @@ class TextFacts:
         """Class, digests, layer and template, for messages."""
         template = "" if self.template == "{}" else f", template {self.template!r}"
         words = f"tokenizer {self.tokenizer[:12]}"
-        return f"{self.kind} {self.digest[:12]}, {words}, layer {self.layer}{template}"
+        several = "s" if len(self.layers) > 1 else ""
+        layer = f"layer{several} {', '.join(map(str, self.layers))}"
+        padding = f", padded to {self.tokens} tokens" if self.padding == "kept" else ""
+        return f"{self.kind} {self.digest[:12]}, {words}, {layer}{template}{padding}"
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The hidden states."""
+        return (self.layer,) if isinstance(self.layer, int) else self.layer
+
+    @property
+    def is_online(self) -> bool:
+        """True if captions are token ids."""
+        return self.dtype == ONLINE
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Dtype of embeddings outside of training."""
+        return TEXT_DTYPES.get(self.dtype, torch.float32)
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON values, as older versions have them with removed padding."""
+        values = asdict(self)
+        if self.padding == "removed":
+            del values["padding"]
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> TextFacts:
+        """Inverse of `as_json`."""
+        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        if not isinstance(known["layer"], int):
+            known["layer"] = tuple(known["layer"])
+        return cls(**known)
 
     @property
     def null_embedding(self) -> Float[Tensor, "n d"]:
@@ -206,6 +248,8 @@ class LatentFacts(DataFacts):
             del values["bucket_text"]
         if self.text is None:
             del values["text"], values["text_digest"], values["text_source"]
+        else:
+            values["text"] = self.text.as_json()
         if not self.repeats:
             del values["repeats"], values["weights"], values["condition_dropouts"]
         return values
@@ -242,13 +286,15 @@ class LatentFacts(DataFacts):
         """Fields of a sample: `latent` in its stored dtype, and `label`.
 
         With embeddings of captions also `text`, padded with zeros, and `text_length`, its tokens;
-        with datasets that have one, their `CONDITION_DROPOUT`.
+        with token ids `text_ids` in place of `text`; with datasets that have one, their
+        `CONDITION_DROPOUT`.
         """
         shape = (self.shape[0], None, None) if self.bucket_shapes else self.shape
         found = {"latent": Field(dtype, shape), "label": Field(torch.int64, ())}
         if self.text is not None:
             size = (None if self.bucket_text else self.text.tokens, self.text.width)
-            found["text"] = Field(TEXT_DTYPES[self.text.dtype], size)
+            name = "text_ids" if self.text.is_online else "text"
+            found[name] = IDS if self.text.is_online else Field(self.text.torch_dtype, size)
             found["text_length"] = Field(torch.int64, ())
         if any(dropout is not None for dropout in self.condition_dropouts):
             found[CONDITION_DROPOUT] = Field(torch.float32, ())
@@ -270,7 +316,7 @@ class LatentFacts(DataFacts):
         if vae := known.get("vae"):
             known["vae"] = VAEFacts(**{f.name: vae[f.name] for f in fields(VAEFacts)})
         if text := known.get("text"):
-            known["text"] = TextFacts(**{f.name: text[f.name] for f in fields(TextFacts)})
+            known["text"] = TextFacts.from_json(text)
         return cls(**known)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,9 +174,21 @@ class LatentShards(Source):
         )
         self.fields = self.facts.fields(self.dtype)
 
-    def __reduce__(self) -> tuple[type[LatentShards], tuple[Path]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the path only; a spawned process opens the files itself."""
-        return LatentShards, (self.path,)
+        return reopened, (self.path, self.facts.text is not None and self.facts.text.is_online)
+
+    def as_ids(self) -> LatentShards:
+        """See `Source.as_ids`."""
+        if self._text is None:
+            return super().as_ids()
+        # Not copy.copy, which would open the files again, by `__reduce__`.
+        found = type(self).__new__(type(self))
+        found.__dict__.update(vars(self))
+        found._text = self._text.as_ids()
+        found.facts = replace(self.facts, text=found._text.facts)
+        found.fields = found.facts.fields(self.dtype)
+        return found
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Read one sample; rows are numbered across the shards in manifest order."""
@@ -297,7 +309,7 @@ class LatentShards(Source):
 
     def read_fields(self, names: Sequence[str], rows: Sequence[int]) -> dict[str, Tensor]:
         """See `Source.read_fields`; of the embeddings of captions alone, no latents are read."""
-        if self._text is None or not set(names) <= {"text", "text_length"}:
+        if self._text is None or not set(names) <= {"text", "text_ids", "text_length"}:
             return super().read_fields(names, rows)
         found = self._text.read(np.asarray(rows, dtype=np.int64) // self.copies, rows)
         return {name: found[name] for name in names}
@@ -368,6 +380,11 @@ def check_maps(path: Path, num_shards: int) -> None:
             f"vm.max_map_count={most}. Pack larger shards (`data pack --shard-size`), or raise "
             f"the limit: sysctl -w vm.max_map_count={2 * num_shards + 10_000}"
         )
+
+
+def reopened(path: Path, as_ids: bool) -> LatentShards:
+    """The shards of a folder, their captions as embeddings or as token ids."""
+    return LatentShards(path).as_ids() if as_ids else LatentShards(path)
 
 
 def check_shape(labels: Tensor, count: int, path: Path) -> None:

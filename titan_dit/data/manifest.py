@@ -52,9 +52,9 @@ TEXT_KEYS = {
     "source": str,
     "digest": str,
     "tokenizer": str,
-    "layer": NonNegativeInt,
     "template": str,
-    "dtype": Literal["float16", "bfloat16", "float32"],
+    "padding": Literal["removed", "kept"] | None,
+    "dtype": Literal["float16", "bfloat16", "float32", "none"],
     "width": Dim,
     "tokens": Few,
     "captions": PositiveInt,
@@ -70,7 +70,7 @@ FOLDER_KEYS = {
     "scale": None,
     "shift": None,
 }
-OPTIONAL = {"value_range", "classes", "copies", "posterior"}
+OPTIONAL = {"value_range", "classes", "copies", "posterior", "padding"}
 BYTES_PER_FILE = 4096
 """Maximum bytes of a large manifest per file in its folder: a shard of 16 channels takes 1,000."""
 
@@ -168,7 +168,11 @@ def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
 def check_text(values: Any, file: Path) -> dict[str, Any]:
     """Check the keys, types and counts of the embeddings of captions."""
     where = f"{file} text"
-    text = conform_keys(values, TEXT_KEYS, where, ("index", "files"))
+    text = conform_keys(values, TEXT_KEYS, where, ("layer", "index", "files"))
+    text["padding"] = text["padding"] or "removed"
+    several = isinstance(text["layer"], list | tuple)
+    hint = tuple[NonNegativeInt, ...] if several else NonNegativeInt
+    text["layer"] = conform_made(text["layer"], hint, f"[data] {where}: layer")
     if not isinstance(text["files"], list):
         raise damaged(where, "files must be a list")
     text["files"] = [

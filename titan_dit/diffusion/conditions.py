@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -17,6 +17,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from titan_dit.data.base import Fields, Source
+
+if TYPE_CHECKING:
+    from titan_dit.diffusion.online_text import OnlineText
 
 NO_LABEL = -1
 
@@ -27,10 +30,15 @@ Conditions: TypeAlias = Callable[[Int64[Tensor, " b"]], Given]
 
 
 class Condition(ABC):
-    """Turns stored fields into the inputs of a network that say what a sample shows."""
+    """Turns fields into the inputs of a network that say what a sample shows."""
 
     takes: ClassVar[tuple[str, ...]]
-    """The stored fields that it needs."""
+    """The fields that `given` needs."""
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """The stored fields that it needs."""
+        return self.takes
 
     @abstractmethod
     def given(self, fields: Fields) -> dict[str, Tensor]:
@@ -65,6 +73,13 @@ class Captions(Condition):
     """Tokens m of the model's input."""
     empty: Float[Tensor, "k d"]
     """The embedding of the empty prompt."""
+    is_online: bool = False
+    """True if samples have token ids, which `OnlineText` embeds."""
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """The stored fields that it needs."""
+        return ("text_ids", "text_length") if self.is_online else self.takes
 
     def given(self, fields: Fields) -> dict[str, Tensor]:
         """See `Condition.given`; stored captions have at most m tokens."""
@@ -92,6 +107,8 @@ class OpenedData:
     """Console lines about the prompts."""
     key: str = ""
     """What the prompts' embeddings depend on; "" if they are stored ones."""
+    text: OnlineText | None = None
+    """What embeds captions in training; None if their embeddings are stored."""
 
 
 def without(given: Given, null: Given, dropped: Bool[Tensor, " b"]) -> dict[str, Tensor]:

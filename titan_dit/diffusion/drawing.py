@@ -127,13 +127,19 @@ PROMPTS = 10
 """Maximum number of captions of [data] that a preview shows."""
 
 
-def captions_of_rows(captions: Captions, source: Source, num: int) -> Conditions:
-    """The stored captions of `num` rows, evenly spaced over a dataset, read when they are drawn."""
+def captions_of_rows(objective: Diffusion, source: Source, num: int) -> Conditions:
+    """The captions of `num` rows, evenly spaced over a dataset, read when they are drawn.
+
+    Where the run embeds captions itself, a call is collective.
+    """
+    captions, online = objective.captions, objective.opened.text
+    assert captions is not None
 
     def read(numbers: Int64[Tensor, " b"]) -> Given:
         rows = (numbers.cpu() * len(source) // num).tolist()
-        given = captions.given(source.read_fields(captions.takes, rows))
-        return {name: value.to(numbers.device) for name, value in given.items()}
+        stored = source.read_fields(captions.stored, rows)
+        found = {name: value.to(numbers.device) for name, value in stored.items()}
+        return captions.given(online.embed(found) if online else found)
 
     return read
 
@@ -151,7 +157,11 @@ def prompts_of(
 
     prompts = sampling.prompts
     if not prompts:
-        return stored_captions(source)
+        row_of = rows_of_captions(source)
+        if data.text is None or not data.text.is_online:
+            fields = source.read_fields(Captions.takes, list(row_of.values()))
+            return OpenedData(prompts=tuple(row_of), fields=fields)
+        prompts = tuple(row_of)
     depends = [prompts, tokens, data.text and asdict(data.text), sampling.text_encoder]
     key = hashlib.sha256(json.dumps(depends).encode("utf-8", "replace")).hexdigest()
     if found := read_prompts(folder, prompts, key):
@@ -184,8 +194,8 @@ def write_prompts(folder: Path, opened: OpenedData) -> None:
     write_whole(folder / run_files.PROMPTS, safetensors.save(dict(opened.fields), about))
 
 
-def stored_captions(source: Source) -> OpenedData:
-    """The captions of up to PROMPTS rows of a dataset. UserError if none is stored as text."""
+def rows_of_captions(source: Source) -> dict[str, int]:
+    """The captions of up to PROMPTS rows of a dataset -> the row. UserError if none is text."""
     few = min(len(source), PROMPTS * PROMPTS)
     rows = [place * len(source) // few for place in range(few)]
     row_of: dict[str, int] = {}
@@ -197,9 +207,8 @@ def stored_captions(source: Source) -> OpenedData:
             "[sampling] prompts, a list of them, or every = 0."
         )
     texts, num = list(row_of), min(len(row_of), PROMPTS)
-    prompts = tuple(texts[place * len(texts) // num] for place in range(num))
-    fields = source.read_fields(Captions.takes, [row_of[text] for text in prompts])
-    return OpenedData(prompts=prompts, fields=fields)
+    chosen = [texts[place * len(texts) // num] for place in range(num)]
+    return {text: row_of[text] for text in chosen}
 
 
 def shown(

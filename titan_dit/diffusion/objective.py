@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from titan_dit.config.section import UserError, show
-from titan_dit.config.training import GenerationConfig, SamplingConfig
+from titan_dit.config.training import GenerationConfig, SamplingConfig, TextConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.data.latent_facts import (
     CONDITION_DROPOUT,
@@ -52,6 +52,7 @@ from titan_dit.objectives.base import (
     Forward,
     Objective,
     OnFirst,
+    Placement,
     Prepared,
     Preview,
     missing_members,
@@ -172,7 +173,7 @@ def captions_of(model: CaptionedModel, facts: LatentFacts) -> Captions:
             f"captions of [data] have embeddings of {text.width} and up to {text.tokens} tokens. "
             f"Set text_dim = {text.width} and text_tokens = {text.tokens} or more."
         )
-    return Captions(model.text_tokens, text.null_embedding)
+    return Captions(model.text_tokens, text.null_embedding, text.is_online)
 
 
 def check_classes(num_classes: int, facts: LatentFacts) -> None:
@@ -269,7 +270,7 @@ class Diffusion(Objective, ABC):
     def __post_init__(self) -> None:
         """Read what the condition needs, and what a subclass takes besides."""
         own = [name for name in type(self).takes if name not in Diffusion.takes]
-        object.__setattr__(self, "takes", ("latent", *self.condition.takes, *own))
+        object.__setattr__(self, "takes", ("latent", *self.condition.stored, *own))
 
     @property
     def num_classes(self) -> int:
@@ -403,6 +404,46 @@ class Diffusion(Objective, ABC):
         width = (self.last_timestep + 1) / bins
         middles = [round((number + 0.5) * width) for number in range(bins)]
         return {f"t{middle}": float(middle) for middle in middles}
+
+    def open_text(self, text: TextConfig) -> None:
+        """Load the text encoder of [text]. Raises UserError if the data do not fit."""
+        is_online = self.captions is not None and self.captions.is_online
+        if is_online and text.mode == "cached":
+            raise UserError(
+                '[text] mode="cached", but [data] holds the captions as token ids alone. Set mode '
+                '= "online", or store embeddings: `data encode --text-encoder` without '
+                "--text-dtype none."
+            )
+        if not is_online:
+            return super().open_text(text)
+        # Imported late: most runs embed no captions.
+        from titan_dit.diffusion import online_text
+
+        self.opened.text = online_text.opened(text, self.data)
+
+    def place_frozen(self, placement: Placement, flops_per_sample: int) -> Sequence[str]:
+        """Place the text encoder."""
+        text = self.opened.text
+        return text.place(placement, flops_per_sample) if text else ()
+
+    def collect(self, batch: Batch) -> Batch:
+        """Embed the captions of a batch."""
+        text = self.opened.text
+        return dataclasses.replace(batch, fields=text.embed(batch.fields)) if text else batch
+
+    def collected(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        """See `Objective.collected`."""
+        text = self.data.text
+        if not text or not text.is_online:
+            return fields
+        kept = {name: field for name, field in fields.items() if name != "text_ids"}
+        size = (None if self.data.bucket_text else text.tokens, text.width)
+        return {**kept, "text": Field(text.torch_dtype, size)}
+
+    def readings(self) -> Mapping[str, float]:
+        """`text_ms`: mean milliseconds in which the captions of a batch are embedded."""
+        found = self.opened.text.clock.read() if self.opened.text else None
+        return {} if found is None else {"text_ms": found}
 
     def sized(self: Kind, fields: Fields) -> Kind:
         """This objective for samples of the size of `fields`, which are of one bucket.
@@ -577,7 +618,7 @@ class Diffusion(Objective, ABC):
 
         if self.captions:
             assert self.opened.source is not None
-            return drawing.captions_of_rows(self.captions, self.opened.source, num)
+            return drawing.captions_of_rows(self, self.opened.source, num)
         classes = self.num_classes
         found = drawing.labels_like(like, num, classes, self.data.class_names)
         spread = drawing.spread_labels(num, list(range(classes))) if found is None else found

@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from titan_dit.config.training import GenerationConfig, SamplingConfig
-from titan_dit.data.base import Batch, DataFacts, Fields, Source
+from titan_dit.config.section import UserError
+from titan_dit.config.training import GenerationConfig, SamplingConfig, TextConfig
+from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.models.base import ModelSpec
 from titan_dit.models.initializers import Initializer
 
@@ -106,6 +107,28 @@ class DataShare:
     """All-gather along dim 0, in rank order; every rank passes the same number of samples."""
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where frozen modules of an objective go, and which ranks work on the same samples."""
+
+    shard: Callable[[nn.Module, Sequence[nn.Module]], None]
+    """Move a module to the device, sharded over the data ranks by itself and these submodules."""
+    num_shards: int
+    """Ranks over which it is sharded."""
+    peers: Callable[[], DataShare]
+    """Opens the ranks with the same samples, which can divide work on them: along pp, cp and tp.
+    Collective."""
+
+    @classmethod
+    def alone(cls, device: torch.device) -> Placement:
+        """One rank, which holds everything."""
+
+        def move(module: nn.Module, _: Sequence[nn.Module]) -> None:
+            module.to(device)
+
+        return cls(move, 1, lambda: DataShare(device))
+
+
 class Objective:
     """A training objective: maps a batch to inputs, targets and a loss per token.
 
@@ -174,6 +197,36 @@ class Objective:
 
         `losses`: name in `evaluations` -> mean loss. `facts`: facts of the validation set.
         """
+        return {}
+
+    def open_text(self, text: TextConfig) -> None:
+        """Load what [text] asks for, on the CPU. Raises UserError if it does not fit the data."""
+        if text.mode != "cached":
+            raise UserError(
+                f'[text] mode="{text.mode}" is for captions, but {type(self).__name__} takes none. '
+                "Leave it out."
+            )
+
+    def place_frozen(self, placement: Placement, flops_per_sample: int) -> Sequence[str]:
+        """Place the modules that `collect` calls; return console lines. Collective.
+
+        They have no gradients, and no checkpoint has them. `flops_per_sample`: of the network.
+        """
+        return ()
+
+    def collect(self, batch: Batch) -> Batch:
+        """Complete a batch by frozen modules, before `prepare` or `evaluations`. Collective.
+
+        It is never compiled.
+        """
+        return batch
+
+    def collected(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        """The fields of a batch after `collect`, by those of the data."""
+        return fields
+
+    def readings(self) -> Mapping[str, float]:
+        """Values for the next row of metrics, measured since the last one."""
         return {}
 
     def hints(self, source: Source) -> Sequence[str]:

@@ -110,6 +110,19 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, precision: PrecisionConfig
         sharded.set_force_sum_reduction_for_comms(True)
 
 
+def shard_frozen(
+    module: nn.Module, blocks: Sequence[nn.Module], *, mesh: DeviceMesh, device: torch.device
+) -> None:
+    """Move a module without gradients to a device, sharded by `blocks` and the rest.
+
+    It keeps the dtypes of its parameters, which are gathered where they are needed.
+    """
+    if mesh.size() > 1:
+        for part in (*blocks, module):
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+    module.to(device)
+
+
 def set_prefetch(parts: list[nn.Module], count: int) -> None:
     """Explicit prefetch: every unit all-gathers the next `count`, in forward and backward.
 

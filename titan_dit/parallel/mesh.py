@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_dit.config.layout import ParallelConfig
+from titan_dit.objectives.base import DataShare
 from titan_dit.parallel.p2p_groups import P2PGroups
 from titan_dit.ranks import process_group
 
@@ -152,6 +153,20 @@ class Mesh:
         ranks: list[int] = self.whole.mesh[tuple(own)].flatten().tolist()
         return ranks
 
+    def same_samples(self, device: torch.device) -> DataShare:
+        """Open the group of the ranks that read the same samples, along pp, cp and tp. Collective.
+
+        A share is one of their number; `gather` joins the shares.
+        """
+        count = self.sizes.model
+        if count == 1:
+            return DataShare(device)
+        same = self.whole[axes("samples", has=False)]._flatten("same_samples")
+        group = same.get_group()
+        return DataShare(
+            device, same.get_local_rank(), count, lambda rows: gathered(rows, group, count)
+        )
+
     @property
     def fsdp(self) -> DeviceMesh:
         """The mesh for FSDP2, over dp_shard and cp; 2D (copies, shard) for HSDP."""
@@ -187,7 +202,12 @@ class Mesh:
 
     def gather_over_data(self, rows: Tensor) -> Tensor:
         """All-gather equally sized rows over the data-parallel ranks, in rank order."""
-        rows = rows.contiguous()  # Else the parts would have the strides of a permuted tensor.
-        parts = [torch.empty_like(rows) for _ in range(self.sizes.data)]
-        dist.all_gather(parts, rows, group=self.data.get_group())
-        return torch.cat(parts)
+        return gathered(rows, self.data.get_group(), self.sizes.data)
+
+
+def gathered(rows: Tensor, group: dist.ProcessGroup, num_ranks: int) -> Tensor:
+    """All-gather equally sized rows over a group, in rank order."""
+    rows = rows.contiguous()  # Else the parts would have the strides of a permuted tensor.
+    parts = [torch.empty_like(rows) for _ in range(num_ranks)]
+    dist.all_gather(parts, rows, group=group)
+    return torch.cat(parts)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError
-from titan_dit.data.latent_facts import TEXT_DTYPES, LatentFacts, TextFacts
+from titan_dit.data.latent_facts import LatentFacts, TextFacts
 from titan_dit.pictures import text_encoder
 from titan_dit.pictures.encode import same_bits
 from titan_dit.pictures.text_encoder import TextEncoder
@@ -45,7 +45,7 @@ class PromptEncoder:
         A blank prompt has the stored embedding of the empty one. `same`: the same bits on every
         rank, by one thread. Raises UserError for an embedding that is not finite.
         """
-        dtype = TEXT_DTYPES[self.facts.dtype]
+        dtype = self.facts.torch_dtype
         embedded = {prompt: self.facts.null_embedding.to(dtype) for prompt in prompts}
         distinct = [prompt for prompt in embedded if prompt.strip()]
         for first in range(0, len(distinct), BATCH):
@@ -63,7 +63,7 @@ class PromptEncoder:
 
     def stored(self, embedding: Tensor, prompt: str) -> Tensor:
         """An embedding in the dtype of stored ones, in which the network was trained."""
-        kept = embedding.to(TEXT_DTYPES[self.facts.dtype]).cpu()
+        kept = embedding.to(self.facts.torch_dtype).cpu()
         if not kept.isfinite().all():
             raise UserError(
                 f"the prompt {prompt[:60]!r} has an embedding with values outside of "
@@ -108,7 +108,16 @@ def open_encoder(
             f"{error} It made the embeddings of the captions. If it is somewhere else now: "
             f"{where} DIR."
         ) from None
-    alike = replace(encoder, layer=text.layer, template=text.template)
-    alike.check_fits(text, where)
-    most = text_encoder.most_tokens(encoder.kind, encoder.module.config)
-    return PromptEncoder(text, tokens, replace(alike, max_tokens=min(tokens, most or tokens)))
+    return PromptEncoder(text, tokens, used_as(encoder, text, tokens, where))
+
+
+def used_as(encoder: TextEncoder, facts: TextFacts, tokens: int, where: str) -> TextEncoder:
+    """A text encoder as it embedded the captions of a dataset.
+
+    `tokens`: the most that the network takes. Raises UserError for another one.
+    """
+    alike = replace(encoder, layers=facts.layers, template=facts.template, padding=facts.padding)
+    alike.check_fits(facts, where)
+    most = text_encoder.most_tokens(encoder.kind, encoder.module.config) or tokens
+    longest = facts.tokens if facts.padding == "kept" else min(tokens, most)
+    return replace(alike, max_tokens=longest).without_unused()

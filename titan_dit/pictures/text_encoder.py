@@ -1,7 +1,8 @@
 """A text encoder of transformers: captions to embeddings of their tokens.
 
-Padding changes no embedding: a caption in a padded batch has the one that it has alone, up to
-rounding. A caption is put into a template first, such as the words of a chat.
+A caption is put into a template first, such as the words of a chat. Where padding is removed, it
+changes no embedding: a caption in a padded batch has the one that it has alone, up to rounding.
+Where it is kept, every caption is filled to the same number of tokens, which all have embeddings.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
+from torch.nn import functional
 
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError, show
-from titan_dit.data.latent_facts import TextFacts
+from titan_dit.data.latent_facts import Padding, TextFacts
+from titan_dit.data.shards import StoredTensor, read_header
 from titan_dit.pictures.autoencoder import (
     CONFIG,
     check_parameters_fit,
@@ -51,8 +55,12 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "v
 SLOT = "{}"
 PROBE = "A red fox's café:  two Über-tall towers, 12345 (七), the UN-believable end...\n"
 """Text whose tokens tell tokenizers apart."""
+CHATS = {"chat": True, "chat_without_thinking": False}
+"""Templates that are the tokenizer's own for a user's message -> its `enable_thinking`."""
 ATTENTION = "eager"
 """Implementation of attention that all classes have."""
+SMALL = {"BF16": torch.bfloat16, "F16": torch.float16}
+"""Dtypes of safetensors in which weights may be read."""
 MAX_LAYERS = 512
 """Maximum layers. transformers would build any number before it reads the weights."""
 MAX_TOKENS = 512
@@ -70,9 +78,12 @@ def check_template(template: str, where: str) -> None:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """A text encoder with its weights, in fp32 and eval mode, and its tokenizer."""
+    """A text encoder with its weights, in eval mode, and its tokenizer."""
 
     module: nn.Module
+    """Without the layers behind the last hidden state that is used."""
+    blocks: nn.ModuleList
+    """Its layers."""
     tokenizer: Any
     kind: str
     """The class in transformers."""
@@ -81,16 +92,20 @@ class TextEncoder:
     source: str
     """Name that it was loaded by, or its folder as an absolute path."""
     num_layers: int
-    layer: int
-    """The hidden state that is an embedding, from 0 (token embeddings) to `num_layers`."""
+    """Layers of the whole encoder."""
+    layers: tuple[int, ...]
+    """Hidden states that make an embedding, side by side, from 0 (token embeddings) to
+    `num_layers` (with the final norm)."""
     template: str
     max_tokens: int
     """Maximum tokens of a caption with its template."""
+    padding: Padding = "removed"
 
     @property
     def width(self) -> int:
         """Elements of a token's embedding."""
-        return int(self.module.config.hidden_size)  # type: ignore[union-attr, arg-type]
+        hidden: Any = self.module.config.hidden_size  # type: ignore[union-attr]
+        return int(hidden) * len(self.layers)
 
     @property
     def device(self) -> torch.device:
@@ -99,8 +114,13 @@ class TextEncoder:
 
     @cached_property
     def digest_of_tokenizer(self) -> str:
-        """SHA-256 of the tokens of PROBE, which has cases, accents, digits and spaces."""
-        return hashlib.sha256(json.dumps(self.tokenizer(PROBE)["input_ids"]).encode()).hexdigest()
+        """SHA-256 of the tokens of PROBE, which has cases, accents, digits and spaces.
+
+        Where padding is kept, of the token that fills, too.
+        """
+        ids = list(self.tokenizer(PROBE)["input_ids"])
+        filled = [*ids, self.tokenizer.pad_token_id] if self.padding == "kept" else ids
+        return hashlib.sha256(json.dumps(filled).encode()).hexdigest()
 
     def facts(self, tokens: int, dtype: str, null: Float[Tensor, "n d"]) -> TextFacts:
         """The facts of a dataset of its embeddings."""
@@ -108,8 +128,9 @@ class TextEncoder:
             kind=self.kind,
             digest=self.digest,
             tokenizer=self.digest_of_tokenizer,
-            layer=self.layer,
+            layer=self.layers[0] if len(self.layers) == 1 else self.layers,
             template=self.template,
+            padding=self.padding,
             width=self.width,
             tokens=tokens,
             dtype=dtype,
@@ -129,34 +150,83 @@ class TextEncoder:
             found[number] = short["input_ids"]
         return found, cut
 
+    def without_unused(self) -> TextEncoder:
+        """This encoder, from whose module the layers behind the last one that is used are gone."""
+        del self.blocks[max(self.layers) :]
+        return self
+
     def encode(self, captions: Sequence[str]) -> list[Float[Tensor, "_ d"]]:
         """The embeddings of each caption's tokens, fp32 on the encoder's device."""
         return self.encode_ids(self.tokenize(captions)[0])
 
-    @torch.no_grad()
     def encode_ids(self, ids: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ d"]]:
         """The embeddings of tokens, one padded batch; a caption without tokens has none."""
         lengths = [len(tokens) for tokens in ids]
-        longest = max(lengths, default=0)
-        if not longest:
-            return [torch.empty(0, self.width, device=self.device) for _ in ids]
-        padded = torch.zeros(len(ids), longest, dtype=torch.int64)
-        # A mask without any token would make NaN; such a row is not used.
-        mask = torch.zeros_like(padded)
-        mask[:, 0] = 1
+        padded = torch.zeros(len(ids), max(lengths, default=0), dtype=torch.int64)
         for row, tokens in enumerate(ids):
             padded[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-            mask[row, : len(tokens)] = 1
-        found = self.module(
-            input_ids=padded.to(self.device),
-            attention_mask=mask.to(self.device),
-            output_hidden_states=self.layer < self.num_layers,
-        )
-        if self.layer == self.num_layers:
-            states = found.last_hidden_state
-        else:
-            states = found.hidden_states[self.layer]
-        return [row[:length] for row, length in zip(states, lengths, strict=True)]
+        real = torch.tensor(lengths, dtype=torch.int64, device=self.device)
+        embeddings, kept = self.encode_padded(padded.to(self.device), real)
+        return [row[:length] for row, length in zip(embeddings, kept.tolist(), strict=True)]
+
+    @torch.no_grad()
+    def encode_padded(
+        self, ids: Int64[Tensor, "b n"], lengths: Int64[Tensor, " b"]
+    ) -> tuple[Float[Tensor, "b m d"], Int64[Tensor, " b"]]:
+        """(embeddings of captions, their tokens with an embedding), on the encoder's device.
+
+        `lengths`: tokens of each caption; what is behind them is not read. m is n, or `max_tokens`
+        where padding is kept. Behind a caption's last token that has an embedding there are zeros.
+        """
+        if self.padding == "kept":
+            ids = functional.pad(ids, (0, self.max_tokens - ids.shape[1]))
+        places = torch.arange(ids.shape[1], device=ids.device)
+        is_real = places < lengths[:, None]
+        if not ids.numel():
+            return torch.empty(*ids.shape, self.width, device=self.device), lengths
+        fill = (self.tokenizer.pad_token_id or 0) if self.padding == "kept" else 0
+        # A mask without any token would make NaN; such a row is not used.
+        mask = is_real | (places == 0)
+        with self.states() as found:
+            output = self.module(
+                input_ids=torch.where(is_real, ids, fill), attention_mask=mask.long()
+            )
+        found[self.num_layers] = output.last_hidden_state
+        embeddings = torch.cat([found[layer] for layer in self.layers], -1)
+        if self.padding == "kept":
+            return embeddings, torch.full_like(lengths, self.max_tokens)
+        return embeddings * is_real[..., None], lengths
+
+    @contextmanager
+    def states(self) -> Iterator[dict[int, Tensor]]:
+        """A dict that gets the hidden states of `layers` within the block, but the last one's."""
+        found: dict[int, Tensor] = {}
+
+        def keep_input(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+            found[0] = given[0]
+
+        def keep(number: int, output: Any) -> None:
+            found[number] = output if isinstance(output, Tensor) else output[0]
+
+        handles = [self.blocks[0].register_forward_pre_hook(keep_input)] if self.blocks else []
+        for number in self.layers:
+            if 0 < number < self.num_layers:
+                block = self.blocks[number - 1]
+                kept = partial(keep, number)
+                handles.append(block.register_forward_hook(lambda _, __, out, k=kept: k(out)))
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def flops(self, tokens: int) -> int:
+        """FLOPs of a caption of `tokens` tokens: 2 per multiply-add of a matmul."""
+        config: Any = self.module.config
+        weights = sum(p.numel() for p in self.blocks.parameters() if p.ndim == 2)
+        heads = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
+        inner = int(heads or 0) * int(config.num_attention_heads) or int(config.hidden_size)
+        return 2 * tokens * weights + 4 * tokens**2 * inner * len(self.blocks)
 
     def check_fits(self, made_by: TextFacts | None, where: str) -> None:
         """Raise UserError if a dataset's embeddings were made otherwise."""
@@ -177,17 +247,19 @@ def load(
     source: str,
     device: torch.device,
     *,
-    layer: int | None = None,
+    layers: Sequence[int] = (),
     template: str = SLOT,
     max_tokens: int | None = None,
+    padding: Padding = "removed",
+    dtype: torch.dtype = torch.float32,
     where: str = "--text-encoder",
 ) -> TextEncoder:
     """Load a text encoder: a folder of transformers, a pipeline's folder, or a name on the hub.
 
-    `layer`: the hidden state, negative from the end; None: the encoder's output. `where` names the
-    flag in errors; those of the other arguments begin with --text too. Raises UserError.
+    `layers`: the hidden states, negative from the end; (): the encoder's output. `template`: with
+    {} for the caption, or one of CHATS. `dtype`: of the weights in memory. `where` names the flag
+    in errors; those of the other arguments begin with --text too. Raises UserError.
     """
-    check_template(template, "--text-template")
     library = transformers(where)
     folder, words = places(source, where)
     named, at = (
@@ -200,12 +272,14 @@ def load(
             config, kind = config_of(library, folder, named, at)
             if folder is not None:
                 check_parameters_fit(FromConfig(kind, config), {}, folder, at)
-            module = weights_of(library, kind, config, named, folder is not None, at)
+            stored = torch.float32 if dtype == torch.float32 else stored_dtype(folder)
+            module = weights_of(library, kind, config, named, folder is not None, stored, at)
             tokenizer = library.AutoTokenizer.from_pretrained(
                 str(words) if words else source,
                 local_files_only=words is not None,
                 trust_remote_code=False,
             )
+            text = template_of(template, tokenizer)
     except UserError:
         raise
     except Exception as error:  # A config with values of wrong types can raise anything.
@@ -216,19 +290,85 @@ def load(
             f"{at}: {nowhere}no text encoder can be loaded from it ({reason})."
         ) from None
     num_layers = int(config.num_hidden_layers)
+    check_padding(padding, tokenizer, at)
+    digest = digest_of_weights(module.state_dict())
     encoder = TextEncoder(
-        module.to(device).eval().requires_grad_(False),
-        tokenizer,
-        kind.__name__,
-        digest_of_weights(module.state_dict()),
-        str(folder.resolve()) if folder is not None else source,
-        num_layers,
-        layer_of(layer, num_layers, at),
-        template,
-        tokens_of(max_tokens, kind.__name__, config, at),
+        module=in_dtype(module, dtype).to(device).eval().requires_grad_(False),
+        blocks=blocks_of(module, num_layers, at),
+        tokenizer=tokenizer,
+        kind=kind.__name__,
+        digest=digest,
+        source=str(folder.resolve()) if folder is not None else source,
+        num_layers=num_layers,
+        layers=layers_of(layers, num_layers, at),
+        template=text,
+        max_tokens=tokens_of(max_tokens, kind.__name__, config, at),
+        padding=padding,
     )
     check_encodes(encoder, at)
     return encoder
+
+
+def template_of(template: str, tokenizer: Any) -> str:
+    """What the encoder reads, with {} for the caption. Raises UserError if there is no such one."""
+    if template in CHATS:
+        if not getattr(tokenizer, "chat_template", None):
+            raise UserError(
+                f"--text-template {template}: the tokenizer has no chat template. Write the "
+                "template itself, with {} for the caption."
+            )
+        message = [{"role": "user", "content": SLOT}]
+        template = tokenizer.apply_chat_template(
+            message,
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=CHATS[template],
+        )
+    check_template(template, "--text-template")
+    return template
+
+
+def stored_dtype(folder: Path | None) -> torch.dtype:
+    """Dtype of the weights of a folder: bf16 or fp16 if all have it, else fp32.
+
+    In it they are read, so that their digest does not depend on the dtype in memory.
+    """
+    files = [] if folder is None else sorted(folder.glob("*.safetensors"))
+    found = {tensor.dtype for file in files for tensor in header_of(file)}
+    return SMALL[found.pop()] if len(found) == 1 and found <= SMALL.keys() else torch.float32
+
+
+def header_of(file: Path) -> tuple[StoredTensor, ...]:
+    """The tensors of a safetensors file."""
+    with file.open("rb") as opened:
+        return read_header(opened.fileno())
+
+
+def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A module with parameters of this dtype; buffers, such as rotary frequencies, keep theirs."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return module
+
+
+def blocks_of(module: nn.Module, num_layers: int, at: str) -> nn.ModuleList:
+    """The layers of an encoder. Raises UserError if a version of transformers has none such."""
+    for child in module.modules():
+        if isinstance(child, nn.ModuleList) and len(child) == num_layers:
+            return child
+    raise UserError(f"{at}: this version of transformers has no list of its {num_layers} layers.")
+
+
+def check_padding(padding: Padding, tokenizer: Any, at: str) -> None:
+    """Raise UserError if a tokenizer cannot fill captions from the right."""
+    if padding == "removed":
+        return
+    if tokenizer.pad_token_id is None or tokenizer.padding_side != "right":
+        has = "no pad token" if tokenizer.pad_token_id is None else "padding_side=left"
+        raise UserError(
+            f"--text-padding kept: the tokenizer of {at.partition(' ')[2]} has {has}. Give "
+            "one that pads from the right, or leave the flag out."
+        )
 
 
 def places(source: str, where: str) -> tuple[Path | None, Path | None]:
@@ -291,7 +431,13 @@ class FromConfig:
 
 
 def weights_of(
-    library: Any, kind: Any, config: Any, named: str, is_local: bool, at: str
+    library: Any,
+    kind: Any,
+    config: Any,
+    named: str,
+    is_local: bool,
+    dtype: torch.dtype,
+    at: str,
 ) -> nn.Module:
     """The encoder with its weights. Raises UserError if some are missing: they would be random."""
     module: nn.Module
@@ -299,7 +445,7 @@ def weights_of(
         named,
         config=config,
         attn_implementation=ATTENTION,
-        dtype=torch.float32,
+        dtype=dtype,
         local_files_only=is_local,
         use_safetensors=True,
         output_loading_info=True,
@@ -312,16 +458,20 @@ def weights_of(
     return module
 
 
-def layer_of(layer: int | None, num_layers: int, at: str) -> int:
-    """The number of a hidden state, from 0. Raises UserError if there is none."""
-    if layer is None:
-        return num_layers
-    if not -num_layers - 1 <= layer <= num_layers:
+def layers_of(layers: Sequence[int], num_layers: int, at: str) -> tuple[int, ...]:
+    """The numbers of hidden states, from 0. Raises UserError if there is none, or one twice."""
+    for layer in layers:
+        if not -num_layers - 1 <= layer <= num_layers:
+            raise UserError(
+                f"--text-layer {layer}: {at.partition(' ')[2]} has {num_layers} layers, so hidden "
+                f"states 0 to {num_layers}, or {-num_layers - 1} to -1 from the end."
+            )
+    found = tuple(layer % (num_layers + 1) for layer in layers) or (num_layers,)
+    if len(set(found)) < len(found):
         raise UserError(
-            f"--text-layer {layer}: {at.partition(' ')[2]} has {num_layers} layers, so hidden "
-            f"states 0 to {num_layers}, or {-num_layers - 1} to -1 from the end."
+            f"--text-layer {','.join(map(str, layers))} names a hidden state twice. Name each once."
         )
-    return layer % (num_layers + 1)
+    return found
 
 
 def most_tokens(kind: str, config: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""Encode the captions of a finished dataset: files of embeddings beside its shards.
+"""Encode the captions of a finished dataset: files of embeddings, or token ids, beside its shards.
 
 Captions are those of captions.jsonl, which `data encode` writes. `data.caption_embeddings` has the
 form of the files. The manifest names them once all are written; until then `text.json` is locked.
@@ -24,8 +24,8 @@ from safetensors import torch as safetensors
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.data.caption_embeddings import INDEX, file_name, texts_of
-from titan_dit.data.latent_facts import TEXT_DTYPES, TextFacts
+from titan_dit.data.caption_embeddings import ID_BYTES, INDEX, file_name, texts_of
+from titan_dit.data.latent_facts import ONLINE, TEXT_DTYPES, TextFacts
 from titan_dit.data.manifest import MANIFEST, check_manifest, read_json
 from titan_dit.data.packing.pack import (
     CAPTIONS,
@@ -86,9 +86,15 @@ class Tokenized:
         found: list[int] = self.ids[self.begins[caption] : self.ends[caption]].tolist()
         return found
 
+    def num_embedded(self, encoder: TextEncoder) -> int:
+        """Tokens with an embedding."""
+        is_kept = encoder.padding == "kept"
+        return len(self.ends) * encoder.max_tokens if is_kept else len(self.ids)
+
     def num_bytes(self, encoder: TextEncoder, dtype: str) -> int:
         """Bytes of the embeddings."""
-        return len(self.ids) * encoder.width * TEXT_DTYPES[dtype].itemsize
+        itemsize = 0 if dtype == ONLINE else TEXT_DTYPES[dtype].itemsize
+        return self.num_embedded(encoder) * encoder.width * itemsize
 
 
 def distinct(texts: Sequence[Sequence[str]]) -> tuple[list[str], list[int], list[int]]:
@@ -129,19 +135,30 @@ class TextJob:
     @cached_property
     def chunks(self) -> list[range]:
         """Numbers of the captions of each file: up to SHARD_BYTES."""
-        most = max(1, SHARD_BYTES // (self.encoder.width * TEXT_DTYPES[self.dtype].itemsize))
+        tokens = max(1, self.tokenized.num_embedded(self.encoder))
+        size = self.tokenized.num_bytes(self.encoder, self.dtype) // tokens or ID_BYTES
+        most = max(1, SHARD_BYTES // size)
         starts, begun = [0], 0
-        for number, end in enumerate(self.tokenized.ends.tolist()):
+        for number, end in enumerate(self.ends.tolist()):
             if end - begun > most and number > starts[-1]:
                 starts.append(number)
-                begun = int(self.tokenized.begins[number])
+                begun = int(self.ends[number - 1])
         return [range(a, b) for a, b in zip(starts, [*starts[1:], len(self.captions)], strict=True)]
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """Tokens with an embedding, or token ids, before the end of each caption."""
+        if self.encoder.padding == "removed" or self.dtype == ONLINE:
+            return self.tokenized.ends
+        return np.arange(1, len(self.captions) + 1) * self.encoder.max_tokens
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of all that determines the files' bytes, except the device."""
         encoder = self.encoder
-        how = (encoder.kind, encoder.digest, encoder.layer, encoder.template, encoder.max_tokens)
+        layer = encoder.layers[0] if len(encoder.layers) == 1 else encoder.layers
+        how: tuple[Any, ...] = encoder.kind, encoder.digest, layer, encoder.template
+        how = (*how, encoder.max_tokens, *(["kept"] if encoder.padding == "kept" else []))
         values = (*how, self.dtype, self.batch_size, self.tokens, self.source_digest)
         ids = hashlib.sha256(self.tokenized.ids.tobytes()).hexdigest()
         return hashlib.sha256(json.dumps([*values, ids]).encode()).hexdigest()
@@ -190,6 +207,8 @@ def make_text_job(
     captions, of_pictures, ends = distinct(texts)
     tokenized = Tokenized.of(encoder, captions)
     longest = int(tokenized.lengths.max())
+    if encoder.padding == "kept":
+        longest = encoder.max_tokens
     return TextJob(
         output,
         encoder,
@@ -237,8 +256,9 @@ def check_same_encoder(output: Path, encoder: TextEncoder, dtype: str) -> None:
         kind=str(text.get("class")),
         digest=str(text.get("digest")),
         tokenizer=str(text.get("tokenizer")),
-        layer=text.get("layer", -1),
+        layer=tuple(layer) if isinstance(layer := text.get("layer", -1), list) else layer,
         template=str(text.get("template")),
+        padding=text.get("padding") or "removed",
         width=text.get("width", 0),
         tokens=text.get("tokens", 0),
         dtype=str(text.get("dtype")),
@@ -279,26 +299,33 @@ def record_of(job: TextJob, chunk: int) -> ChunkRecord | None:
 def encode_texts(job: TextJob, chunks: Sequence[int], report: Callable[[int], None]) -> None:
     """Encode and write files; `report` gets increments of captions. Raises UserError."""
     for chunk in chunks:
-        rows = job.chunks[chunk]
-        with same_bits():
-            embeddings = torch.cat(encoded(job, rows, report))
-        tokens = job.tokenized
-        first = int(tokens.begins[rows.start])
-        last = int(tokens.ends[rows.stop - 1])
-        data: bytes = safetensors.save(
-            {
-                "embeddings": embeddings,
-                "ends": torch.from_numpy(tokens.ends[rows.start : rows.stop] - first),
-                "ids": torch.from_numpy(tokens.ids[first:last].copy()),
-            }
-        )
+        data: bytes = safetensors.save(tensors_of_chunk(job, job.chunks[chunk], report))
         file = job.output / file_name(chunk)
         with writing(file, COMMAND):
             write_whole(file, data)
         sha = hashlib.sha256(data).hexdigest()
-        record = ChunkRecord(job.digest, file.name, len(rows), len(data), sha, [])
+        num = len(job.chunks[chunk])
+        record = ChunkRecord(job.digest, file.name, num, len(data), sha, [])
         with writing(file.with_suffix(".json"), COMMAND):
             write_json(file.with_suffix(".json"), asdict(record))
+
+
+def tensors_of_chunk(job: TextJob, rows: range, report: Callable[[int], None]) -> dict[str, Tensor]:
+    """The tensors of a file: see `data.caption_embeddings`."""
+    tokens = job.tokenized
+    first, last = int(tokens.begins[rows.start]), int(tokens.ends[rows.stop - 1])
+    begun = int(job.ends[rows.start - 1]) if rows.start else 0
+    found = {
+        "ends": torch.from_numpy(job.ends[rows.start : rows.stop] - begun),
+        "ids": torch.from_numpy(tokens.ids[first:last].copy()),
+    }
+    if job.dtype == ONLINE:
+        report(len(rows))
+        return found
+    if job.encoder.padding == "kept":
+        found["id_ends"] = torch.from_numpy(tokens.ends[rows.start : rows.stop] - first)
+    with same_bits():
+        return {**found, "embeddings": torch.cat(encoded(job, rows, report))}
 
 
 def encoded(job: TextJob, rows: range, report: Callable[[int], None]) -> list[Tensor]:
@@ -342,12 +369,15 @@ def finish(job: TextJob) -> dict[str, Any]:
         raise UserError(
             f"[{COMMAND}] another process changed {job.output} meanwhile. Run the command again."
         )
-    index: bytes = safetensors.save(
-        {
-            "captions": torch.tensor(job.of_pictures, dtype=torch.int32),
-            "ends": torch.tensor(job.picture_ends, dtype=torch.int64),
-        }
-    )
+    tensors = {
+        "captions": torch.tensor(job.of_pictures, dtype=torch.int32),
+        "ends": torch.tensor(job.picture_ends, dtype=torch.int64),
+    }
+    if job.dtype == ONLINE:
+        with same_bits():
+            (null,) = job.encoder.encode_ids([job.tokenized.tokens(0)])
+        tensors["null"] = stored(null, "float32", "").contiguous()
+    index: bytes = safetensors.save(tensors)
     with writing(job.output / INDEX, COMMAND):
         write_whole(job.output / INDEX, index)
     facts = job.facts()
@@ -358,6 +388,7 @@ def finish(job: TextJob) -> dict[str, Any]:
         "tokenizer": facts.tokenizer,
         "layer": facts.layer,
         "template": facts.template,
+        **({"padding": facts.padding} if facts.padding == "kept" else {}),
         "dtype": facts.dtype,
         "width": facts.width,
         "tokens": facts.tokens,

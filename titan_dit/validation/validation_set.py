@@ -17,7 +17,7 @@ from torch import Tensor
 
 from titan_dit.config.job import JobSection
 from titan_dit.config.section import UserError, show
-from titan_dit.config.training import ValidationConfig
+from titan_dit.config.training import TextConfig, ValidationConfig
 from titan_dit.data import loader
 from titan_dit.data.base import Field, Source
 from titan_dit.data.held_out import held_out_rows
@@ -135,6 +135,7 @@ def open_set(
     source: Source,
     held_out: Sequence[int],
     job: JobSection,
+    text: TextConfig,
 ) -> ValidationSet | None:
     """Open [validation] path, else take the `held_out` rows; None if disabled. Collective."""
     if not config.every:
@@ -146,6 +147,8 @@ def open_set(
     try:
         there = data.at(config.path) if config.path else data.validation_part()
         other = there.open_surveyed(on_first(there.survey))
+        if text.mode == "online":
+            other = other.as_ids()
         if source.text_multiple:
             other = other.in_text_groups(source.text_multiple)
     except (OSError, UserError) as error:
@@ -230,12 +233,13 @@ def open_checked(
     job: JobSection,
     folder: Path,
     world: World,
+    text: TextConfig,
 ) -> ValidationSet | None:
     """`open_set` plus the overlap check against the training set. Collective.
 
     `folder` is the run directory, which stores a passed check.
     """
-    found = open_set(config, data, source, held_out, job)
+    found = open_set(config, data, source, held_out, job, text)
     if found is None or not config.path:
         return found
     digests = {"data": source.facts.digest, "validation": found.source.facts.digest}
@@ -345,7 +349,7 @@ def bucket_sums(
         inspect, device = objective.inspect, share.device
         batch = loader.load_samples(chosen.source, pairs, inspect, device, len(pairs))
         rng = SampleRNG(seed, batch.sample_numbers)
-        for name, prepared in objective.evaluations(batch, rng).items():
+        for name, prepared in objective.evaluations(objective.collect(batch), rng).items():
             per_token = executor.evaluate(prepared)
             parts.setdefault(name, []).append(sums_of(per_token, prepared))
             for term, its in objective.validated_terms(per_token, prepared.targets).items():
