@@ -14,6 +14,7 @@ from tiny_text import CAPTIONS, save_encoder
 from tiny_vae import save_vae
 
 import titan_dit
+from titan_dit.checkpoint import checkpoint
 from titan_dit.commands import predict
 from titan_dit.commands.flags import PredictFlags, SampleFlags
 from titan_dit.commands.sample import draw
@@ -244,3 +245,44 @@ def test_previews_by_another_encoder_are_refused_before_the_first_step(folder):
     assert said.startswith("error: [sampling] text_encoder ")
     assert "other is T5EncoderModel" in said
     assert not (folder / "refused").exists()
+
+
+def test_text_online_gives_the_losses_of_stored_embeddings_and_resumes(folder):
+    for dtype in ("none", "float32"):
+        words = ["--input", "pictures", "--out", f"of_{dtype}", "--vae", "vae"]
+        words += ["--buckets", "12x8,8x8", "--text-encoder", "t5", "--device", "cpu"]
+        done = command(folder, "data", "encode", *words, "--text-dtype", dtype)
+        assert done.returncode == 0, done.stderr
+    online = ("--text.mode", "online", "--text.dtype", "fp32", "--data.path", "of_none", *PREVIEWS)
+    trained(folder, "--job.dir", "stored", "--data.path", "of_float32", *PREVIEWS)
+    said = trained(folder, "--job.dir", "online", *online)
+    assert "text    T5EncoderModel" in said
+    rows = [metrics(folder / name) for name in ("stored", "online")]
+    for key in ("loss", "grad_norm"):
+        stored, found = ([row[key] for row in each] for each in rows)
+        assert found == pytest.approx(stored, rel=1e-6), key
+    assert rows[1][-1]["validation_loss"] == pytest.approx(rows[0][-1]["validation_loss"], rel=1e-6)
+    assert all(row["text_ms"] > 0 for row in rows[1])
+    assert "text_ms" not in rows[0][0]
+    # Kept and saved are the network's tensors alone, as without the encoder.
+    sizes = [
+        {name: size for name, (size, _) in contents(folder / run / "checkpoints").items()}
+        for run in ("stored", "online")
+    ]
+    assert sizes[0] == sizes[1]
+    # Resumed on a pipeline, whose ranks share the work.
+    trained(folder, "--job.dir", "again", "--training.steps", 2, *online)
+    trained(folder, "--job.dir", "again", "--parallel.pp", 2, *online, ranks=2)
+    losses = [[row["loss"] for row in metrics(folder / name)] for name in ("online", "again")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    drawn = [picture(folder / run / "samples/step-00000004.png") for run in ("stored", "online")]
+    assert np.abs(drawn[0] - drawn[1]).max() <= 2
+    done = command(folder, "replay", "--run", "online", "--step", 3, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    refused = run(train_command("--data.path", "of_none", config="captioned.toml"), folder)
+    assert "token ids alone" in only_error(refused)
+
+
+def contents(checkpoints):
+    newest = max(checkpoints.glob("step-*"))
+    return checkpoint.contents(newest)

@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+import shared_captions
 import torch
 from harness import on_ranks
 from tiny import assert_same_gradients, gradients, graphs_alone, randomize, tiny_config, whole
@@ -100,7 +101,8 @@ def two_ranks():
 
 def all_of_four_ranks(world):
     refusals = [refusal(world, layout, spoiled=3) for layout in LAYOUTS[4]]
-    return {"layouts": all_layouts(world), "refusals": refusals}
+    captions = shared_captions.differences(world)
+    return {"layouts": all_layouts(world), "refusals": refusals, "captions": captions}
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +117,15 @@ def test_all_ranks_hear_which_replica_differs(four_ranks):
             "embed.patch.weight at the start."
         )
         assert "dp_replicate=4: the weights of rank 3 differ from those of rank 0 in" in four
+
+
+def test_ranks_of_a_replica_embed_shares_of_its_captions_by_a_sharded_encoder(four_ranks):
+    whole = sum(p.numel() for p in shared_captions.Words().parameters())
+    for found in (each["captions"] for each in four_ranks):
+        assert len(found) == len(shared_captions.MESHES)
+        for mesh, (error, held) in found.items():
+            assert error <= 1e-6, mesh
+            assert held == whole // 2, mesh
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,3 +221,67 @@ def test_a_damaged_null_embedding_is_refused():
     )
     assert "text null is no base64 of float32 [n, 3]" in refused(lambda: facts.null_embedding)
     assert replace(facts, null="").null_embedding.shape == (0, 3)
+
+
+CHAT = (
+    "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %} <|im_start|> assistant"
+    "{% if enable_thinking is false %} <think> </think>{% endif %}{% endif %}"
+)
+"""A chat template of Qwen3's form, for words."""
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """A random Qwen3 of five layers with a chat template, and its class of transformers."""
+    folder = tmp_path_factory.mktemp("chat") / "qwen"
+    words = "<|im_start|> user assistant <|im_end|> <think> </think>"
+    save_encoder(folder, "Qwen3ForCausalLM", captions=[*CAPTIONS, words], num_hidden_layers=5)
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    return folder, transformers.Qwen3ForCausalLM.from_pretrained(folder).eval(), tokenizer
+
+
+def test_layers_side_by_side_with_padding_are_those_of_flux_2_klein(qwen):
+    diffusers = pytest.importorskip("diffusers")
+    folder, module, tokenizer = qwen
+    encode = diffusers.Flux2KleinPipeline._get_qwen3_prompt_embeds
+    layers = {"max_sequence_length": 24, "hidden_states_layers": (1, 2, 4)}
+    with torch.no_grad():
+        theirs = encode(module, tokenizer, list(CAPTIONS), **layers)
+    how = {"layers": (1, 2, 4), "template": "chat_without_thinking"}
+    encoder = load(folder, **how, padding="kept", max_tokens=24).without_unused()
+    assert len(encoder.blocks) == 4, "the fifth layer is not run"
+    ours = torch.stack(encoder.encode(CAPTIONS))
+    assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()
+    # What padding has of attention: zeros in its place are another text.
+    removed = load(folder, **how, max_tokens=24).encode(CAPTIONS)
+    assert [len(one) for one in removed] < [24] * 4
+    assert ours[0, len(removed[0]) :].abs().min(-1).values.max() > 0
+
+
+def test_the_layer_before_the_last_without_padding_is_that_of_z_image(qwen):
+    diffusers = pytest.importorskip("diffusers")
+    folder, module, tokenizer = qwen
+    pipeline = SimpleNamespace(tokenizer=tokenizer, text_encoder=module, _execution_device=CPU)
+    encode = diffusers.ZImagePipeline._encode_prompt
+    with torch.no_grad():
+        theirs = encode(pipeline, list(CAPTIONS), max_sequence_length=24)
+    encoder = load(folder, layers=(-2,), template="chat", max_tokens=24).without_unused()
+    assert len(encoder.blocks) == 4
+    for ours, wanted in zip(encoder.encode(CAPTIONS), theirs, strict=True):
+        assert ours.shape == wanted.shape
+        assert (ours - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+def test_chat_templates_and_padding_need_a_tokenizer_that_has_them(root, qwen, tmp_path):
+    assert "has no chat template" in said_of(root / "T5EncoderModel", template="chat")
+    shutil.copytree(qwen[0], tmp_path / "left")
+    file = tmp_path / "left" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"padding_side": "left"}))
+    said = said_of(tmp_path / "left", padding="kept")
+    assert "has padding_side=left. Give one that pads from the right" in said
+    said = refused(lambda: load(qwen[0], layers=(1, -5)))
+    assert said == "--text-layer 1,-5 names a hidden state twice. Name each once."

@@ -223,7 +223,8 @@ class TextEncoder:
     def flops(self, tokens: int) -> int:
         """FLOPs of a caption of `tokens` tokens: 2 per multiply-add of a matmul."""
         config: Any = self.module.config
-        weights = sum(p.numel() for p in self.blocks.parameters() if p.ndim == 2)
+        linears = [layer for layer in self.blocks.modules() if isinstance(layer, nn.Linear)]
+        weights = sum(layer.in_features * layer.out_features for layer in linears)
         heads = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
         inner = int(heads or 0) * int(config.num_attention_heads) or int(config.hidden_size)
         return 2 * tokens * weights + 4 * tokens**2 * inner * len(self.blocks)

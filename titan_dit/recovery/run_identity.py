@@ -53,10 +53,17 @@ def changed_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     # A checkpoint holds them as JSON, which has no tuples.
     found = {key: json.loads(json.dumps(value)) for key, value in now.items() if key not in DIGESTS}
     return [
-        f"[data] {key}: {show(before[key])} -> {show(value)}"
+        f"[data] {key}: {brief(before[key])} -> {brief(value)}"
         for key, value in found.items()
         if key in before and before[key] != value
     ]
+
+
+def brief(value: Any) -> str:
+    """A fact for a message; of a table without its long texts, such as an embedding."""
+    if isinstance(value, Mapping):
+        value = {k: v for k, v in value.items() if not isinstance(v, str) or len(v) <= LONG_TEXT}
+    return show(value)
 
 
 WHAT_WEIGHTS_ARE = (
@@ -66,6 +73,8 @@ WHAT_WEIGHTS_ARE = (
 """Keys of [objective] that define the network's prediction."""
 DIGESTS = ("digest", "text_digest")
 """Facts of a dataset that are digests of its contents."""
+LONG_TEXT = 200
+"""Characters of a text that a message does not show."""
 OF_TRAINING = ("[model] dropout:", "[model] init_std:")
 """Keys of [model] that imported weights do not depend on."""
 
