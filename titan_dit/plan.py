@@ -27,6 +27,7 @@ from titan_dit.config.section import UserError, show
 from titan_dit.config.training import LoRAConfig, TrainingConfig
 from titan_dit.models import lora
 from titan_dit.models.base import ModelSpec
+from titan_dit.objectives.sections import NO_FROZEN, FrozenWork
 from titan_dit.parallel.fsdp import DTYPES
 from titan_dit.parallel.mesh import AxisSizes, solve
 from titan_dit.parallel.tensor import TensorPlan, uncut
@@ -75,6 +76,8 @@ class RunPlan:
     activation_checkpoint: ActivationCheckpointConfig
     compile: CompileConfig
     lora: LoRAConfig
+    frozen: FrozenWork = NO_FROZEN
+    """The objective's frozen modules."""
     device: str = ""
     """The GPU that is planned for, as torch reports it; empty: the one of this process."""
     bucket: str = ""
@@ -293,6 +296,7 @@ def resolve(config: JobConfig, world_size: int, resuming: bool = False) -> RunPl
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
         lora=config.lora,
+        frozen=config.objective.frozen_work(config.model, config.text, config.data),
     )
 
 

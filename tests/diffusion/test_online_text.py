@@ -18,8 +18,10 @@ from titan_dit.data.loader import load_samples
 from titan_dit.diffusion import online_text
 from titan_dit.diffusion.online_text import OnlineText
 from titan_dit.objectives.base import DataShare, Objective, Placement
+from titan_dit.objectives.sections import NO_FROZEN
 from titan_dit.pictures import text_encoder, text_job
 from titan_dit.pictures.text_encoder import TextEncoder
+from titan_dit.plan import resolve
 from titan_dit.rng import SampleRNG
 
 TABLES = {
@@ -164,6 +166,17 @@ def test_layers_behind_the_last_one_are_not_run_and_their_flops_are_counted(root
     with counter:
         encoder.encode_padded(torch.ones(1, 10, dtype=torch.int64), torch.tensor([10]))
     assert encoder.flops(10) == counter.get_total_flops()
+
+
+def test_a_plan_counts_the_encoder_of_data_that_is_there(root, tmp_path):
+    found = config_of(root / "ids", text={"mode": "online"})
+    work = resolve(found, 1).frozen
+    encoder = text_encoder.load(str(root / "t5"), CPU)
+    assert work.parameters == sum(p.numel() for p in encoder.module.parameters())
+    assert (work.flops, work.tokens, work.element_bytes) == (encoder.flops(9), 9, 2)
+    assert work.bytes_on(2) == work.parameters
+    for config in (config_of(root / "ids"), config_of(tmp_path, text={"mode": "online"})):
+        assert resolve(config, 1).frozen == NO_FROZEN
 
 
 def test_a_digest_depends_neither_on_the_dtype_in_memory_nor_on_that_of_the_files(root, tmp_path):

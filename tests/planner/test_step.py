@@ -6,11 +6,14 @@ import pytest
 from hand_made_counts import DEVICE, counts, moving, multiplying, part
 from tiny import tiny_config
 
+from titan_dit.dry_run.memory import StorageKind
+from titan_dit.objectives.sections import NO_FROZEN, FrozenWork
 from titan_dit.pipeline.schedules.simulator import simulate, stage_costs
 from titan_dit.plan import resolve
-from titan_dit.planner.rates import OURS, Runtime
+from titan_dit.planner.memory import memory
+from titan_dit.planner.rates import OURS, Runtime, product_s
 from titan_dit.planner.step import bound, estimate, mfu, samples_per_s
-from titan_dit.planner.work import Message, Work
+from titan_dit.planner.work import Message, Product, Work
 
 F, B = 1.0, 2.0
 """Seconds of a block."""
@@ -348,3 +351,28 @@ def test_no_step_is_faster_than_its_bound(layout, runtime):
 def test_the_bound_of_a_pipeline_of_equal_stages_is_its_time():
     plan, given = plan_of(4, 6), equal_blocks()
     assert bound(plan, given, DEVICE) == pytest.approx(estimate(plan, given, DEVICE).seconds)
+
+
+@pytest.mark.parametrize("axis", ["pp", "tp", "dp_shard"])
+def test_frozen_modules_take_the_time_of_a_rank_s_share_of_the_samples(axis):
+    work = FrozenWork(parameters=10**6, element_bytes=4, flops=2 * 10**9, tokens=10, width=1000)
+    given = {"pp": 2} if axis == "pp" else {"parallel": {axis: 2}}
+    plan = plan_of(count=4, world=2, **given)
+    both = [replace(plan, frozen=each) for each in (NO_FROZEN, work)]
+    plain, found = (estimate(each, equal_blocks(), DEVICE) for each in both)
+    took = added_up(found) - added_up(plain)
+    assert "frozen" not in plain.terms
+    assert found.terms["frozen"] == pytest.approx(took)
+    least = [bound(each, equal_blocks(), DEVICE) for each in both]
+    assert least[1] - least[0] == pytest.approx(took)
+    # Four samples of each data rank; with pp or tp two ranks share them.
+    samples = 4 if axis == "dp_shard" else 2
+    product = Product(1, samples * 10, 1000, samples * 2e9 / (2 * samples * 10 * 1000), "fp32")
+    assert product.flops == samples * work.flops
+    computing = product_s(product, DEVICE)
+    if axis == "dp_shard":
+        assert took >= computing
+    else:
+        assert took == pytest.approx(computing)
+    held = memory(both[1], equal_blocks())[0][StorageKind.FROZEN]
+    assert held == 4 * 10**6 / plan.sizes.data

@@ -150,6 +150,7 @@ def check_memory(
     shards, averages = plan.sizes.shards, len(ema.names)
     trained = plan.trained(shapes, optimizer.groups)
     needed = state_bytes(shapes, trained, optimizer, shards, averages)
+    needed += round(plan.frozen.bytes_on(plan.sizes.data))
     if device_bytes is not None and needed > device_bytes:
         raise UserError(
             f"[model] {count:,} parameters with gradients, moments and "

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +23,9 @@ from titan_dit.config.section import UserError
 from titan_dit.config.training import TextConfig
 from titan_dit.data.base import Fields
 from titan_dit.data.latent_facts import LatentFacts, TextFacts
+from titan_dit.data.manifest import MANIFEST, check_manifest, read_json
 from titan_dit.objectives.base import DataShare, Placement
+from titan_dit.objectives.sections import NO_FROZEN, FrozenWork
 from titan_dit.pictures import text_encoder
 from titan_dit.pictures.prompts import used_as
 from titan_dit.pictures.text_encoder import TextEncoder
@@ -114,6 +118,33 @@ class OnlineText:
         text, kept = self.encoder.encode_padded(ids[rows], lengths[rows])
         text = functional.pad(text, (0, 0, 0, self.facts.tokens - text.shape[1]))
         return peers.gather(text)[:num], peers.gather(kept)[:num]
+
+
+def work_of(config: TextConfig, path: str) -> FrozenWork:
+    """The encoder's cost, of a dataset that is there; none without one.
+
+    Reads the manifest and the encoder's config.
+    """
+    manifest = read_json(Path(path)) if path else {}
+    if not isinstance(manifest.get("text"), dict):
+        return NO_FROZEN
+    text = check_manifest(manifest, Path(path) / MANIFEST)["text"]
+    layers = text["layer"] if isinstance(text["layer"], tuple) else (text["layer"],)
+    source, size = config.encoder or text["source"], DTYPES[config.dtype].itemsize
+    return cost(source, layers, text["tokens"], size)
+
+
+@lru_cache(maxsize=8)
+def cost(source: str, layers: tuple[int, ...], tokens: int, element_bytes: int) -> FrozenWork:
+    """The cost of an encoder by its config, without the layers behind the last one that is used."""
+    module, blocks = text_encoder.on_meta(source, layers, WHERE)
+    return FrozenWork(
+        parameters=sum(p.numel() for p in module.parameters()),
+        element_bytes=element_bytes,
+        flops=text_encoder.flops_of(module, blocks, tokens),
+        tokens=tokens,
+        width=module.config.hidden_size,  # type: ignore[union-attr, arg-type]
+    )
 
 
 def opened(config: TextConfig, data: LatentFacts) -> OnlineText:

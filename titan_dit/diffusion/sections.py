@@ -13,12 +13,13 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from titan_dit.config.section import Bound, Finite, Fraction, PositiveFloat, UserError
-from titan_dit.config.training import FIDConfig, SamplingConfig
-from titan_dit.objectives.sections import ObjectiveConfig
+from titan_dit.config.training import FIDConfig, SamplingConfig, TextConfig
+from titan_dit.objectives.sections import FrozenWork, ObjectiveConfig
 
 if TYPE_CHECKING:
     from titan_dit.data.base import DataFacts, Field
     from titan_dit.data.latent_facts import LatentFacts
+    from titan_dit.data.sections import DataConfig
     from titan_dit.diffusion.ddpm import DDPM
     from titan_dit.diffusion.objective import Diffusion
     from titan_dit.diffusion.rectified_flow import RectifiedFlow
@@ -102,6 +103,14 @@ class DiffusionConfig(ObjectiveConfig):
     def build(self, model: ModelConfig, facts: DataFacts) -> Diffusion:
         """Build the objective, as `MyDiffusion.of(self, model, facts)`; see `Diffusion.of`."""
         raise NotImplementedError
+
+    def frozen_work(self, model: ModelConfig, text: TextConfig, data: DataConfig) -> FrozenWork:
+        """The text encoder of [text] mode = "online"."""
+        if text.mode == "cached":
+            return super().frozen_work(model, text, data)
+        from titan_dit.diffusion import online_text
+
+        return online_text.work_of(text, getattr(data, "path", ""))
 
     def check_evaluation(
         self, model: ModelConfig, sampling: SamplingConfig, evaluation: FIDConfig

@@ -167,7 +167,7 @@ def take_fake_step(
                     rank=dist.get_rank(),
                     layers=held,
                     parameters=sum(local(p).numel() for p in fake_rank.parameters.values()),
-                    peak=fake_rank.memory.peak(growth[stage_rank]),
+                    peak=with_frozen(fake_rank.memory.peak(growth[stage_rank]), plan),
                     traffic=traffic,
                     flops=flops / (sizes.model // sizes.pp),
                     idle=idle[stage_rank],
@@ -337,6 +337,12 @@ class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default:
             return int(args[0].dtype != torch.bool)
         return func(*args, **(kwargs or {}))
+
+
+def with_frozen(peak: Peak, plan: RunPlan) -> Peak:
+    """A peak with this rank's shards of frozen modules, which run before the step."""
+    held = round(plan.frozen.bytes_on(plan.sizes.data))
+    return replace(peak, bytes={**peak.bytes, StorageKind.FROZEN: held})
 
 
 def first_rows(prepared: Prepared, rows: int) -> Prepared:

@@ -43,6 +43,8 @@ class StorageKind(StrEnum):
     """Allocated in forward, or received by a pipeline stage."""
     INPUTS = "inputs"
     """The batch, its noise and its targets."""
+    FROZEN = "frozen"
+    """This rank's shards of frozen modules, such as a text encoder."""
     TEMPORARY = "temporary"
     """Allocated in backward, recomputation, the optimizer or the EMA."""
 

@@ -42,6 +42,7 @@ DEVICE_WORDS = {
     StorageKind.UNREDUCED: "gradients before they are summed over ranks or cast to fp32",
     StorageKind.ACTIVATIONS: "what forward keeps for backward",
     StorageKind.INPUTS: "the batch, its noise and targets",
+    StorageKind.FROZEN: "shards of the frozen text encoder, which runs before forward",
     StorageKind.TEMPORARY: "working memory of backward, recomputation and optimizer",
 }
 PEAK = "the highest sum within a step, which the device must hold"

@@ -10,14 +10,39 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from titan_dit.config.section import Bound, Named, NonNegativeInt, UserError, show
-from titan_dit.config.training import FIDConfig, SamplingConfig
+from titan_dit.config.training import FIDConfig, SamplingConfig, TextConfig
 
 if TYPE_CHECKING:
     from titan_dit.data.base import DataFacts, Field
+    from titan_dit.data.sections import DataConfig
     from titan_dit.models.base import ModelConfig, ModelSpec
     from titan_dit.objectives.base import Objective
     from titan_dit.objectives.masked_token import MaskedToken
     from titan_dit.objectives.next_token import NextToken
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenWork:
+    """Modules without gradients that run before each step, such as a text encoder.
+
+    They are sharded over the data ranks; all ranks share the samples. Zeros: there are none.
+    """
+
+    parameters: int = 0
+    element_bytes: int = 4
+    flops: int = 0
+    """FLOPs of a sample's forward."""
+    tokens: int = 1
+    """Tokens of a sample in the products."""
+    width: int = 1
+    """Channels of a token."""
+
+    def bytes_on(self, data_ranks: int) -> float:
+        """Bytes of the parameters on a rank."""
+        return self.parameters * self.element_bytes / data_ranks
+
+
+NO_FROZEN = FrozenWork()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +101,10 @@ class ObjectiveConfig(Named):
                 "from Objective too."
             )
         return self
+
+    def frozen_work(self, model: ModelConfig, text: TextConfig, data: DataConfig) -> FrozenWork:
+        """The frozen modules of a run, for plans; as far as files tell that are there."""
+        return NO_FROZEN
 
     def check_evaluation(
         self, model: ModelConfig, sampling: SamplingConfig, evaluation: FIDConfig

@@ -221,13 +221,8 @@ class TextEncoder:
                 handle.remove()
 
     def flops(self, tokens: int) -> int:
-        """FLOPs of a caption of `tokens` tokens: 2 per multiply-add of a matmul."""
-        config: Any = self.module.config
-        linears = [layer for layer in self.blocks.modules() if isinstance(layer, nn.Linear)]
-        weights = sum(layer.in_features * layer.out_features for layer in linears)
-        heads = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
-        inner = int(heads or 0) * int(config.num_attention_heads) or int(config.hidden_size)
-        return 2 * tokens * weights + 4 * tokens**2 * inner * len(self.blocks)
+        """See `flops_of`."""
+        return flops_of(self.module, self.blocks, tokens)
 
     def check_fits(self, made_by: TextFacts | None, where: str) -> None:
         """Raise UserError if a dataset's embeddings were made otherwise."""
@@ -370,6 +365,34 @@ def check_padding(padding: Padding, tokenizer: Any, at: str) -> None:
             f"--text-padding kept: the tokenizer of {at.partition(' ')[2]} has {has}. Give "
             "one that pads from the right, or leave the flag out."
         )
+
+
+def flops_of(module: nn.Module, blocks: nn.ModuleList, tokens: int) -> int:
+    """FLOPs of a caption of `tokens` tokens: 2 per multiply-add of a matmul in the layers."""
+    config: Any = module.config
+    linears = [layer for layer in blocks.modules() if isinstance(layer, nn.Linear)]
+    weights = sum(layer.in_features * layer.out_features for layer in linears)
+    heads = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
+    inner = int(heads or 0) * int(config.num_attention_heads) or int(config.hidden_size)
+    return 2 * tokens * weights + 4 * tokens**2 * inner * len(blocks)
+
+
+def on_meta(source: str, layers: Sequence[int], where: str) -> tuple[nn.Module, nn.ModuleList]:
+    """(an encoder without values, its layers up to the last of `layers`), by its config alone."""
+    library = transformers(where)
+    folder, _ = places(source, where)
+    named, at = (
+        (source, f"{where} {source}") if folder is None else (str(folder), f"{where} {folder}")
+    )
+    with quiet():
+        config, kind = config_of(library, folder, named, at)
+        if folder is not None:
+            check_parameters_fit(FromConfig(kind, config), {}, folder, at)
+        with torch.device("meta"):
+            module: nn.Module = kind(config)
+    blocks = blocks_of(module, int(config.num_hidden_layers), at)
+    del blocks[max(layers) :]
+    return module, blocks
 
 
 def places(source: str, where: str) -> tuple[Path | None, Path | None]:

@@ -796,6 +796,7 @@ def at_peak(
     counts = stages[0].counts
     held = state_bytes(stages, how, state)
     held[StorageKind.INPUTS] = counts.static + counts.inputs * plan.samples_per_rank
+    held[StorageKind.FROZEN] = plan.frozen.bytes_on(plan.sizes.data)
     trained = sum(stage.trained - stage.copied for stage in stages) / how.shards
     update = MemoryUse(
         gradients=how.sum_width * trained, temporary=optimizer_work(plan, stages, how, state)

@@ -17,7 +17,7 @@ from titan_dit.planner.hardware import Device
 from titan_dit.planner.links import Network
 from titan_dit.planner.pipeline import Durations, pass_times
 from titan_dit.planner.rates import OURS, Runtime
-from titan_dit.planner.work import Counts, Message, Part, Work, number_of
+from titan_dit.planner.work import Counts, Message, Part, Product, Work, number_of
 
 Terms: TypeAlias = Mapping[str, float]
 """Seconds by term, see `rates.seconds`."""
@@ -176,7 +176,8 @@ class Estimate:
     "tp", "cp", "launches") is that of the pipeline rank with the most of it. "bubble": its waiting
     for other stages if messages take no time. "stage messages", "data parallel", "tied weights":
     how much these lengthen the step. "gradient norm": its all-reduce. "optimizer": with clipping
-    and EMA, of the rank with the most parameters."""
+    and EMA, of the rank with the most parameters. "frozen": the text encoder of [text] mode =
+    "online"."""
     critical: int
     """The pipeline rank with the most computing."""
     idle: tuple[float, ...]
@@ -202,6 +203,8 @@ def estimate(plan: RunPlan, counts: Counts, device: Device, runtime: Runtime = O
     step = StepTime(plan, counts, device, runtime)
     terms, critical, idle = step.passes()
     terms["gradient norm"], terms["optimizer"] = step.norm_s, step.update_s
+    if plan.frozen.flops:
+        terms["frozen"] = step.frozen_s
     return Estimate(seconds=sum(terms.values()), terms=terms, critical=critical, idle=idle)
 
 
@@ -209,7 +212,7 @@ def bound(plan: RunPlan, counts: Counts, device: Device, runtime: Runtime = OURS
     """Lower bound of `estimate` in seconds, without simulating the pipeline."""
     step = StepTime(plan, counts, device, runtime)
     least = step.least() if plan.sizes.pp > 1 else sum(step.local()[0].values())
-    return least + step.norm_s + step.update_s
+    return least + step.norm_s + step.update_s + step.frozen_s
 
 
 class StepTime:
@@ -223,6 +226,25 @@ class StepTime:
         self.ranks = range(plan.sizes.pp)
         self.held = [plan.stages_of(rank) for rank in self.ranks]
         """The stages of every pipeline rank."""
+
+    @cached_property
+    def frozen_s(self) -> float:
+        """Seconds of the frozen modules on a rank's share of samples, or of gathering them."""
+        plan, frozen = self.plan, self.plan.frozen
+        if not frozen.flops:
+            return 0.0
+        samples = -(-plan.samples_per_rank // plan.sizes.model)
+        rows, width = float(samples * frozen.tokens), float(frozen.width)
+        dtype = "bf16" if frozen.element_bytes == 2 else "fp32"
+        # One product of all their FLOPs, as wide as a token.
+        inner = samples * frozen.flops / (2 * rows * width)
+        computing = rates.product_s(Product(1, rows, width, inner, dtype), self.device)
+        data = plan.sizes.data
+        if data == 1:
+            return computing
+        axis = "dp_shard" if plan.sizes.dp_shard > 1 else "dp_replicate"
+        sent = (data - 1) * frozen.bytes_on(data)
+        return max(computing, self.links.seconds(Message(axis, "all-gather", sent)))
 
     @cached_property
     def stages(self) -> tuple[Passes, ...]:
