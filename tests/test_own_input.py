@@ -20,7 +20,7 @@ TEXT = {
     *("device", "format", "features", "metrics", "labels", "sampler", "prompt", "source"),
     *("split", "size", "eod_token", "language", "schedule", "dtype", "name", "weights"),
     *("backends", "json_keys", "fix", "kind", "posterior", "units", "prediction", "noise_schedule"),
-    *("buckets", "no_caption", "caption_prefix", "text_template", "negative"),
+    *("buckets", "no_caption", "caption_prefix", "text_layer", "text_template", "negative"),
 }
 """Options whose text is no path of a file."""
 NEEDED = {"vocabulary": 300, "sigma_rel": 0.1, "image_size": 32, "name": "pictures", "step": 1}

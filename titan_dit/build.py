@@ -27,7 +27,7 @@ from titan_dit.execution import (
 from titan_dit.models import lora
 from titan_dit.models.base import Model, ModelSpec, TensorSpec, default_initializer, kind_of
 from titan_dit.models.layers import Attention
-from titan_dit.objectives.base import Objective, Placement, Prepared
+from titan_dit.objectives.base import Objective, Placement, Prepared, with_collect
 from titan_dit.parallel import fsdp, tensor
 from titan_dit.parallel.apply import parallelize
 from titan_dit.parallel.compile import compile_prepare, compile_score, expect_shapes
@@ -51,7 +51,7 @@ class BuiltNetwork:
 
     executor: Executor
     prepare: Callable[[Batch, SampleRNG], Prepared]
-    """`Objective.prepare` for training; compiled with [compile] objective."""
+    """`Objective.collect`, then `prepare` for training; compiled with [compile] objective."""
     parameters: dict[str, nn.Parameter]
     """This rank's parameters, under the names of the whole network."""
     copies: Mapping[str, nn.Parameter]
@@ -92,10 +92,9 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
         lambda: mesh.same_samples(device),
     )
     lines = objective.place_frozen(placement, max(flops))
-    prepare = compile_prepare(objective, plan.compile, device)
     return BuiltNetwork(
         executor=executor,
-        prepare=lambda batch, rng: prepare(objective.collect(batch), rng),
+        prepare=with_collect(objective, compile_prepare(objective, plan.compile, device)),
         parameters=parameters,
         copies=copies_of(parts),
         num_parameters=count,

@@ -282,6 +282,17 @@ class Objective:
         raise NotImplementedError
 
 
+def with_collect(
+    objective: Objective, prepare: Callable[[Batch, SampleRNG], Prepared]
+) -> Callable[[Batch, SampleRNG], Prepared]:
+    """`prepare`, which may be compiled, after `Objective.collect`, which never is."""
+
+    def collected(batch: Batch, rng: SampleRNG) -> Prepared:
+        return prepare(objective.collect(batch), rng)
+
+    return collected
+
+
 def at_least_fp32(prediction: Tensor) -> Tensor:
     """Cast a prediction to the loss's dtype: fp32, or fp64 for fp64."""
     return prediction.to(torch.promote_types(prediction.dtype, torch.float32))
