@@ -25,7 +25,7 @@ from titan_dit.config.section import UserError, show
 from titan_dit.data.base import Field, SampleOrder, Source
 from titan_dit.data.buckets import BucketOrder, split_held_out
 from titan_dit.data.folders import LatentFolder
-from titan_dit.data.latent_facts import CONDITION_DROPOUT, LatentFacts, name_of
+from titan_dit.data.latent_facts import CONDITION_DROPOUT, IDS, LatentFacts, name_of
 from titan_dit.data.latents import LatentShards
 from titan_dit.data.manifest import digest_of
 from titan_dit.data.mixed_order import MixedOrder, Part, rates
@@ -233,10 +233,16 @@ class MixedLatents(Source):
         """See `Source.bucket_fields`."""
         shape, tokens = self.shapes[bucket]
         found = {**self.fields, "latent": Field(self.fields["latent"].dtype, shape)}
-        if tokens:
-            text = self.fields["text"]
+        if tokens and (text := self.fields.get("text")):  # Else token ids.
             found["text"] = Field(text.dtype, (tokens, *text.shape[1:]))
         return found
+
+    def as_ids(self) -> MixedLatents:
+        """See `Source.as_ids`; a set without captions stays as it is."""
+        if self.facts.text is None:
+            return super().as_ids()
+        given: Any = [source.as_ids() if source.facts.text else source for source in self.sources]
+        return MixedLatents(given, self.datasets, self.text_multiple)
 
     def in_text_groups(self, multiple: int) -> Source:
         """See `Source.in_text_groups`."""
@@ -403,13 +409,20 @@ class MixedLatents(Source):
         if "label" in own and not self._has_labels:
             own["label"] = torch.zeros_like(own["label"])
         if self.facts.text:
-            if not self.sources[dataset].facts.text:
+            if not self.sources[dataset].facts.text and self.facts.text.is_online:
+                # Some token: its embedding is dropped for the empty caption's.
+                own["text_ids"] = torch.zeros(num, 1, dtype=IDS.dtype)
+                own["text_length"] = torch.ones(num, dtype=torch.int64)
+            elif not self.sources[dataset].facts.text:
                 null = self.facts.text.null_embedding.to(self.fields["text"].dtype)
                 own["text"] = null.expand(num, -1, -1)
                 own["text_length"] = torch.full((num,), len(null))
             if "text" in own:
                 missing = tokens - own["text"].shape[1]
                 own["text"] = functional.pad(own["text"], (0, 0, 0, missing))
+            if "text_ids" in own:
+                missing = tokens - own["text_ids"].shape[1]
+                own["text_ids"] = functional.pad(own["text_ids"], (0, missing))
         if CONDITION_DROPOUT in self.fields:
             dropout = self.datasets[dataset].condition_dropout
             own[CONDITION_DROPOUT] = torch.full((num,), math.nan if dropout is None else dropout)

@@ -71,12 +71,10 @@ class TextGroups(Source):
 
     def bucket_fields(self, bucket: int) -> Mapping[str, Field]:
         """See `Source.bucket_fields`."""
-        text = self.fields["text"]
-        return {
-            **self.fields,
-            "latent": Field(self.source.dtype, self.shapes[bucket]),
-            "text": Field(text.dtype, (self.text_tokens[bucket], *text.shape[1:])),
-        }
+        found = {**self.fields, "latent": Field(self.source.dtype, self.shapes[bucket])}
+        if text := self.fields.get("text"):  # Else token ids.
+            found["text"] = Field(text.dtype, (self.text_tokens[bucket], *text.shape[1:]))
+        return found
 
     def groups(self) -> Int64[Tensor, " n"]:
         """The bucket of every row."""

@@ -77,6 +77,8 @@ class OnlineText:
     peers: DataShare | None = None
     """The ranks that share the work; None until `place`."""
     clock: Clock = field(default_factory=Clock)
+    grouped: bool = False
+    """True if captions are padded as their ids are, by bucket, not all to the longest."""
 
     def place(self, placement: Placement, flops_per_sample: int) -> Sequence[str]:
         """Move the encoder to the device, sharded; return console lines about its cost."""
@@ -116,7 +118,8 @@ class OnlineText:
         rows = torch.arange(peers.rank * size, (peers.rank + 1) * size, device=ids.device)
         rows = rows.clamp(max=num - 1)
         text, kept = self.encoder.encode_padded(ids[rows], lengths[rows])
-        text = functional.pad(text, (0, 0, 0, self.facts.tokens - text.shape[1]))
+        tokens = ids.shape[1] if self.grouped else self.facts.tokens
+        text = functional.pad(text, (0, 0, 0, tokens - text.shape[1]))
         return peers.gather(text)[:num], peers.gather(kept)[:num]
 
 
@@ -157,4 +160,5 @@ def opened(config: TextConfig, data: LatentFacts) -> OnlineText:
             "is not recorded. Set it."
         )
     found = text_encoder.load(source, torch.device("cpu"), dtype=DTYPES[config.dtype], where=WHERE)
-    return OnlineText(used_as(found, data.text, data.text.tokens, WHERE), data.text)
+    encoder = used_as(found, data.text, data.text.tokens, WHERE)
+    return OnlineText(encoder, data.text, grouped=bool(data.bucket_text))
