@@ -13,7 +13,7 @@ from PIL import Image
 from titan_dit.commands import data_example
 from titan_dit.commands.flags import DataExampleFlags
 from titan_dit.config.section import UserError
-from titan_dit.pictures import autoencoder
+from titan_dit.pictures import autoencoder, output
 
 VAE = data_example.SOURCE / "vae"
 
@@ -69,3 +69,24 @@ def test_the_autoencoder_restores_pictures_it_never_saw():
     assert latents.std().item() * vae.scale == pytest.approx(1, abs=0.05)
     assert abs(latents.mean().item()) * vae.scale < 0.05
     assert (vae.channels, vae.facts.factor) == (4, 4)
+
+
+def test_captioned_emoji_lie_flat_with_their_names_beside_them(tmp_path, monkeypatch):
+    every = list(output.read_sheet(data_example.SOURCE / "pictures"))
+    toned = [line for line, _ in every if "skin tone" in line["text"]]
+    assert len(every) - len(toned) == 1911
+    few = [pair for i, pair in enumerate(every) if i % 40 == 0]
+    monkeypatch.setattr(data_example.output, "read_sheet", lambda source: iter(few))
+    out = tmp_path / "emoji"
+    data_example.main(DataExampleFlags(name="emoji_captioned", out=str(out)))
+    wanted = {
+        Path(line["file_name"]).stem: line["text"]
+        for line, _ in few
+        if "skin tone" not in line["text"]
+    }
+    assert {file.stem: file.read_text().strip() for file in out.glob("*.txt")} == wanted
+    assert {file.stem for file in out.glob("*.png")} == wanted.keys()
+    line, picture = next(pair for pair in few if "skin tone" not in pair[0]["text"])
+    with Image.open(out / Path(line["file_name"]).name) as written:
+        assert np.array_equal(written, picture)
+    assert (out / "NOTICE").is_file(), "their licence"
