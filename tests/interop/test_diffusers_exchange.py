@@ -20,7 +20,10 @@ from titan_dit.pictures import autoencoder
 from titan_dit.pictures.library import diffusers
 from titan_dit.trained_model import load_trained
 
-BY_SIZE = {"shift_by_tokens": "exponential"}
+BY_SIZE = {
+    "z_image": {"shift_by_tokens": "exponential"},
+    "flux2": {"shift_by_tokens": "flux2"},  # It depends on the steps, too.
+}
 BOTH = pytest.mark.parametrize("name", list(NETWORKS))
 
 
@@ -84,6 +87,9 @@ def caption(embedding, tokens):
     }
 
 
+SHIFTS = ["plain", "3", "by size"]
+
+
 def assert_same_pictures(pipeline, run, latents, pictures):
     vae = autoencoder.load(str(run.diffusion("test").data.vae_source), CPU)
     drawn = (vae.decoded(latents) / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1)
@@ -91,7 +97,7 @@ def assert_same_pictures(pipeline, run, latents, pictures):
     assert 0.05 < drawn.std() < 1
 
 
-@pytest.mark.parametrize("objective", [{}, {"shift": 3.0}, BY_SIZE], ids=["plain", "3", "by size"])
+@pytest.mark.parametrize("objective", [{}, {"shift": 3.0}, BY_SIZE["z_image"]], ids=SHIFTS)
 def test_an_exported_z_image_draws_what_sample_draws(library, vaes, tmp_path, objective):
     run_path = save_run(tmp_path / "run", "z_image", vaes["z_image"], objective)
     pipeline = opened(library, converted(run_path, tmp_path / "pipeline"))
@@ -113,7 +119,7 @@ def test_an_exported_z_image_draws_what_sample_draws(library, vaes, tmp_path, ob
     assert_same_pictures(pipeline, run, latents, pictures)
 
 
-@pytest.mark.parametrize("objective", [{}, {"shift": 3.0}], ids=["plain", "3"])
+@pytest.mark.parametrize("objective", [{}, {"shift": 3.0}, BY_SIZE["flux2"]], ids=SHIFTS)
 def test_an_exported_flux2_draws_what_sample_draws(library, vaes, tmp_path, objective):
     run_path = save_run(tmp_path / "run", "flux2", vaes["flux2"], objective)
     pipeline = opened(library, converted(run_path, tmp_path / "pipeline"))
@@ -162,12 +168,12 @@ def test_weights_come_back_bit_for_bit(library, vaes, tmp_path, name):
 
 @BOTH
 def test_the_shift_by_size_is_the_pipelines(vaes, tmp_path, name):
-    run_path = save_run(tmp_path / "run", name, vaes[name], BY_SIZE)
+    run_path = save_run(tmp_path / "run", name, vaes[name], BY_SIZE[name])
     pipeline = converted(run_path, tmp_path / "pipeline")
     config = json.loads((pipeline / "scheduler" / "scheduler_config.json").read_text())
     assert (config["use_dynamic_shifting"], config["shift"]) == (True, 1.0)
     found = read_record(converted(pipeline, tmp_path / "back"))["config"]["objective"]
-    assert (found["shift_by_tokens"], found["shift"]) == ("exponential", 1.0)
+    assert (found["shift_by_tokens"], found["shift"]) == (BY_SIZE[name]["shift_by_tokens"], 1.0)
     # Another one is fixed at the run's size: 24 tokens.
     other = {"shift": 2.0, "shift_by_tokens": "sqrt"}
     run_path = save_run(tmp_path / "sqrt", name, vaes[name], other)

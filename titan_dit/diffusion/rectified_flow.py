@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -34,6 +34,14 @@ class RectifiedFlow(Diffusion):
     token_targets = ("velocity",)
 
     config: RectifiedFlowConfig
+    draws: tuple[float, float, float] = field(init=False, default=(0.0, 1.0, 1.0))
+    """Range of the uniform draws, see `RectifiedFlowConfig.draws`."""
+
+    def __post_init__(self) -> None:
+        """Compute the range of the draws; numbers, for the compiler."""
+        super().__post_init__()
+        if (self.config.t_min, self.config.t_max) != (0.0, 1.0):
+            object.__setattr__(self, "draws", self.config.draws(self.shift))
 
     @property
     def last_timestep(self) -> float:
@@ -55,10 +63,15 @@ class RectifiedFlow(Diffusion):
         return 1 - along if self.to_data else along
 
     def validation_timesteps(self, bins: int) -> dict[str, float]:
-        """The middles of equal bins of t in training, whatever the network's direction and unit."""
-        first, width = self.config.t_min, self.config.t_max - self.config.t_min
-        each = (LEVELS + 1) / bins
-        middles = [round((first * bins + (number + 0.5) * width) * each) for number in range(bins)]
+        """The middles of equal bins of t in training, whatever the network's direction and unit.
+
+        Of the whole range they are rounded to thousandths.
+        """
+        first, last = self.config.t_min, self.config.t_max
+        if (first, last) != (0.0, 1.0):
+            bounds = [first + (number + 0.5) / bins * (last - first) for number in range(bins)]
+            return {f"t{LEVELS * t:.8g}": self.timestep_at(t) for t in bounds}
+        middles = [round((number + 0.5) * (LEVELS + 1) / bins) for number in range(bins)]
         # Exact, unlike timestep_at(middle / LEVELS).
         along = {middle: LEVELS - middle if self.to_data else middle for middle in middles}
         return {f"t{middle}": k * self.config.time_scale / LEVELS for middle, k in along.items()}
@@ -71,18 +84,21 @@ class RectifiedFlow(Diffusion):
                 t = torch.sigmoid(config.logit_mean + config.logit_std * rng.normal("t"))
                 return shifted(t, self.shift)
             return shifted(self.time_of(rng.uniform("t")), self.shift)
-        first, last = config.draws(self.shift)
-        t = shifted(self.time_of(first + (last - first) * rng.uniform("t")), self.shift)
+        first, last, sign = self.draws
+        # Above `first`, which may be 0: a uniform draw is below 1.
+        u = last - (last - first) * rng.uniform("t")
+        t = shifted(self.time_of(u, sign), self.shift)
         return t.clamp(config.t_min, config.t_max)  # Against rounding.
 
-    def time_of(self, u: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+    def time_of(self, u: Float[Tensor, " b"], sign: float = 1.0) -> Float[Tensor, " b"]:
         """The time before the shift at u in (0, 1), the inverse of its distribution function.
 
-        It falls with u for "mode".
+        It falls with u for "mode". `sign`: see `RectifiedFlowConfig.draws`.
         """
         config = self.config
         if config.timesteps == "logit_normal":
-            return torch.sigmoid(config.logit_mean + config.logit_std * torch.special.ndtri(u))
+            normal = sign * torch.special.ndtri(u)
+            return torch.sigmoid(config.logit_mean + config.logit_std * normal)
         if config.timesteps == "mode":
             return 1 - u - config.mode_scale * (torch.cos(math.pi / 2 * u).square() - 1 + u)
         return u
@@ -123,7 +139,7 @@ class RectifiedFlow(Diffusion):
     def loss_weight(self, t: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
         """The weight of a sample's loss at time t, see `RectifiedFlowConfig.loss_weight`."""
         if self.config.loss_weight == "sigma_sqrt":
-            return t.square().reciprocal()
+            return t.clamp(min=1 / LEVELS).square().reciprocal()
         return 2 / (math.pi * (1 - 2 * t + 2 * t.square()))
 
     def loss(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from titan_dit.config.section import Bound, Finite, Fraction, PositiveFloat, UserError
+from titan_dit.config.section import Bound, Finite, Fraction, PositiveFloat, UserError, show
 from titan_dit.config.training import FIDConfig, SamplingConfig, TextConfig
 from titan_dit.objectives.sections import FrozenWork, ObjectiveConfig
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from titan_dit.models.base import ModelConfig, ModelSpec
 
 BISECTIONS = 60
+FEWEST = 1e-30
+"""Smallest share of a distribution between [objective] t_min and t_max; fp32 ends at 1e-38."""
 ScheduleName = Literal["linear", "cosine"]
 FEW_TOKENS, MANY_TOKENS = 256, 4096
 """Tokens at which the shift of [objective] shift_by_tokens is fixed: pictures of 256 and of 1,024
@@ -185,7 +187,7 @@ class RectifiedFlowConfig(DiffusionConfig):
     noise levels."""
     loss_weight: Literal["uniform", "cosmap", "sigma_sqrt"] = "uniform"
     """Weight of a sample's loss by its t. cosmap: 2 / (pi (1 - 2 t + 2 t^2)) (arXiv:2403.03206 sec.
-    3.1). sigma_sqrt: 1 / t^2."""
+    3.1). sigma_sqrt: 1 / t^2, at most 1e6."""
     direction: Literal["to_noise", "to_data"] = "to_noise"
     """Time and velocity of the network. to_noise: t, 0 at the data, and noise - data. to_data:
     1 - t and data - noise, as SiT. In all other keys t is the share of noise."""
@@ -208,22 +210,34 @@ class RectifiedFlowConfig(DiffusionConfig):
                 "shares of noise, such as t_min = 0.875 and t_max = 1."
             )
 
-    def draws(self, shift: float) -> tuple[float, float]:
-        """The range of u whose times, with this shift, lie between t_min and t_max.
+    def draws(self, shift: float) -> tuple[float, float, float]:
+        """(first, last, sign): the range of u whose times, with this shift, are in [t_min, t_max].
 
-        u: uniform in (0, 1); see `RectifiedFlow.time_of`.
+        u: uniform in (0, 1); see `RectifiedFlow.time_of`. In the upper half of a logit-normal
+        distribution u is the share of longer times, and the sign -1: near 1 fp32 has few numbers.
+        Raises UserError if next to no times are in the range.
         """
         # eq. 23 with 1 / shift is the inverse of the shift.
         ends = [t / (shift - (shift - 1) * t) for t in (self.t_min, self.t_max)]
-        first, last = sorted(map(self.share_below, ends))
-        return (1 - last, 1 - first) if self.timesteps == "mode" else (first, last)
+        first, last, sign = *map(self.share_below, ends), 1.0
+        if self.timesteps == "mode":
+            first, last = 1 - last, 1 - first
+        elif self.timesteps == "logit_normal" and first > 1 / 2:
+            first, last, sign = *(self.share_below(1 - end, -1) for end in ends[::-1]), -1.0
+        if last - first < FEWEST:
+            raise UserError(
+                f"[objective] t_min={self.t_min:g} and t_max={self.t_max:g}: less than {FEWEST:g} "
+                f"of the times of timesteps={show(self.timesteps)} are between them. Set a wider "
+                "range, or another distribution."
+            )
+        return first, last, sign
 
-    def share_below(self, t: float) -> float:
-        """Distribution function of the times before the shift."""
+    def share_below(self, t: float, sign: int = 1) -> float:
+        """Distribution function of the times before the shift; `sign` -1: of 1 - time."""
         if not 0 < t < 1 or self.timesteps == "uniform":
             return min(1.0, max(0.0, t))
         if self.timesteps == "logit_normal":
-            return NormalDist(self.logit_mean, self.logit_std).cdf(math.log(t / (1 - t)))
+            return NormalDist(sign * self.logit_mean, self.logit_std).cdf(math.log(t / (1 - t)))
         low, high = 0.0, 1.0  # Of 1 - u, with which the time grows.
         for _ in range(BISECTIONS):
             middle = (low + high) / 2

@@ -120,6 +120,7 @@ class DiffusersFlux2(TextToImage):
 
     kind, pipeline, named = "Flux2Transformer2DModel", "Flux2KleinPipeline", "FLUX.2"
     trained_on, direction, version = Flux2Config, "to_noise", "0.37.0"
+    by_tokens = "flux2"
     config: Flux2Config
 
     @classmethod

@@ -194,8 +194,7 @@ BY_TOKENS = {
     "max_shift": MANY_MU,
     "time_shift_type": "exponential",
 }
-"""Keys of a scheduler that shifts by the number of tokens, and [objective] shift_by_tokens'
-"exponential"."""
+"""Keys of a scheduler that shifts by the number of tokens."""
 UNSHIFTED = (
     *("invert_sigmas", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"),
     *("stochastic_sampling", "shift_terminal"),
@@ -209,6 +208,8 @@ class TextToImage(Counterpart):
     config: TextToImageConfig
     direction: ClassVar[str]
     """[objective] direction of the released weights."""
+    by_tokens: ClassVar[str] = "exponential"
+    """[objective] shift_by_tokens of the times that the pipeline computes for a size."""
     takes_captions = True
 
     def __init__(self, config: TextToImageConfig, output_channels: int) -> None:
@@ -243,7 +244,7 @@ class TextToImage(Counterpart):
                 "alone."
             )
         # The pipelines compute this shift for the size of each picture.
-        by_tokens = objective.shift_by_tokens == "exponential" and objective.shift == 1.0
+        by_tokens = objective.shift_by_tokens == self.by_tokens and objective.shift == 1.0
         rows, columns = self.config.grid
         return {
             "_class_name": FLOW_SCHEDULER,
@@ -257,7 +258,8 @@ class TextToImage(Counterpart):
     def objective_of(self, scheduler: Mapping[str, Any] | None) -> dict[str, Any]:
         """See `Counterpart.objective_of`."""
         objective = {"name": "rectified_flow", "direction": self.direction}
-        return objective | shift_of(scheduler or {"_class_name": FLOW_SCHEDULER})
+        given = scheduler or {"_class_name": FLOW_SCHEDULER}
+        return objective | shift_of(given, self.by_tokens)
 
     def facts(self, vae: Autoencoder | None, scale: float | None) -> LatentFacts:
         """See `Counterpart.facts`. The text encoder is not read: its facts are placeholders."""
@@ -296,8 +298,11 @@ class TextToImage(Counterpart):
             )
 
 
-def shift_of(scheduler: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of [objective] for the shift of a scheduler. UserError for times that it lacks."""
+def shift_of(scheduler: Mapping[str, Any], by_tokens: str) -> dict[str, Any]:
+    """Keys of [objective] for the shift of a scheduler. UserError for times that it lacks.
+
+    `by_tokens`: see `TextToImage`.
+    """
     if scheduler.get("_class_name") != FLOW_SCHEDULER:
         raise UserError(
             f"{SCHEDULER} is of {show_json(scheduler.get('_class_name'))}, not of {FLOW_SCHEDULER}."
@@ -319,7 +324,7 @@ def shift_of(scheduler: Mapping[str, Any]) -> dict[str, Any]:
                 f"{SCHEDULER}: {key}={show_json(scheduler[key])}; [objective] shift_by_tokens has "
                 f"{value!r}."
             )
-    return {"shift_by_tokens": "exponential"}
+    return {"shift_by_tokens": by_tokens}
 
 
 TEXT_PARTS = {"text_encoder": "architectures", "tokenizer": "tokenizer_class"}
