@@ -15,7 +15,7 @@ from titan_dit.config import catalog, config_file
 from titan_dit.config.training import TextConfig
 from titan_dit.data.latents import LatentShards, write_shards
 from titan_dit.data.loader import load_samples
-from titan_dit.diffusion import online_text
+from titan_dit.diffusion import drawing, online_text
 from titan_dit.diffusion.online_text import OnlineText
 from titan_dit.objectives.base import DataShare, Objective, Placement
 from titan_dit.objectives.sections import NO_FROZEN
@@ -115,6 +115,27 @@ def test_captions_embedded_in_the_step_are_the_stored_ones(root, name):
         for key, value in wanted.items():
             torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6)
         torch.testing.assert_close(online.condition.empty, cached.condition.empty)
+
+
+def test_scores_and_previews_draw_for_the_same_captions(root):
+    config = config_of(root / "cached", sampling={"every": 1, "text_encoder": None})
+    stored = config.data.open()
+    cached = config.objective.build(config.model, stored.facts)
+    online, source = opened(root / "ids")
+    numbers = torch.arange(4)
+    wanted, found = (
+        drawing.captions_of_rows(objective, data, 4)(numbers)
+        for objective, data in ((cached, stored), (online, source))
+    )
+    assert found.keys() == wanted.keys()
+    for objective, data in ((cached, stored), (online, source)):
+        objective.open_drawing(config.sampling, data, lambda action: action(), root)
+    shown = [objective.opened for objective in (cached, online)]
+    assert shown[0].prompts == shown[1].prompts == CAPTIONS
+    for one, other in ((wanted, found), (shown[0].fields, shown[1].fields)):
+        text = other["text"][:, : one["text"].shape[1]]
+        torch.testing.assert_close(text, one["text"], rtol=0, atol=1e-6)
+        assert torch.equal(other["text_length"], one["text_length"])
 
 
 def test_ranks_with_the_same_samples_encode_shares_that_join_to_the_whole(root):
