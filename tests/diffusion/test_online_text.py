@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from titan_dit.diffusion.online_text import OnlineText
 from titan_dit.objectives.base import DataShare, Objective, Placement
 from titan_dit.objectives.sections import NO_FROZEN
 from titan_dit.pictures import text_encoder, text_job
+from titan_dit.pictures.prompts import used_as
 from titan_dit.pictures.text_encoder import TextEncoder
 from titan_dit.plan import resolve
 from titan_dit.rng import SampleRNG
@@ -249,6 +251,21 @@ def test_what_cannot_work_is_refused_in_one_line(root, tmp_path):
     assert "holds no token ids of captions" in refused(labelled.as_ids)
     said = refused(lambda: Objective().open_text(TextConfig(mode="online")))
     assert said == '[text] mode="online" is for captions, but Objective takes none. Leave it out.'
+
+
+def test_hidden_states_that_no_encoder_has_are_refused(root, tmp_path):
+    encoder = text_encoder.load(str(root / "t5"), CPU)
+    one = LatentShards(root / "ids").facts.text
+    for layer in (9, (), (1, 9)):
+        facts = replace(one, layer=layer, width=32 * len(replace(one, layer=layer).layers))
+        said = refused(lambda facts=facts: used_as(encoder, facts, 12, "x"))
+        assert "has hidden states 0 to 2, but the embeddings of captions are of [" in said
+    shutil.copytree(root / "ids", tmp_path / "set")
+    manifest = json.loads((tmp_path / "set" / "manifest.json").read_text())
+    for layer, words in (([], "must hold a number"), ([-1], "at least 0"), (["a"], "layer[0]")):
+        manifest["text"]["layer"] = layer
+        (tmp_path / "set" / "manifest.json").write_text(json.dumps(manifest))
+        assert words in refused(lambda: LatentShards(tmp_path / "set"))
 
 
 def test_an_encoder_of_other_layers_is_not_taken_for_that_of_the_data(root):

@@ -173,6 +173,8 @@ def check_text(values: Any, file: Path) -> dict[str, Any]:
     several = isinstance(text["layer"], list | tuple)
     hint = tuple[NonNegativeInt, ...] if several else NonNegativeInt
     text["layer"] = conform_made(text["layer"], hint, f"[data] {where}: layer")
+    if text["layer"] == ():
+        raise UserError(f"[data] {where}: layer must hold a number. Restore the file.")
     if not isinstance(text["files"], list):
         raise damaged(where, "files must be a list")
     text["files"] = [

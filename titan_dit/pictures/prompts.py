@@ -118,6 +118,11 @@ def used_as(encoder: TextEncoder, facts: TextFacts, tokens: int, where: str) -> 
     """
     alike = replace(encoder, layers=facts.layers, template=facts.template, padding=facts.padding)
     alike.check_fits(facts, where)
+    if not facts.layers or max(facts.layers) > encoder.num_layers:
+        raise UserError(
+            f"{where} {encoder.source} has hidden states 0 to {encoder.num_layers}, but the "
+            f"embeddings of captions are of {list(facts.layers)}. Make the dataset again."
+        )
     most = text_encoder.most_tokens(encoder.kind, encoder.module.config) or tokens
     longest = facts.tokens if facts.padding == "kept" else min(tokens, most)
     return replace(alike, max_tokens=longest).without_unused()
