@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from harness import on_ranks
+from tiny_joint import joint_config
 
 from titan_dit.checks import validate
 from titan_dit.config import catalog, config_file
@@ -58,6 +59,7 @@ def test_a_recipe_fits_a_node_and_parts_of_it(name, ranks):
     validate(config, resolve(config, ranks))
 
 
+MANY = {"training.tokens_per_step": 262144, "training.batch_multiple": 64}
 ONE_REPLICA = {"parallel.dp_replicate": 1}
 LAYOUTS = [
     ("dit_xl2", 8, {}),
@@ -85,6 +87,9 @@ LAYOUTS = [
         for ranks in (16, 1024)
         for tp in (2, 4, 8)
     ),
+    *((name, ranks, {}) for name in ("flux2_klein_lora", "z_image_lora") for ranks in (1, 8)),
+    *((name, 64, MANY) for name in ("flux2_klein_lora", "z_image_lora")),
+    *(("z_image_6b", ranks, {}) for ranks in (8, 64)),
 ]
 """The claims of the recipes."""
 TEXT_LAYOUTS = {
@@ -102,6 +107,7 @@ TEXT_LAYOUTS = {
 """Ranks of the recipes for text."""
 CAPTIONED = {"digits_captioned"}
 """Trained in tests/pictures/test_captioned_digits.py, on the data that they need."""
+TEXT_TO_IMAGE = {"emoji_captioned", "flux2_klein_lora", "z_image_lora", "z_image_6b"}
 
 
 @pytest.mark.parametrize(("name", "ranks", "flags"), LAYOUTS)
@@ -144,6 +150,17 @@ def tiny_pictures(tables):
     tables["model"], tables["data"] = model, {"name": "synthetic", "count": 64, **shape}
 
 
+def tiny_captions(tables):
+    network = tables["model"]["name"]
+    tiny = config_file.to_tables(joint_config(network))
+    tables["model"], tables["data"] = tiny["model"], tiny["data"]
+    tables["text"] = tables["validation"] = tables["lora"] = {}  # No trained weights.
+    tables["checkpoint"] = {"every": 0}
+    tables["sampling"] = {"every": 0}
+    for key in ("tokens_per_step", "tokens_per_microbatch", "batch_multiple"):
+        tables["training"].pop(key, None)
+
+
 def tiny_text(tables):
     tables["model"] |= {"hidden_size": 32, "num_layers": 2, "num_heads": 4}
     tables["model"] |= {"vocab_size": 2100, "sequence_length": 32}
@@ -164,6 +181,7 @@ def two_steps_of_each(world):
         config = load(name)
         tables = config_file.to_tables(config)
         make_tiny = tiny_text if name in TEXT_LAYOUTS else tiny_pictures
+        make_tiny = tiny_captions if name in TEXT_TO_IMAGE else make_tiny
         make_tiny(tables)
         tables["compile"] = {"enabled": False}
         tables["parallel"] = tables["pipeline"] = {}
