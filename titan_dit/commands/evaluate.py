@@ -305,7 +305,8 @@ def captions_of_rows(
     record = Ranks().run_on_first(lambda: read_record(path))
     tables = config_file.of_record(record)
     dotted_names.check_trusted(tables, f"--run {path}", options.trust, ("data",))
-    source = open_source(config_of(record, keys, Ranks().count))
+    config = config_of(record, keys, Ranks().count)
+    source = open_source(config)
     facts = source.facts
     if not isinstance(facts, LatentFacts) or facts.text != diffusion.data.text:
         theirs = facts.text if isinstance(facts, LatentFacts) else None
