@@ -20,7 +20,7 @@ from titan_dit.config.section import UserError
 from titan_dit.data.base import SampleOrder
 from titan_dit.data.buckets import BucketOrder, BucketPlan, rows_and_sizes
 from titan_dit.data.held_out import held_out_rows
-from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.data.latent_facts import OF_THE_RUN, LatentFacts
 from titan_dit.data.latents import LatentShards, write_shards
 from titan_dit.data.mixed_order import MixedOrder, Part, rates
 from titan_dit.data.order import RankOrder, steps_from
@@ -268,7 +268,7 @@ def test_a_dataset_has_its_own_dropout_and_one_without_captions_the_empty_prompt
     rows = [source.bucket_rows[1][0], source.bucket_rows[1][5]]
     found = source.read(rows)
     assert numbers_of(found) == [8, 201]
-    assert found["condition_dropout"][0].isnan()
+    assert found["condition_dropout"][0] == OF_THE_RUN
     assert found["condition_dropout"][1] == 1
     assert found["text_length"].tolist() == [3, 1]
     assert (found["text"][1, 0] == -1).all()

@@ -1,6 +1,5 @@
 """Class labels and captions: what a network is given, and what in its place without it."""
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from tiny import tiny_config as small_config
 from tiny_joint import joint_config
 
 from titan_dit.config.section import UserError
-from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.data.latent_facts import OF_THE_RUN, LatentFacts
 from titan_dit.data.loader import load_samples
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.conditions import Captions, ClassLabels, joined, rows_of, without
@@ -54,9 +53,9 @@ def test_the_null_of_captions_is_the_embedding_of_the_empty_prompt():
 
 
 def test_a_dataset_may_have_a_dropout_of_its_own():
-    """NaN stands for that of [objective]; 0 drops none, 1 all."""
+    """OF_THE_RUN stands for that of [objective]; 0 drops none, 1 all."""
     batch = fields_of(range(1, 61))
-    own = torch.tensor([0.0, 1.0, math.nan]).repeat(20)
+    own = torch.tensor([0.0, 1.0, OF_THE_RUN]).repeat(20)
     objective = CONFIG.objective.build(CONFIG.model, SOURCE.facts)
     rng = SampleRNG(0, batch.sample_numbers)
     plain = objective.prepare(batch, rng).inputs["text_length"]

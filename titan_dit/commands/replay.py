@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from titan_dit import init_from
@@ -56,8 +57,10 @@ class Replayed:
     """One sample of the repeated step."""
 
     number: int
-    row: int
+    row: str
+    """Name of its row, see `Source.row_name`."""
     loss: float
+    """Mean over its tokens, by their weights."""
     microbatch: int
     described: Mapping[str, float]
     """The objective's values for it: label, timestep, ..."""
@@ -87,7 +90,7 @@ def line_of(sample: Replayed) -> str:
     described = "".join(f"{name} {value:.4g}  " for name, value in sample.described.items())
     fault = f"  not finite: {', '.join(sample.not_finite)}" if sample.not_finite else ""
     return (
-        f"  sample {sample.number}  row {sample.row}  {described}"
+        f"  sample {sample.number}  {sample.row}  {described}"
         f"loss {sample.loss:.6g}  microbatch {sample.microbatch}{fault}"
     )
 
@@ -388,11 +391,11 @@ class Replayer:
         finite = {name: is_finite(value) for name, value in seen.items()}
         described = self.objective.describe(batch.fields, rng)
         plain = {name: value.tolist() for name, value in described.items()}
-        losses = seen["loss"].mean(1).tolist()
+        losses = sample_losses(seen["loss"], prepared.token_weight).tolist()
         return [
             Replayed(
                 number,
-                row,
+                self.source.row_name(row),
                 its_loss,
                 microbatch,
                 described={name: values[i] for name, values in plain.items()},
@@ -400,6 +403,18 @@ class Replayer:
             )
             for i, ((number, row), its_loss) in enumerate(zip(pairs, losses, strict=True))
         ], norm
+
+
+def sample_losses(
+    per_token: Float[Tensor, "b n"], weight: Float[Tensor, "b _"]
+) -> Float[Tensor, " b"]:
+    """Mean loss of each sample over its tokens, by weight; 0 without weights.
+
+    As in the loss of a step, a token that is not finite spoils its sample even at weight 0.
+    """
+    weight = weight.expand_as(per_token)
+    total = weight.sum(1)
+    return (per_token * weight).sum(1) / total.where(total > 0, 1)
 
 
 def is_finite(values: Tensor) -> list[bool]:

@@ -168,6 +168,10 @@ class Source:
         """
         return self
 
+    def row_name(self, row: int) -> str:
+        """Name of a row for messages, by its number in the stored set, as in `data report`."""
+        return f"row {row}"
+
     @property
     def bucket_rows(self) -> Sequence[range]:
         """The rows of each bucket, one after another; one if all samples have the same shape."""

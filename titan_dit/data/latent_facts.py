@@ -38,7 +38,9 @@ TEXT_DTYPES = {
 }
 """Dtypes of stored embeddings of captions."""
 CONDITION_DROPOUT = "condition_dropout"
-"""Field of a sample, float32: the dropout of its dataset; NaN for that of [objective]."""
+"""Field of a sample, float32: the dropout of its dataset; OF_THE_RUN for that of [objective]."""
+OF_THE_RUN = -1.0
+"""In place of a dropout. Finite, as all stored values of a healthy sample are."""
 ONLINE = "none"
 """In place of a dtype: captions are token ids, which the encoder embeds while the run trains."""
 IDS = Field(torch.int32, (None,))

@@ -25,7 +25,7 @@ from titan_dit.config.section import UserError, show
 from titan_dit.data.base import Field, SampleOrder, Source
 from titan_dit.data.buckets import BucketOrder, split_held_out
 from titan_dit.data.folders import LatentFolder
-from titan_dit.data.latent_facts import CONDITION_DROPOUT, IDS, LatentFacts, name_of
+from titan_dit.data.latent_facts import CONDITION_DROPOUT, IDS, OF_THE_RUN, LatentFacts, name_of
 from titan_dit.data.latents import LatentShards
 from titan_dit.data.manifest import digest_of
 from titan_dit.data.mixed_order import MixedOrder, Part, rates
@@ -301,6 +301,11 @@ class MixedLatents(Source):
                 found[place] = text
         return found
 
+    def row_name(self, row: int) -> str:
+        """See `Source.row_name`: the row of its dataset, and the dataset."""
+        [(dataset, [there], _)] = self.split([row])
+        return f"{self.sources[dataset].row_name(there)} of {self.datasets[dataset].path}"
+
     def order(
         self,
         seed: int,
@@ -425,5 +430,5 @@ class MixedLatents(Source):
                 own["text_ids"] = functional.pad(own["text_ids"], (0, missing))
         if CONDITION_DROPOUT in self.fields:
             dropout = self.datasets[dataset].condition_dropout
-            own[CONDITION_DROPOUT] = torch.full((num,), math.nan if dropout is None else dropout)
+            own[CONDITION_DROPOUT] = torch.full((num,), OF_THE_RUN if dropout is None else dropout)
         return own

@@ -117,6 +117,10 @@ class TextGroups(Source):
         """See `Source.captions`."""
         return self.source.captions(self.rows_there(rows))
 
+    def row_name(self, row: int) -> str:
+        """See `Source.row_name`: the row of the set."""
+        return self.source.row_name(self.rows_there([row])[0])
+
     def rows_there(self, rows: Sequence[int]) -> list[int]:
         """Rows of the set."""
         at = np.asarray(rows, dtype=np.int64)

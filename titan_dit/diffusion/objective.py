@@ -488,7 +488,7 @@ class Diffusion(Objective, ABC):
     def condition_dropout(self, fields: Fields) -> float | Float[Tensor, " b"]:
         """The probability that a sample loses its condition: its dataset's, else the run's."""
         rate, own = self.config.condition_dropout, fields.get(CONDITION_DROPOUT)
-        return rate if own is None else own.nan_to_num(nan=rate)
+        return rate if own is None else own.where(own >= 0, rate)
 
     def corrupted(
         self,
