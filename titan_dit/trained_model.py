@@ -109,10 +109,16 @@ class LatentNetwork(nn.Module):
         what `TrainedModel.embed` gives. k: the channels of x, twice as many with a learned sigma.
         """
         model = self.diffusion.model
-        given = self.diffusion.fitted({"labels": y} if isinstance(y, Tensor) else y)
-        inputs = {"tokens": model.tokenize(x), "timestep": t, **given}
-        static = self.diffusion.with_text(given).static(x.device)
-        return model.detokenize(first_of(self.network(inputs, static)))
+        tokens = model.tokenize(x)
+
+        def predicted(rows: Tensor | slice, conditions: Sequence[Given]) -> dict[str, Tensor]:
+            (given,) = conditions
+            inputs = {"tokens": tokens[rows], "timestep": t[rows], **given}
+            static = self.diffusion.with_text(given).static(x.device)
+            return {"out": first_of(self.network(inputs, static))}
+
+        given = {"labels": y} if isinstance(y, Tensor) else y
+        return model.detokenize(self.diffusion.by_text_length([given], predicted)["out"])
 
 
 def load(

@@ -1,17 +1,20 @@
 """Captions padded to a multiple by bucket: training, drawing and predictions."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from grouped_joint import MULTIPLE, grouped_config, write_sets
+from grouped_joint import grouped_config, write_sets
 from tiny import randomize
 
+from titan_dit.commands.predict import predict
 from titan_dit.data.base import Batch
 from titan_dit.diffusion.conditions import rows_of
 from titan_dit.diffusion.drawing import generate
 from titan_dit.diffusion.guidance import Guidance
 from titan_dit.diffusion.samplers.ode import euler
+from titan_dit.objectives.base import DataShare
 from titan_dit.opening import bucket_lines, open_source, plan_buckets, plan_run
 from titan_dit.ranks import process_group
 from titan_dit.rng import SampleRNG
@@ -161,15 +164,50 @@ def test_every_prompt_is_drawn_at_its_own_length_and_the_negative_at_its(trained
         assert (drawn(longer, null, numbers)[0] - whole[0]).abs().max() > 1e-4
 
 
-def test_a_network_in_python_pads_to_the_longest_of_a_batch(trained):
+def test_ranks_with_other_lengths_make_the_same_runs(opened):
+    """Each gathers a sharded network: another number of rows may be another number of passes."""
+    _, _, objective = opened
+    given, null = conditions_of(objective, [3, 9, 4, 6, 2, 1]), conditions_of(objective, [1] * 6)
+    everyone = torch.tensor([[4, 4], [12, 4], [4, 4], [8, 4], [4, 4], [4, 4]])
+    runs = []
+    for rank in range(3):
+        mine = slice(2 * rank, 2 * rank + 2)
+        own = [rows_of(each, mine) for each in (given, null)]
+        made = []
+
+        def run(rows, conditions, made=made, own=own):
+            text, other = conditions
+            made.append((len(rows), text["text"].shape[1], other["text"].shape[1]))
+            assert (text["text_length"] <= text["text"].shape[1]).all()
+            assert torch.equal(text["text"], own[0]["text"][rows][:, : text["text"].shape[1]])
+            return {"sum": text["text"].sum((1, 2))}
+
+        share = DataShare(torch.device("cpu"), rank, 3, lambda rows: everyone)
+        found = objective.by_text_length(own, run, share)["sum"]
+        assert torch.equal(found, given["text"][mine].sum((1, 2)))
+        runs.append(made)
+    assert runs == [[(2, 4, 4), (1, 8, 4), (1, 12, 4)]] * 3
+
+
+def test_predictions_do_not_depend_on_the_rows_beside_them(trained):
     network = next(iter(trained.executor.by_shapes.values())).model
     latents = LatentNetwork(network, trained.objective)
-    given = conditions_of(trained.objective, [3, 6])
-    x, t = torch.randn(2, 2, 4, 8), torch.tensor([0.3, 0.7])
+    given = conditions_of(trained.objective, [3, 6, 4])
+    x, t = torch.randn(3, 2, 4, 8), torch.tensor([0.3, 0.7, 0.5])
+    inputs = {"x": x, "t": t, "noise": torch.randn(3, 2, 4, 8)}
+    run = SimpleNamespace(network=network)
     with torch.no_grad():
-        both = latents(x, t, given)
-        alone = latents(x[1:], t[1:], rows_of(given, slice(1, 2)))
-        other = latents(x[:1], t[:1], rows_of(given, slice(0, 1)))
-    torch.testing.assert_close(both[1:], alone)
-    assert (both[:1] - other).abs().max() > 1e-5  # Padded to 8 tokens, alone to 4.
-    assert trained.objective.fitted(given)["text"].shape[1] == 2 * MULTIPLE
+        together = latents(x, t, given)
+        losses = predict(run, trained.objective, inputs, given)
+        for row in range(3):
+            one = slice(row, row + 1)
+            alone = latents(x[one], t[one], rows_of(given, one))
+            torch.testing.assert_close(alone, together[one])
+            alone = predict(run, trained.objective, rows_of(inputs, one), rows_of(given, one))
+            assert alone.keys() == losses.keys() >= {"out", "loss"}
+            for name, value in alone.items():
+                torch.testing.assert_close(value, losses[name][one])
+        further = latents(
+            x[:1], t[:1], {**rows_of(given, slice(1)), "text_length": torch.tensor([6])}
+        )
+    assert (further - together[:1]).abs().max() > 1e-5  # Its padding is attended to.

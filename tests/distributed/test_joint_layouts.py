@@ -62,7 +62,8 @@ def compiled_losses(world, shapes, **sections):
 
 
 def losses_by_length(world, folder, **sections):
-    """The losses of steps over buckets of several sizes and lengths of text."""
+    """Losses of steps over buckets of several sizes and lengths of text, and a preview."""
+    sections |= {"sampling": BATCH["sampling"]}
     trainer = Trainer(grouped_config(Path(folder), **sections), world)
     randomize(trainer.parameters)
     batches, losses, lengths = trainer.batches(), [], set()
@@ -72,7 +73,7 @@ def losses_by_length(world, folder, **sections):
         loss, _, _ = trainer.train_step(batch)
         losses.append(trainer.mesh.sum_loss(loss).item())
     assert len(lengths) >= 4
-    return losses
+    return losses, preview(trainer, folder, f"lengths-{trainer.plan.sizes}")
 
 
 def alone(world, folder):
@@ -115,8 +116,9 @@ def test_compiled_blocks_and_bf16_give_what_they_give_on_one_process(tmp_path):
     rounding = distance(bf16[1], fp32[1])
     assert 1e-4 < rounding < 0.05
     for found, drawn, buckets, by_length in on_ranks(2, in_two, str(tmp_path)):
-        for axis, its_losses in by_length.items():
-            assert its_losses == pytest.approx(wanted, rel=1e-5), axis
+        for axis, (its_losses, pixels) in by_length.items():
+            assert its_losses == pytest.approx(wanted[0], rel=1e-5), axis
+            assert np.abs(pixels - wanted[1]).max() <= 1, f"prompts of several lengths, {axis}"
         for axis, (its_losses, its_recompiled) in buckets.items():
             assert its_losses == pytest.approx(losses, rel=1e-5)
             # A join of a ring's blocks has its second kind of graph in the second pass.

@@ -26,7 +26,7 @@ class Drawing(Objective):
     def picture_conditions(self, num, like):
         return lambda numbers: {"labels": torch.zeros_like(numbers)}
 
-    def pictures(self, forward, sampling, seed, conditions, batches):
+    def pictures(self, forward, sampling, seed, conditions, batches, share):
         for numbers in batches:
             pixels = torch.randint(0, 256, (len(numbers), 2, 2, 3), dtype=torch.uint8)
             yield pixels, numbers != (-1 if self.lost is None else self.lost)

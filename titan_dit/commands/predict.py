@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -14,6 +14,7 @@ from titan_dit.checkpoint.store import location
 from titan_dit.commands.flags import PredictFlags
 from titan_dit.config.section import UserError
 from titan_dit.diffusion.base import CaptionedModel
+from titan_dit.diffusion.conditions import Given, rows_of
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.execution import first_of
 from titan_dit.interop.tensor_file import (
@@ -135,21 +136,31 @@ def predict_diffusion(
     for first in range(0, size, options.batch_size):
         rows = slice(first, first + options.batch_size)
         part = {name: v[rows].to(run.device) for name, v in inputs.items()}
-        parts.append(predict(run, diffusion, part))
+        given = {name: part.pop(field) for name, field in condition_fields(diffusion).items()}
+        parts.append(predict(run, diffusion, part, given))
         progress(min(first + options.batch_size, size))
     progress.end()
     return {name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]}
 
 
-@torch.no_grad()
 def predict(
-    run: TrainedModel, diffusion: Diffusion, inputs: dict[str, Tensor]
-) -> dict[str, Tensor]:
+    run: TrainedModel, diffusion: Diffusion, inputs: Mapping[str, Tensor], given: Given
+) -> Mapping[str, Tensor]:
     """Return `out` [b, c_out, h, w]; with noise, also the loss per sample and its terms [b]."""
+
+    def predicted(rows: Tensor | slice, conditions: Sequence[Given]) -> dict[str, Tensor]:
+        return predict_alike(run, diffusion, rows_of(inputs, rows), *conditions)
+
+    return diffusion.by_text_length([given], predicted)
+
+
+@torch.no_grad()
+def predict_alike(
+    run: TrainedModel, diffusion: Diffusion, inputs: Mapping[str, Tensor], given: Given
+) -> dict[str, Tensor]:
+    """See `predict`, for texts of one length."""
     model = diffusion.model
     x, t = model.tokenize(inputs["x"]), inputs["t"]
-    whole = {name: inputs[field] for name, field in condition_fields(diffusion).items()}
-    given = diffusion.fitted(whole)
     static = diffusion.with_text(given).static(x.device)
     if "noise" not in inputs:
         prediction = first_of(run.network({"tokens": x, "timestep": t, **given}, static))

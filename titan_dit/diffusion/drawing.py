@@ -291,36 +291,18 @@ def generate(
     guidance: Guidance = Guidance(),  # noqa: B008 - frozen.
     noise: Float[Tensor, "b n d"] | None = None,
     null: Given | None = None,
+    share: DataShare | None = None,
 ) -> Float[Tensor, "b n d"]:
     """Draw one sample per row of a condition, as tokens.
 
     The noise of a sample depends only on `seed` and on its entry in `numbers`, not on the batch or
     the number of ranks. `noise`: initial noise instead of the seed's. `shift`: of a flow's times;
     None takes that of training. `null`: a condition of each sample to guide away from, in place of
-    none.
+    none. `share`: the data ranks that hold the network together and draw as many samples each.
     """
-    rng, device = SampleRNG(seed, numbers), numbers.device
+    device = numbers.device
     if null is None:
         null = objective.condition.null(len(numbers), device)
-    if len(groups := text_groups(objective, given, null)) > 1:
-        drawn = torch.empty(len(numbers), *objective.model.token_shape, device=device)
-        for rows in groups:
-            drawn[rows] = generate(
-                forward,
-                objective,
-                rows_of(given, rows),
-                numbers[rows],
-                seed=seed,
-                sampler=sampler,
-                steps=steps,
-                eta=eta,
-                shift=shift,
-                guidance=guidance,
-                noise=None if noise is None else noise[rows],
-                null=rows_of(null, rows),
-            )
-        return drawn
-    given, null = objective.fitted(given), objective.fitted(null)
     channels, shape = objective.channels, objective.model.token_shape
 
     def predict(x: Tensor, timestep: Tensor, of: Given) -> Tensor:
@@ -334,28 +316,26 @@ def generate(
         pixels=shape[1] // channels,
         device=device,
     )
-    guide = guided(predict, given, null, scale, guidance, objective.noise_level)
-    return sampler(
-        objective.process(guide),
-        rng.normal("sample", shape) if noise is None else noise,
-        Settings(
-            steps,
-            eta,
-            lambda step: rng.normal(f"sample/{step}", shape),
-            shift=(objective.shift_in(steps) or 1.0) if shift is None else shift,
-            keys=lambda: rng.keys("sample/keys"),
-        ),
-    )
 
+    def draw(rows: Tensor | slice, conditions: Sequence[Given]) -> dict[str, Tensor]:
+        rng = SampleRNG(seed, numbers[rows])
+        of, instead = conditions
+        guide = guided(predict, of, instead, scale, guidance, objective.noise_level)
+        drawn = sampler(
+            objective.process(guide),
+            rng.normal("sample", shape) if noise is None else noise[rows],
+            Settings(
+                steps,
+                eta,
+                lambda step: rng.normal(f"sample/{step}", shape),
+                shift=(objective.shift_in(steps) or 1.0) if shift is None else shift,
+                keys=lambda: rng.keys("sample/keys"),
+            ),
+        )
+        return {"drawn": drawn}
 
-def text_groups(objective: Diffusion, given: Given, null: Given) -> list[Tensor]:
-    """The rows of a batch whose prompts, and whose negative ones, are padded to equal lengths."""
-    multiple = text_multiple(objective.model)
-    if not multiple:
-        return [torch.arange(0)]
-    lengths = torch.stack((given["text_length"], null["text_length"].to(given["text_length"])), 1)
-    groups = -(-lengths.clamp(min=1) // multiple)
-    return [(groups == group).all(1).nonzero()[:, 0] for group in torch.unique(groups, dim=0)]
+    null = {name: value.to(device) for name, value in null.items()}
+    return objective.by_text_length([given, null], draw, share)["drawn"]
 
 
 def samples(
@@ -365,8 +345,9 @@ def samples(
     seed: int,
     given: Given,
     numbers: Int64[Tensor, " b"],
+    share: DataShare,
 ) -> Float[Tensor, "b c h w"]:
-    """Draw samples in stored units, as [sampling] says."""
+    """Draw samples in stored units, as [sampling] says; `share` as in `generate`."""
     tokens = generate(
         forward,
         objective,
@@ -378,6 +359,7 @@ def samples(
         eta=sampling.eta,
         shift=sampling.shift,
         guidance=guidance_of(sampling),
+        share=share,
     )
     return objective.data.to_stored_units(objective.model.detokenize(tokens))
 
@@ -396,16 +378,20 @@ def preview(
     num = len(labels)
     rows = -(-num // share.num_ranks)
     numbers = torch.arange(rows * share.num_ranks, device=device)
+    if text_multiple(objective.model):
+        # Dealt out, so that the pictures of a prompt, which are a batch, are on all ranks.
+        numbers = numbers.view(rows, share.num_ranks).T.flatten()
     mine = numbers[share.rank * rows :][:rows]
     # Numbers from `num` on are padding, cut off below.
     kept = mine.clamp(max=num - 1).cpu()
     given = {name: value.to(device) for name, value in rows_of(conditions, kept).items()}
-    drawn = samples(forward, objective, sampling, seed, given, mine)
-    finite = share.gather(drawn.isfinite().flatten(1).all(1).float())[:num]
+    drawn = samples(forward, objective, sampling, seed, given, mine, share)
+    order = numbers.argsort()[:num]
+    finite = share.gather(drawn.isfinite().flatten(1).all(1).float())[order]
     value_range = objective.data.value_range
     if vae is not None:
         drawn, value_range = vae.decode(drawn).float(), PIXELS
-    drawn = share.gather(drawn)[:num]
+    drawn = share.gather(drawn)[order]
 
     def write(file: Path) -> None:
         # Imported late: the benchmarks train on machines without Pillow.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import repeat
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped, UInt8
 from torch import Tensor
+from torch.nn import functional
 
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import GenerationConfig, SamplingConfig, TextConfig
@@ -43,6 +44,7 @@ from titan_dit.diffusion.conditions import (
     Conditions,
     Given,
     OpenedData,
+    rows_of,
     without,
 )
 from titan_dit.diffusion.sections import DiffusionConfig
@@ -111,6 +113,15 @@ def sized_models(model: ModelConfig, facts: DataFacts) -> Sequence[tuple[str, Mo
 def text_multiple(model: object) -> int:
     """The multiple of tokens to which a model's captions are padded by bucket; 0: to one length."""
     return model.text_multiple if isinstance(model, TextGroupedModel) else 0
+
+
+def fitted_to(tokens: int, given: Given) -> Given:
+    """A condition with texts of `tokens` tokens."""
+    return {
+        **given,
+        "text": given["text"][:, :tokens],
+        "text_length": given["text_length"].clamp(max=tokens),
+    }
 
 
 def resized(model: Any, height: int, width: int, text_tokens: int = 0) -> Any:
@@ -308,7 +319,7 @@ class Diffusion(Objective, ABC):
         )
 
     def with_text(self: Kind, given: Given) -> Kind:
-        """The objective for conditions with the text of `given`, see `fitted`."""
+        """The objective for conditions with the text of `given`, see `by_text_length`."""
         if "text" not in given or (tokens := given["text"].shape[1]) == self.model_text_tokens:
             return self
         if tokens not in self.by_text:
@@ -321,16 +332,41 @@ class Diffusion(Objective, ABC):
         """Tokens of the text that the model takes; 0 without captions."""
         return self.captions.tokens if self.captions else 0
 
-    def fitted(self, given: Given) -> Given:
-        """A condition with its text cut to the length that the network takes for its longest one.
+    def by_text_length(
+        self,
+        conditions: Sequence[Given],
+        run: Callable[[Tensor | slice, Sequence[Given]], Mapping[str, Tensor]],
+        share: DataShare | None = None,
+    ) -> Mapping[str, Tensor]:
+        """`run(rows, their conditions)` for rows whose texts are padded alike; joined in order.
 
-        Unchanged unless captions are padded to a multiple.
+        All rows at once, unless captions are padded to a multiple of tokens: each then gets its own
+        length, cut, and no row depends on those beside it. `conditions`: those of the same rows,
+        such as prompts and negative ones. `share`: the data ranks that call this together with as
+        many rows each. All make the same sequence of runs with as many rows, since a sharded
+        network is gathered in each: a rank with fewer rows of a length repeats its first one.
         """
         multiple = text_multiple(self.model)
-        if not multiple or "text" not in given:
-            return given
-        longest = max(1, int(given["text_length"].max()))
-        return {**given, "text": given["text"][:, : -(-longest // multiple) * multiple]}
+        if not multiple:
+            return run(slice(None), conditions)
+        lengths = torch.stack([given["text_length"] for given in conditions], 1)
+        own = -(-lengths.clamp(min=1) // multiple) * multiple
+        share = share or DataShare(own.device)
+        everyone = share.gather(own)
+        parts, places = [], []
+        for wanted in torch.unique(everyone, dim=0):
+            is_of_ranks = (everyone == wanted).all(1).view(share.num_ranks, -1)
+            place = is_of_ranks[share.rank].nonzero()[:, 0]
+            rows = functional.pad(place, (0, int(is_of_ranks.sum(1).max()) - len(place)))
+            fitted = [
+                fitted_to(tokens, rows_of(given, rows))
+                for tokens, given in zip(wanted.tolist(), conditions, strict=True)
+            ]
+            found = run(rows, fitted)
+            parts.append({name: value[: len(place)] for name, value in found.items()})
+            places.append(place)
+        order = torch.cat(places).argsort()
+        return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
 
     def drawn_specs(self) -> Sequence[ModelSpec]:
         """See `Objective.drawn_specs`: captions of all lengths, with the model's own size."""
@@ -631,6 +667,7 @@ class Diffusion(Objective, ABC):
         seed: int,
         conditions: Conditions,
         batches: Iterable[Int64[Tensor, " b"]],
+        share: DataShare,
     ) -> Iterator[tuple[UInt8[Tensor, "b h w 3"], Bool[Tensor, " b"]]]:
         """Draw pictures, decoded if they are latents, and whether each sample is finite."""
         # Imported late: the benchmarks train on machines without Pillow.
@@ -644,7 +681,7 @@ class Diffusion(Objective, ABC):
                 if vae is None and not value_range:
                     vae = stack.enter_context(self.decoder(sampling, numbers.device))
                 of_batch = conditions(numbers)
-                samples = drawing.samples(forward, self, sampling, seed, of_batch, numbers)
+                samples = drawing.samples(forward, self, sampling, seed, of_batch, numbers, share)
                 finite = samples.isfinite().flatten(1).all(1)
                 if vae is None:
                     yield output.to_pixels(samples, value_range), finite

@@ -49,10 +49,12 @@ class DrawsPictures(Protocol):
         seed: int,
         conditions: Conditions,
         batches: Iterable[Int64[Tensor, " b"]],
+        share: DataShare,
     ) -> Iterator[tuple[UInt8[Tensor, "b h w 3"], Bool[Tensor, " b"]]]:
         """Draw the pictures of each batch of numbers, on its device.
 
-        With each batch: which samples are finite, without NaN or infinity.
+        With each batch: which samples are finite, without NaN or infinity. `share`: the data ranks,
+        which draw batches of as many pictures at the same time.
         """
 
 
@@ -87,7 +89,7 @@ class Evaluation:
         rows = BATCH * share.rank + torch.arange(BATCH, device=share.device)
         # Numbers from `num` on are padding, so that all ranks draw as many; it is cut off below.
         batches = [(first + rows).clamp(max=num - 1) for first in firsts]
-        pictures = self.objective.pictures(forward, sampling, seed, conditions, batches)
+        pictures = self.objective.pictures(forward, sampling, seed, conditions, batches, share)
         lost = 0
         for first, (batch, finite) in zip(firsts, pictures, strict=True):
             lost += int((share.gather(finite.float())[: num - first] == 0).sum())
