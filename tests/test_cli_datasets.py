@@ -124,7 +124,6 @@ def test_a_few_pictures_are_trained_on_beside_many_and_a_run_goes_on_in_another_
     listed = command(folder, "checkpoint", "list", "whole").stdout.splitlines()[-2].split()
     assert listed[:3] == ["6", str(record["cursor"]), f"{record['cursor'] / 28:.2f}"]
 
-
     done = command(folder, "replay", "--run", "whole", "--step", 5, "--device", "cpu")
     assert "\n0 of 8 samples are at fault\n" in done.stdout, done.stdout + done.stderr
     done = command(folder, "evaluate", "--run", "whole", "--device", "cpu", "--weights", "model")
