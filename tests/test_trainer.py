@@ -70,6 +70,18 @@ def drawn(world, folder):
     return file.read_bytes(), averaged, of_its_weights()
 
 
+def begun_from_weights(world, folder):
+    """Names of the previews of a run of three steps from the weights of another one."""
+    steps = {"steps": 1, "global_batch_size": 16}
+    keys = {"training": steps, "checkpoint": {"every": 1}}
+    Trainer(tiny_config(job={"dir": f"{folder}/base"}, **keys), world).fit()
+    every = {"every": 2, "num": 4, "steps": 2}
+    keys = {"sampling": every, "training": steps | {"steps": 3}}
+    keys["checkpoint"] = {"init": f"{folder}/base", "every": 0}
+    Trainer(tiny_config(job={"dir": f"{folder}/begun"}, **keys), world).fit()
+    return sorted(file.name for file in (Path(folder) / "begun" / "samples").iterdir())
+
+
 def first_lines(world, folder, rank):
     trainer = trainer_in(world, folder, f"lines-{rank}", rank)
     with (
@@ -85,6 +97,7 @@ def on_one(world, folder):
         "steps": [one_step(world, folder, rank) for rank in RANKS],
         "saved": saved_after_a_bad_step(world, folder),
         "drawn": drawn(world, folder),
+        "begun": begun_from_weights(world, folder),
         "lines": [first_lines(world, folder, rank) for rank in RANKS],
     }
 
@@ -112,6 +125,10 @@ def test_a_save_reads_the_verdicts_of_its_own_steps_first(found):
 def test_previews_are_drawn_with_the_averaged_weights(found):
     preview, averaged, raw = found["drawn"]
     assert preview == averaged != raw
+
+
+def test_weights_of_another_run_are_drawn_before_the_first_step(found):
+    assert found["begun"] == [f"step-{step:08d}.png" for step in (0, 2, 3)]
 
 
 def test_the_first_rank_says_what_a_user_had_better_know(found):

@@ -117,9 +117,7 @@ class Trainer:
         """Train until the last step or a stop request."""
         config = self.config
         batches, first_step = self.batches(), self.step + 1
-        self.meter.restart()
-        training_started()
-        self.call_hooks("begun")
+        self.begin()
         while self.step < config.training.num_steps and not self.stop.agreed():
             self.step += 1
             self.profile.begin(self.step)
@@ -159,6 +157,15 @@ class Trainer:
             self.finish_saves()
             self.say(f"done: step {self.step}, everything is in {self.folder}")
         self.call_hooks("ended")
+
+    def begin(self) -> None:
+        """Start the clocks. Weights of another run are drawn, so that wrong ones are seen at once."""
+        self.meter.restart()
+        training_started()
+        self.call_hooks("begun")
+        config = self.config
+        if config.checkpoint.init and config.sampling.every and self.step == 0:
+            self.preview()
 
     def stop_early(self, first_step: int) -> None:
         """Save unless just saved, and leave the launcher a note that the run is unfinished."""

@@ -331,5 +331,5 @@ def test_other_misfits_name_the_parameter(wanted, message):
 def test_init_and_resume_of_another_run_contradict():
     with pytest.raises(UserError, match="are both set"):
         tiny_config(checkpoint={"init": "a", "resume": "b"})
-    with pytest.raises(UserError, match="needs init"):
+    with pytest.raises(UserError, match="init is not set"):
         tiny_config(checkpoint={"reinitialize": ["a"]})

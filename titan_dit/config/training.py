@@ -325,7 +325,8 @@ class SamplingConfig(Section):
     section = "sampling"
 
     every: NonNegativeInt = 0
-    """Steps between previews; the last step has one, too. 0 disables previews."""
+    """Steps between previews; the last step has one, too, and with [checkpoint] init the beginning.
+    0 disables previews."""
     num: Few | None = None
     """Samples per preview. Unset: 40 pictures, or as many as are equally many of each prompt; 4
     texts."""
