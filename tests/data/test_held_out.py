@@ -7,7 +7,7 @@ import torch
 from titan_dit.config.section import UserError
 from titan_dit.data import held_out as chosen
 from titan_dit.data.base import DataFacts, Source
-from titan_dit.data.held_out import held_out_rows, rows_below, shares
+from titan_dit.data.held_out import held_out_rows, proportional, rows_below, shares
 from titan_dit.data.order import EpochOrder, mix, round_keys
 from titan_dit.data.sections import Digits
 
@@ -156,3 +156,28 @@ def test_a_share_that_was_guessed_too_small_is_taken_again(monkeypatch):
     monkeypatch.setattr(chosen, "rows_below", few)
     assert held_out_rows(Grouped(groups), 0, 300, "feistel") == expected
     assert len(asked) == 3
+
+
+class BySize(Grouped):
+    """Groups that are buckets."""
+
+    keeps_groups = held_out_by_size = True
+
+
+@pytest.mark.parametrize("count", [1, 3, 16, 64, 128, 700])
+def test_a_bucket_gives_rows_in_proportion_to_its_size(count, data_order):
+    sizes = [600, 20, 300]
+    source = BySize(np.repeat(np.arange(3), sizes).tolist())
+    rows = held_out_rows(source, 0, count, data_order)
+    taken = source.groups()[list(rows)].bincount(minlength=3).tolist()
+    assert sum(taken) == count
+    assert all(n <= -(-count * size // 920) for n, size in zip(taken, sizes, strict=True))
+    assert all(n >= count * size // 920 - 1 for n, size in zip(taken, sizes, strict=True))
+    assert min(taken) > 0 or count < 3
+
+
+def test_a_bucket_keeps_one_row_and_the_others_fill_the_gap():
+    sizes = torch.tensor([3, 0, 40, 1])
+    assert proportional(sizes, sizes.sub(1).clamp(min=0), 40).tolist() == [2, 0, 38, 0]
+    assert proportional(sizes, sizes.sub(1).clamp(min=0), 41).tolist() == [2, 0, 39, 0]
+    assert proportional(sizes, sizes, 3).tolist() == [1, 0, 1, 1]

@@ -255,8 +255,13 @@ def test_rows_are_held_out_of_every_bucket_of_every_dataset(pair):
     taken = Counter(groups[list(held_out)].tolist())
     assert order.num_rows == 2 * (12 - taken[0] - taken[1]) + 7 - taken[2] - taken[3]
     lines = list(source.lines(order))
-    assert lines[0].startswith(f"dataset {pair[0]}: 12 rows, 2 times an epoch: ")
-    assert lines[1].startswith(f"dataset {pair[1]}: 7 rows, 1 times an epoch: ")
+    # In proportion: 8 of 19 rows.
+    assert taken == {0: 3, 1: 2, 2: 2, 3: 1}
+    for line, path, rows, often in zip(lines, pair, ((12, 7), (7, 4)), (2, 1), strict=True):
+        whole, left = rows
+        assert line.startswith(
+            f"dataset {path}: {whole} rows, of which {left} are trained on, {often} times an epoch"
+        )
     said = refused(lambda: held_out_rows(source, 3, 16, "feistel"))
     assert said.endswith("stays in training, so at most 15 rows can be held out. Set fewer.")
 
@@ -298,7 +303,9 @@ def test_datasets_of_one_shape_and_classes_are_one_order(tmp_path):
     assert isinstance(order, MixedOrder)
     seen = Counter(order.rows(range(order.num_rows)))
     assert [seen[row] for row in range(20)] == [0, *[3] * 9, 1, 1, 0, *[1] * 7]
-    assert next(source.lines(order)).endswith("/a: 10 rows, 3 times an epoch: 75.0% of the samples")
+    assert next(source.lines(order)).endswith(
+        "/a: 10 rows, of which 9 are trained on, 3 times an epoch: 75.0% of the samples"
+    )
 
 
 def test_a_folder_of_files_may_be_a_dataset_beside_shards(tmp_path):

@@ -118,6 +118,8 @@ class Source:
     """Captions of a bucket are padded to a multiple of so many tokens; 0: all to one length."""
     keeps_groups: bool = False
     """True if a picture of every group stays in training: a group that is a bucket."""
+    held_out_by_size: bool = False
+    """True if larger groups give more held-out rows; False: all give equally many."""
 
     def __len__(self) -> int:
         """Number of samples."""

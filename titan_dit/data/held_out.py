@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 import torch
@@ -21,8 +23,9 @@ STREAM = "validation"
 def held_out_rows(source: Source, seed: int, count: int, data_order: str) -> tuple[int, ...]:
     """Choose `count` rows, stratified over the groups of the source; ascending.
 
-    A group smaller than its share is held out whole, unless the source keeps its groups; the other
-    groups fill the gap. Raises UserError if no row remains for training.
+    Groups give equally many, or by their size, see `Source.held_out_by_size`. A group smaller than
+    its share is held out whole, unless the source keeps its groups; the other groups fill the gap.
+    Raises UserError if no row remains for training.
     """
     if not count:
         return ()
@@ -56,9 +59,10 @@ def check_kept(source: Source, count: int) -> None:
             )
 
 
-def able(source: Source, sizes: Int64[Tensor, " g"]) -> Int64[Tensor, " g"]:
-    """Pictures of each group that may be held out."""
-    return (sizes - 1).clamp(min=0) if source.keeps_groups else sizes
+def shares_of(source: Source, sizes: Int64[Tensor, " g"], count: int) -> Int64[Tensor, " g"]:
+    """Pictures of each group to hold out, given how many it has."""
+    able = (sizes - 1).clamp(min=0) if source.keeps_groups else sizes
+    return proportional(sizes, able, count) if source.held_out_by_size else shares(able, count)
 
 
 class FirstRows(Source):
@@ -66,6 +70,7 @@ class FirstRows(Source):
 
     def __init__(self, source: Source) -> None:
         self.source, self.keeps_groups = source, source.keeps_groups
+        self.held_out_by_size = source.held_out_by_size
 
     def __len__(self) -> int:
         """Number of pictures."""
@@ -89,7 +94,7 @@ def by_key(source: Source, seed: int, count: int) -> NDArray[np.int64]:
             return by_sorting(source, seed, count).numpy()
         return Permutation.of(seed, STREAM, 0, len(source))(np.arange(count))
     (key,) = round_keys(seed, STREAM, 0, rounds=1)
-    wanted = shares(able(source, torch.from_numpy(sizes)), count).numpy()
+    wanted = shares_of(source, torch.from_numpy(sizes), count).numpy()
     spare = 8
     while True:
         # The fraction of a group's rows that almost surely holds its share: keys are uniform.
@@ -148,7 +153,7 @@ def by_sorting(source: Source, seed: int, count: int) -> Int64[Tensor, " count"]
     firsts = sizes.cumsum(0) - sizes
     places = torch.empty_like(by_group)
     places[by_group] = torch.arange(len(order)) - firsts[of_order[by_group]]
-    taken = places < shares(able(source, sizes), count)[of_order]
+    taken = places < shares_of(source, sizes, count)[of_order]
     return order[taken]
 
 
@@ -169,3 +174,24 @@ def shares(sizes: Int64[Tensor, " g"], count: int) -> Int64[Tensor, " g"]:
         else:
             taken[able] = torch.minimum(sizes[able], taken[able] + each)
     return taken
+
+
+def proportional(
+    sizes: Int64[Tensor, " g"], able: Int64[Tensor, " g"], count: int
+) -> Int64[Tensor, " g"]:
+    """Split `count` rows over the groups by their sizes, at most `able` of each.
+
+    By Adams' method, which rounds up: each row goes to the group with the most rows for each one
+    that it has given. So all give one before any gives two, the largest first.
+    """
+    most, taken = able.tolist(), [0] * len(able)
+    waiting = [(-math.inf, -size, group) for group, size in enumerate(sizes.tolist())]
+    heapify(waiting)
+    for _ in range(count):
+        while True:
+            _, size, group = heappop(waiting)
+            if taken[group] < most[group]:
+                break
+        taken[group] += 1
+        heappush(waiting, (size / taken[group], size, group))
+    return torch.tensor(taken)

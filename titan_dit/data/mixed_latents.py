@@ -178,6 +178,7 @@ class MixedLatents(Source):
     """Random access to the rows of several datasets."""
 
     keeps_groups = True
+    held_out_by_size = True
 
     def __init__(
         self,
@@ -341,8 +342,12 @@ class MixedLatents(Source):
             assert isinstance(order, MixedOrder)
             parts = list(order.parts)
         for number, (source, dataset) in enumerate(zip(self.sources, self.datasets, strict=True)):
-            own = zip(self.runs, parts, strict=True)
-            samples = sum(part.rate for run, part in own if run.dataset == number)
+            pairs = zip(self.runs, parts, strict=True)
+            own = [part for run, part in pairs if run.dataset == number]
+            samples = sum(part.rate for part in own)
+            rows = f"{len(source):,} rows"
+            if held_out := sum(len(part.held_out) for part in own):
+                rows += f", of which {len(source) - held_out:,} are trained on"
             often = f"{dataset.repeats} times an epoch"
             if dataset.weight is not None:
                 often = f"weight {dataset.weight:g}"
@@ -350,7 +355,7 @@ class MixedLatents(Source):
             if dropout is not None:
                 rule = f", condition_dropout {dropout:g}"
             yield (
-                f"dataset {dataset.path}: {len(source):,} rows, {often}: "
+                f"dataset {dataset.path}: {rows}, {often}: "
                 f"{float(samples / order.num_rows):.1%} of the samples{rule}"
             )
 

@@ -31,6 +31,7 @@ class TextGroups(Source):
     """The rows of a set with captions, in buckets of one shape and one length of text."""
 
     keeps_groups = True
+    held_out_by_size = True
 
     def __init__(self, source: LatentShards, multiple: int) -> None:
         assert source.facts.text is not None
