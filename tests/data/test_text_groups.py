@@ -1,7 +1,10 @@
 """Buckets of one shape and one length of text: which row is in which, and what is read of it."""
 
 import pickle
+import tracemalloc
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +15,11 @@ from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from titan_dit.config import catalog, config_file
+from titan_dit.data import latents
+from titan_dit.data.caption_embeddings import CaptionEmbeddings
 from titan_dit.data.held_out import held_out_rows
-from titan_dit.data.latents import LatentShards
+from titan_dit.data.latent_facts import LatentFacts, TextFacts
+from titan_dit.data.latents import LatentBucket, LatentShards
 from titan_dit.data.text_groups import TextGroups, padded
 
 
@@ -98,6 +104,79 @@ def test_a_picture_and_its_mirror_image_stay_neighbours(tmp_path):
     assert all(
         first % 2 == 0 and other == first + 1 for first, other in np.reshape(held_out, (2, 2))
     )
+
+
+class Lengths(LatentShards):
+    """A set of rows in two shapes that only knows the lengths of its captions."""
+
+    copies, dtype = 1, torch.float16
+
+    def __init__(self, lengths):
+        self.lengths, third = lengths, len(lengths) // 3
+        self.buckets = (
+            LatentBucket((2, 4, 8), 0, third),
+            LatentBucket((2, 4, 4), third, len(lengths) - third),
+        )
+        null = TextFacts.null_text(torch.zeros(1, 4))
+        text = TextFacts(
+            kind="", digest="", tokenizer="", layer=0, template="", width=4, tokens=9000, null=null
+        )
+        self.facts = LatentFacts(shape=(2, 4, 8), num_classes=1, count=len(lengths), text=text)
+
+    def text_lengths(self):
+        return self.lengths
+
+
+@pytest.mark.parametrize(("most", "multiple"), [(512, 32), (9000, 8), (3, 32)])
+def test_rows_keep_their_order_within_a_group_in_little_memory(most, multiple):
+    lengths = np.random.default_rng(0).integers(0, most, 1_000_000).astype(np.uint16)
+    given = Lengths(lengths)
+    tracemalloc.start()
+    source = TextGroups(given, multiple)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert source._rows.nbytes == 4 * len(lengths)
+    assert peak < 12 * len(lengths)
+    tokens = padded(lengths, 1, multiple)
+    bucket = np.repeat([0, 1], [len(rows) for rows in given.bucket_rows])
+    assert np.array_equal(source._rows, np.lexsort((tokens, bucket)))
+    keys = np.stack((bucket, tokens), 1)
+    wanted, counts = np.unique(keys, axis=0, return_counts=True)
+    shapes = [given.buckets[number].shape for number in wanted[:, 0].tolist()]
+    assert (source.shapes, source.text_tokens) == (shapes, wanted[:, 1].tolist())
+    assert source.counts == counts.tolist()
+
+
+def test_the_longest_captions_are_found_in_little_memory():
+    draw = np.random.default_rng(0)
+    counts = draw.integers(1, 4, 300_000)
+    lengths = draw.integers(0, 500, counts.sum())
+    numbers = draw.permutation(len(lengths)).astype(np.int32)
+    files = np.split(lengths, [1000, 400_000])
+    embeddings = CaptionEmbeddings.__new__(CaptionEmbeddings)
+    embeddings.facts, embeddings.tokens = SimpleNamespace(is_online=False), 500
+    embeddings._files = [SimpleNamespace(ends=each.cumsum()) for each in files]
+    embeddings.file_ends = np.array([len(each) for each in files]).cumsum()
+    embeddings._numbers, embeddings._ends = numbers, counts.cumsum()
+    tracemalloc.start()
+    found = embeddings.longest()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert np.array_equal(found, np.maximum.reduceat(lengths[numbers], counts.cumsum() - counts))
+    assert peak < 12 * len(lengths)
+    # Ends whose differences overflow are damage, too.
+    embeddings._ends = embeddings._ends.copy()
+    embeddings._ends[100_000] = np.iinfo(np.int64).min
+    embeddings.path = Path("set")
+    assert "does not give every picture a caption" in refused(embeddings.longest)
+
+
+def test_a_dry_run_reads_no_shard_even_with_verify(folder, monkeypatch):
+    section = section_of(path=f"{folder}/one", verify=True)
+    monkeypatch.setattr(latents, "file_digest", lambda path: pytest.fail(f"{path} is read"))
+    counts = section.bucket_counts(MULTIPLE)
+    assert sum(counts.values()) == 44
+    assert counts[2, 4, 8, 12] == 6
 
 
 def test_datasets_in_groups_and_one_without_captions(folder):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Int64, Shaped
+from jaxtyping import Int64, Shaped, UInt16
 from safetensors import SafetensorError, safe_open
 from safetensors import torch as safetensors
 from torch import Tensor
@@ -274,10 +274,10 @@ class LatentShards(Source):
 
         return TextGroups(self, multiple) if self._text else self
 
-    def text_lengths(self) -> Int64[np.ndarray, " n"]:
+    def text_lengths(self) -> UInt16[np.ndarray, " n"]:
         """Tokens of the longest caption of every row. Raises UserError for a damaged index."""
         assert self._text is not None
-        found: Int64[np.ndarray, " n"] = np.repeat(self._text.longest(), self.copies)
+        found: UInt16[np.ndarray, " n"] = np.repeat(self._text.longest(), self.copies)
         return found
 
     def read_padded(

@@ -191,15 +191,17 @@ class Latents(DataConfig):
         from titan_dit.data.buckets import BucketOrder
 
         labels_unread = (None,) * len(self.parts) if self.datasets else None
-        source = self.open_surveyed(labels_unread).in_text_groups(text_multiple)
+        quick = replace(self, verify=False)
+        source = quick.open_surveyed(labels_unread).in_text_groups(text_multiple)
         if not source.text_multiple:
             return self.bucket_counts()
         names = source.bucket_names
         order = source.order(0, (), "feistel", [1] * len(names))
         assert isinstance(order, BucketOrder)
         samples = [max(1, round(bucket.samples)) for bucket in order.buckets]
-        fields = map(source.bucket_fields, range(len(names)))
-        shapes: Any = [(*each["latent"].shape, each["text"].shape[0]) for each in fields]
+        facts: Any = source.facts
+        pairs = zip(facts.bucket_shapes, facts.bucket_text, strict=True)
+        shapes = [(*shape, tokens) for shape, tokens in pairs]
         return dict(zip(shapes, samples, strict=True))
 
     def open(self) -> LatentShards | LatentFolder | MixedLatents:
