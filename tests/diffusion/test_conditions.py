@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from refusals import refused
 from tiny import tiny_config as small_config
 from tiny_joint import joint_config
 
@@ -13,7 +14,7 @@ from titan_dit.data.latent_facts import OF_THE_RUN, LatentFacts
 from titan_dit.data.loader import load_samples
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.conditions import Captions, ClassLabels, joined, rows_of, without
-from titan_dit.diffusion.objective import condition_of
+from titan_dit.diffusion.objective import condition_of, text_example
 from titan_dit.diffusion.sections import DDPMConfig, RectifiedFlowConfig
 from titan_dit.objectives.base import DataShare
 from titan_dit.rng import SampleRNG
@@ -140,6 +141,27 @@ def test_captions_that_do_not_fit_the_model_are_refused(facts, words):
     changed = facts["text"] if "text" in facts else replace(text, **facts)
     with pytest.raises(UserError, match=words):
         RectifiedFlowConfig().build(CONFIG.model, replace(SOURCE.facts, text=changed))
+
+
+def test_a_network_that_attends_to_padding_takes_it_as_the_encoder_made_it():
+    config = joint_config("flux2")
+    facts = config.data.open().facts
+    objective = config.objective.build(config.model, facts)
+    null = objective.condition.null(2, CPU)
+    assert null["text_length"].tolist() == [8, 8]
+    assert null["text"].abs().sum(-1).min() > 0
+    for changed in ({"padding": "removed"}, {"tokens": 7}):
+        text = replace(facts.text, **changed)
+        said = refused(lambda text=text: build(config, replace(facts, text=text)))
+        assert said.startswith("[model] text_tokens=8 of a network that takes captions with")
+        assert f"up to {text.tokens} tokens with padding {text.padding}. Encode them" in said
+        assert said.endswith("data encode --text-padding kept --text-tokens 8`.")
+    # What no data tell, of an imported network and of a plan, fits.
+    build(config, replace(facts, text=text_example(config.model)))
+
+
+def build(config, facts):
+    return config.objective.build(config.model, facts)
 
 
 def test_a_model_without_a_condition_is_told_what_it_lacks():

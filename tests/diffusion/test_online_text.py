@@ -21,7 +21,7 @@ from titan_dit.diffusion.online_text import OnlineText
 from titan_dit.objectives.base import DataShare, Objective, Placement
 from titan_dit.objectives.sections import NO_FROZEN
 from titan_dit.pictures import text_encoder, text_job
-from titan_dit.pictures.prompts import used_as
+from titan_dit.pictures.prompts import open_encoder, used_as
 from titan_dit.pictures.text_encoder import TextEncoder
 from titan_dit.plan import resolve
 from titan_dit.rng import SampleRNG
@@ -266,6 +266,18 @@ def test_hidden_states_that_no_encoder_has_are_refused(root, tmp_path):
         manifest["text"]["layer"] = layer
         (tmp_path / "set" / "manifest.json").write_text(json.dumps(manifest))
         assert words in refused(lambda: LatentShards(tmp_path / "set"))
+
+
+def test_prompts_are_padded_as_the_captions_were(root):
+    source = LatentShards(root / "kept")
+    stored = source.read([0, 3])
+    prompts = [CAPTIONS[0], CAPTIONS[3], ""]
+    encoder = open_encoder(prompts, source.facts, str(root / "t5"), 12, CPU, "x")
+    found = encoder.fields(prompts)
+    assert found["text_length"].tolist() == [12, 12, 12]
+    torch.testing.assert_close(found["text"][:2], stored["text"], rtol=1e-5, atol=1e-6)
+    assert torch.equal(found["text"][2], source.facts.text.null_embedding)
+    assert found["text"].abs().sum(-1).min() > 0, "padding has embeddings, too"
 
 
 def test_an_encoder_of_other_layers_is_not_taken_for_that_of_the_data(root):

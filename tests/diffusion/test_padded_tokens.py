@@ -10,7 +10,8 @@ PADDED, FULL = (2, 6, 12), (2, 8, 16)
 
 
 def prepared_of(shape, model="z_image", **objective):
-    source = Captions([shape], (32, 12))
+    padding = "kept" if model == "flux2" else "removed"
+    source = Captions([shape], (32, 12), padding)
     keys = {"latent_size": list(shape[1:]), "text_tokens": 32}
     config = joint_config(model, model=keys, objective=objective)
     built = config.objective.build(config.model, source.facts)

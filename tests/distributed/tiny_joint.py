@@ -1,6 +1,7 @@
 """A tiny text-to-image DiT on random pictures with random captions of random lengths."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -36,12 +37,13 @@ TABLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Captioned(DataConfig):
-    """64 latents, each with the embeddings of some words, and zeros for padding."""
+    """64 latents, each with the embeddings of some words, and zeros for removed padding."""
 
     channels: PositiveInt
     latent_size: HeightWidth
     text_tokens: PositiveInt
     text_dim: PositiveInt
+    text_padding: Literal["removed", "kept"] = "removed"
     others: tuple[HeightWidth, ...] = ()
     """Sizes of further buckets, which share the rows evenly."""
 
@@ -52,18 +54,21 @@ class Captioned(DataConfig):
     def open(self):
         sizes = (self.latent_size, *self.others)
         return Captions(
-            [(self.channels, *size) for size in sizes], (self.text_tokens, self.text_dim)
+            [(self.channels, *size) for size in sizes],
+            (self.text_tokens, self.text_dim),
+            self.text_padding,
         )
 
 
 class Captions(Source):
-    def __init__(self, shapes, text):
-        self.shapes, self.text = shapes, text
+    def __init__(self, shapes, text, padding="removed"):
+        self.shapes, self.text, self.padding = shapes, text, padding
         latent, several = shapes[0], len(shapes) > 1
         each = 64 // len(shapes)
         tokens, width = text
-        # The empty prompt has two tokens.
-        empty = torch.randn(2, width, generator=torch.Generator().manual_seed(1000))
+        # The empty prompt has two tokens, where its padding is removed.
+        num_empty = 2 if padding == "removed" else tokens
+        empty = torch.randn(num_empty, width, generator=torch.Generator().manual_seed(1000))
         self.facts = LatentFacts(
             count=each * len(shapes),
             digest="captions",
@@ -81,6 +86,7 @@ class Captions(Source):
                 template="{}",
                 width=width,
                 tokens=tokens,
+                padding=padding,
                 null=TextFacts.null_text(empty),
             ),
         )
@@ -114,7 +120,7 @@ class Captions(Source):
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
         words = torch.randn(self.text, generator=generator, dtype=torch.float32)
-        length = index % (self.text[0] + 1)
+        length = index % (self.text[0] + 1) if self.padding == "removed" else self.text[0]
         words[length:] = 0
         return {
             "latent": torch.randn(
@@ -152,7 +158,7 @@ NETWORKS = {
             "text_tokens": 8,
             "text_dim": 12,
         },
-        "data": {"channels": 8},
+        "data": {"channels": 8, "text_padding": "kept"},
     },
 }
 """Sections of the released networks, in place of or beside those of TABLES."""

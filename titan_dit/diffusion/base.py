@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -93,6 +93,15 @@ class TextGroupedModel(Protocol):
 
     def with_text_tokens(self, tokens: int) -> Any:
         """The same network for captions of `tokens` tokens: equal parameters, other positions."""
+
+
+@runtime_checkable
+class TextPaddedModel(Protocol):
+    """What a model has besides that takes captions with padding of one kind only."""
+
+    @property
+    def text_padding(self) -> Literal["removed", "kept"]:
+        """`TextFacts.padding` of its captions; "kept": `text_tokens` of each are attended to."""
 
 
 @runtime_checkable

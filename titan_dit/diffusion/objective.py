@@ -22,6 +22,7 @@ from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.data.latent_facts import (
     CONDITION_DROPOUT,
     LatentFacts,
+    Padding,
     TextFacts,
     name_of,
     shown,
@@ -36,6 +37,7 @@ from titan_dit.diffusion.base import (
     Predict,
     SizedModel,
     TextGroupedModel,
+    TextPaddedModel,
 )
 from titan_dit.diffusion.conditions import (
     Captions,
@@ -184,7 +186,27 @@ def captions_of(model: CaptionedModel, facts: LatentFacts) -> Captions:
             f"captions of [data] have embeddings of {text.width} and up to {text.tokens} tokens. "
             f"Set text_dim = {text.width} and text_tokens = {text.tokens} or more."
         )
+    check_padding(model, text)
     return Captions(model.text_tokens, text.null_embedding, text.is_online)
+
+
+def check_padding(model: CaptionedModel, text: TextFacts) -> None:
+    """Raise UserError if captions do not have the padding that a model takes."""
+    wanted = padding_of(model)
+    is_filled = wanted != "kept" or text.tokens == model.text_tokens
+    if wanted not in (None, text.padding) or not is_filled:
+        size = f" --text-tokens {model.text_tokens}" if wanted == "kept" else ""
+        raise UserError(
+            f"[model] text_tokens={model.text_tokens} of a network that takes captions with "
+            f"padding {wanted}, but [data] has captions of up to {text.tokens} tokens with padding "
+            f"{text.padding}. Encode them with `python -m titan_dit data encode --text-padding "
+            f"{wanted}{size}`."
+        )
+
+
+def padding_of(model: CaptionedModel) -> Padding | None:
+    """The padding that a model's captions must have; None for any."""
+    return model.text_padding if isinstance(model, TextPaddedModel) else None
 
 
 def check_classes(num_classes: int, facts: LatentFacts) -> None:
@@ -234,6 +256,7 @@ def text_example(model: CaptionedModel) -> TextFacts:
         template="{}",
         width=model.text_dim,
         tokens=model.text_tokens,
+        padding=padding_of(model) or "removed",
         null=TextFacts.null_text(torch.zeros(1, model.text_dim)),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from titan_dit.config.section import Bound, Dim, Few, GuidanceScale, Layers, PositiveFloat
 from titan_dit.models.named_sizes import fill_in, shape_of
@@ -30,6 +30,7 @@ class Flux2Config(TextToImageConfig):
     """FLUX.2: `size`, or hidden_size, num_double_layers, num_single_layers and num_heads."""
 
     name = "flux2"
+    text_padding: ClassVar[Literal["kept"]] = "kept"
     replaces = {"size": ("hidden_size", "num_double_layers", "num_single_layers", "num_heads")}
 
     size: str | None = None
