@@ -15,7 +15,7 @@ from tiny_vae import save_vae
 
 import titan_dit
 from titan_dit.checkpoint import checkpoint
-from titan_dit.commands import predict
+from titan_dit.commands import predict, sample_inputs
 from titan_dit.commands.flags import PredictFlags, SampleFlags
 from titan_dit.commands.sample import draw
 from titan_dit.config.section import UserError
@@ -155,6 +155,11 @@ def test_samples_are_in_the_order_of_their_prompts_on_any_number_of_ranks(drawn,
     two = read("two.safetensors")
     assert two["prompts"] == lines["prompts"]
     torch.testing.assert_close(two["samples"], lines["samples"], rtol=1e-5, atol=1e-5)
+    # As if there were too many prompts to keep: each batch's are embedded when it is drawn.
+    monkeypatch.setattr(sample_inputs, "KEPT", 0)
+    here(drawn, monkeypatch, prompts="prompts.txt", num=2, batch_size=4)
+    later = read("here.safetensors")["samples"]
+    torch.testing.assert_close(later, lines["samples"], rtol=1e-5, atol=1e-5)
     # A sample depends on its number and its prompt, not on the prompts before it.
     here(drawn, monkeypatch, prompt=(PROMPTS[2],) * 6)
     same = read("here.safetensors")["samples"]

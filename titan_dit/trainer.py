@@ -159,7 +159,7 @@ class Trainer:
         self.call_hooks("ended")
 
     def begin(self) -> None:
-        """Start the clocks. Weights of another run are drawn, so that wrong ones are seen at once."""
+        """Start the clocks, and draw weights of another run: wrong ones are seen at once."""
         self.meter.restart()
         training_started()
         self.call_hooks("begun")

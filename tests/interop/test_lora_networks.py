@@ -10,6 +10,8 @@ from test_diffusers_networks import drawn, flux2, z_image
 
 from titan_dit.config.section import UserError
 from titan_dit.interop import lora_files
+from titan_dit.interop.diffusers_flux2 import DiffusersFlux2
+from titan_dit.interop.tensor_layouts import to_theirs
 from titan_dit.pictures.library import diffusers
 from titan_dit.trained_model import load
 
@@ -173,3 +175,26 @@ def test_adapters_of_another_network_are_refused(bases, tmp_path):
     given = write(tmp_path / "given", fresh("flux2", bases["flux2"][0]), CASES["flux2"])
     with pytest.raises(UserError, match=r"a ZImageTransformer2DModel has no .* Give --base a run"):
         converted(given, tmp_path / "to", base=str(bases["z_image"][1]))
+
+
+def test_layers_that_are_one_there_get_their_adapters_in_blocks():
+    config = flux2(diffusers("the test"))[1]
+    found = DiffusersFlux2(config, config.in_channels)
+    shapes = {name: p.shape for name, p in found.parameters.items()}
+    names = ("attn.qkv", "mlp.up", "attn.out", "mlp.down")
+    for chosen in (names, names[:1], names[3:]):
+        pairs = {}
+        for number, layer in enumerate(chosen):
+            name = f"blocks.3.{layer}.weight"
+            outputs, inputs = shapes[name]
+            a = drawn(RANK, inputs, seed=2 * number)
+            pairs[name] = a, drawn(outputs, RANK, seed=2 * number + 1)
+        # What they add, as whole weights in the other layout.
+        added = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        added |= {name: b @ a for name, (a, b) in pairs.items()}
+        expected = dict(to_theirs(found.layouts(), added))
+        adapters = lora_files.to_theirs(found, pairs)
+        assert len(adapters) == (2 if len(chosen) == 4 else 1)
+        for name, (a, b) in adapters.items():
+            torch.testing.assert_close(b @ a, expected[name], rtol=1e-5, atol=1e-5)
+            assert len(a) == (2 * RANK if len(chosen) == 4 else RANK)
