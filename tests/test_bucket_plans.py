@@ -39,7 +39,10 @@ def test_each_bucket_has_its_own_sizes_of_steps_and_microbatches(trainer_of):
     assert [work.samples for work in trainer.work] == [8, 16]
     assert trainer.work[0].flops_per_sample > trainer.work[1].flops_per_sample
     lines = list(trainer.opened.lines(trainer.built, trainer.world.device, 0))
-    assert "buckets 2x4x8 of 8 tokens by 8, 2x4x4 of 4 tokens by 16" in lines
+    assert (
+        "buckets 2x4x8: 8 latent tokens a sample, 8 samples a step; "
+        "2x4x4: 4 latent tokens a sample, 16 samples a step" in lines
+    )
     assert "steps   0 of 4 done, 8 to 16 samples each" in lines
 
 
@@ -125,7 +128,7 @@ def test_a_dry_run_counts_the_steps_and_flops_of_every_bucket(trainer_of):
     each = [8 * work[0].flops_per_sample, 16 * work[1].flops_per_sample]
     shares = ["66.7%", "33.3%"]  # 32 rows each, in steps of 8 and of 16.
     for line, share, flops in zip(lines, shares, each, strict=False):
-        assert f": {share} of the steps, {flops:.3g} FLOP each" in line
+        assert f"; {share} of the steps, {flops:.3g} FLOP each" in line
     assert lines[2].endswith(f"a mean step has {(2 * each[0] + each[1]) / 3:.3g} FLOP")
     assert list(bucket_lines(joint_config(), plan_run(joint_config(), 1))) == []
 

@@ -182,8 +182,8 @@ def test_a_dry_run_counts_the_samples_of_all_datasets(folder):
     said = trained(folder, "--job.dir", "dry", "--dry-run")
     # 10 wide of many and 5 x 3 of few in steps of 8; 10 square ones in steps of 12.
     wide, square = 25 / 8, 10 / 12
-    assert f": {wide / (wide + square):.1%} of the steps" in said
-    assert f": {square / (wide + square):.1%} of the steps" in said
+    assert f"; {wide / (wide + square):.1%} of the steps" in said
+    assert f"; {square / (wide + square):.1%} of the steps" in said
 
 
 BAD = {

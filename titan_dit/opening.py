@@ -209,7 +209,7 @@ def bucket_lines(config: JobConfig, plan: RunPlan) -> Iterator[str]:
         flops = model.flops_per_sample(each.spec.num_attended_tokens) * each.global_batch_size
         work.append(flops)
         yield (
-            f"bucket  {shown(each)}: {number / sum(steps):.1%} of the steps, {flops:.3g} FLOP "
+            f"bucket  {shown(each)}; {number / sum(steps):.1%} of the steps, {flops:.3g} FLOP "
             f"each, {each.num_microbatches} microbatches of {each.microbatch_size} on a rank"
         )
     mean = sum(map(operator.mul, work, steps)) / sum(steps)
@@ -308,7 +308,7 @@ class OpenedRun:
         steps, sizes = self.steps, {each.global_batch_size for each in plan.each_bucket}
         batch = "to ".join(f"{size} " for size in sorted({min(sizes), max(sizes)}))
         if plan.buckets:
-            yield f"buckets {few([shown(each) for each in plan.buckets])}"
+            yield f"buckets {few([shown(each) for each in plan.buckets], between='; ')}"
             yield from small_buckets(self.sample_order)
         yield f"steps   {step} of {steps} done, {batch}samples each"
         if step >= steps:
@@ -390,8 +390,9 @@ def small_buckets(order: SampleOrder) -> Iterator[str]:
 
 
 def shown(plan: RunPlan) -> str:
-    """A bucket for the console: "4x64x64 of 1024 tokens by 16"."""
-    return f"{plan.bucket} of {plan.spec.num_tokens} tokens by {plan.global_batch_size}"
+    """A bucket for the console: "4x64x64: 1024 latent tokens a sample, 16 samples a step"."""
+    tokens, size = plan.spec.num_tokens, plan.global_batch_size
+    return f"{plan.bucket}: {tokens} latent tokens a sample, {size} samples a step"
 
 
 def open_evaluation(

@@ -76,9 +76,9 @@ def test_plans_reports_and_dry_runs_have_a_bucket_for_each_length(opened):
     # Steps are sized by the picture's tokens: 8 and 4.
     assert [each.global_batch_size for each in plan.buckets] == [4, 4, 4, 8, 8, 8]
     lines = list(bucket_lines(config, plan_run(config, 1)))
-    named = [line.split(" of ")[0].removeprefix("bucket  ") for line in lines[:-1]]
+    named = [line.split(": ")[0].removeprefix("bucket  ") for line in lines[:-1]]
     assert sorted(named) == sorted(source.bucket_names)
-    flops = {line.split(" of ")[0]: line.split("steps, ")[1].split()[0] for line in lines[:-1]}
+    flops = {line.split(": ")[0]: line.split("steps, ")[1].split()[0] for line in lines[:-1]}
     assert float(flops["bucket  2x4x8, 12 text tokens"]) > float(
         flops["bucket  2x4x8, 4 text tokens"]
     )

@@ -153,7 +153,7 @@ def test_the_recipe_trains_on_buckets_and_shows_its_prompts(root):
     flags += ("--metrics.every", 1, "--sampling.steps", 1, "--sampling.num", 4)
     done = run(train_command(*flags, config="digits_captioned"), root)
     assert done.returncode == 0, done.stderr
-    assert "buckets 3x8x8 of 16 tokens by 24, 3x12x8 of 24 tokens by 16" in done.stdout
+    assert "buckets 3x8x8: 16 latent tokens a sample, 24 samples a step; 3x12x8: " in done.stdout
     losses = [row["loss"] for row in metrics(root / "outputs/digits_captioned")]
     assert len(losses) == 3
     assert all(1 < loss < 2.5 for loss in losses)

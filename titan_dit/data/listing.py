@@ -241,9 +241,11 @@ def read_labels(paths: list[Path]) -> Int64[Tensor, " n"]:
     return torch.tensor(labels)
 
 
-def few(names: Sequence[object], num: int = 4, total: int | None = None) -> str:
+def few(
+    names: Sequence[object], num: int = 4, total: int | None = None, between: str = ", "
+) -> str:
     """The first `num` names as text, and the number of the others, of `total` (default: all)."""
-    shown, total = ", ".join(str(name) for name in names[:num]), total or len(names)
+    shown, total = between.join(str(name) for name in names[:num]), total or len(names)
     return shown if total <= num else f"{shown} and {total - num:,} more"
 
 
