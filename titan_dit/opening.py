@@ -246,6 +246,8 @@ def open_objective(
     """
     objective = config.objective.build(config.model, data.facts)
     source = data if isinstance(data, Source) else None
+    if source is not None:
+        source.check_holds(objective.takes)
     name = config.data.name
     if source is None or not plan.buckets:
         validate_parts(plan, objective, data.fields, name, source, previews=previews)

@@ -11,9 +11,11 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from captioned_sets import ENCODER, write_set
+from captioned_sets import ENCODER, WIDTH, write_set
 from folders_of_files import class_folders, latents_of
 from refusals import refused
+from tiny import built, tiny_config
+from tiny_joint import TABLES
 
 from titan_dit.config import catalog, config_file
 from titan_dit.config.section import UserError
@@ -25,6 +27,8 @@ from titan_dit.data.latents import LatentShards, write_shards
 from titan_dit.data.mixed_order import MixedOrder, Part, rates
 from titan_dit.data.order import RankOrder, steps_from
 from titan_dit.data.sections import DatasetConfig, Latents
+from titan_dit.opening import open_objective
+from titan_dit.plan import resolve
 from titan_dit.ranks import process_group
 from titan_dit.validation.validation_set import check_alike, check_overlap, digests, shared_fields
 
@@ -279,11 +283,29 @@ def test_a_dataset_has_its_own_dropout_and_one_without_captions_the_empty_prompt
     assert (found["text"][1, 0] == -1).all()
     assert not found["text"][1, 1:].any()
     assert source.captions(rows) == ["row 8, 0", ""]
-    said = refused(lambda: opened((pair[0], {}), (bare, {"condition_dropout": 0.9})))
+    source.check_holds(("latent", "text", "text_length"))
+    source = opened((pair[0], {}), (bare, {"condition_dropout": 0.9}))
+    source.check_holds(("latent", "label"))  # A network that takes classes needs no captions.
+    said = refused(lambda: source.check_holds(("latent", "text", "text_length")))
     assert said == (
         f"[data] datasets: {bare} holds no embeddings of captions, but others do. Encode them by "
         "`data encode --text-encoder`, or train it on the empty prompt: condition_dropout = 1."
     )
+
+
+def test_only_a_network_that_takes_captions_refuses_a_set_without_them(tmp_path):
+    captioned = write_set(tmp_path / "captioned", {(4, 4): 6}, num_classes=10)
+    bare = write_set(tmp_path / "bare", {(4, 4): 5}, first=50, encoder=None, num_classes=10)
+    data = {"name": "latents", "datasets": [{"path": str(captioned)}, {"path": str(bare)}]}
+    model = {"latent_size": 4, "in_channels": 2, "num_classes": 10}
+    config = tiny_config(data=data, model=model)
+    source = config.data.open()
+    open_objective(config, resolve(config, 1), source)
+    assert source.read([0, 7])["label"].tolist() == [0, 1]
+    size = {"latent_size": [4, 4], "text_dim": WIDTH}
+    config = built(TABLES | {"data": data}, {"model": size})
+    said = refused(lambda: open_objective(config, resolve(config, 1), config.data.open()))
+    assert said.startswith(f"[data] datasets: {bare} holds no embeddings of captions, but others")
 
 
 def test_datasets_of_one_shape_and_classes_are_one_order(tmp_path):
@@ -452,5 +474,10 @@ def test_the_same_rows_twice_and_other_classes_are_refused(tmp_path, pair):
     assert "three 3 classes. Labels must mean the same in all" in said
     deep = write_set(tmp_path / "deep", {(4, 4): 2}, first=9, copies=2)
     source = opened((pair[0], {}), (deep, {}))
-    with pytest.raises(UserError, match=r"deep holds mirror images .* but .*one holds none"):
+    words = r"deep has 2 rows of each picture .* held out together, but .*one has 1\. Set"
+    with pytest.raises(UserError, match=words):
+        held_out_rows(source, 0, 4, "feistel")
+    deeper = write_set(tmp_path / "deeper", {(4, 4): 4}, first=20, copies=4)
+    source = opened((deep, {}), (deeper, {}))
+    with pytest.raises(UserError, match=r"deeper has 4 rows .* but .*deep has 2\. Set"):
         held_out_rows(source, 0, 4, "feistel")

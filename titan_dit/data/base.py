@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -169,6 +169,9 @@ class Source:
         Override it if the lengths are known before rows are read; else all have the longest one.
         """
         return self
+
+    def check_holds(self, names: Collection[str]) -> None:
+        """Raise UserError if some rows lack one of these fields, and hold another in its place."""
 
     def row_name(self, row: int) -> str:
         """Name of a row for messages, by its number in the stored set, as in `data report`."""

@@ -41,7 +41,8 @@ def held_out_rows(source: Source, seed: int, count: int, data_order: str) -> tup
     if count % copies:
         raise UserError(
             f"[validation] samples={count}: a picture of [data] has {copies} rows (it and its "
-            f"mirror image), which are held out together. Set samples = {count + 1}."
+            "mirror image), which are held out together. Set samples = "
+            f"{count + copies - count % copies}."
         )
     pictures = sorted(chosen(FirstRows(source), seed, count // copies).tolist())
     return tuple(copies * i + copy for i in pictures for copy in range(copies))

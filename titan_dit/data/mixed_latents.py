@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import repeat
@@ -129,16 +129,9 @@ def facts_of(
     shapes: Sequence[Shape],
     runs: Sequence[Run],
 ) -> LatentFacts:
-    """The facts of all datasets together. Raises UserError for captions or classes of some only."""
+    """The facts of all datasets together. Raises UserError for different classes."""
     each = [source.facts for source in sources]
     texts = [facts.text for facts in each if facts.text]
-    for facts, dataset in zip(each, datasets, strict=True):
-        if texts and not facts.text and dataset.condition_dropout != 1:
-            raise UserError(
-                f"[data] datasets: {dataset.path} holds no embeddings of captions, but others do. "
-                "Encode them by `data encode --text-encoder`, or train it on the empty prompt: "
-                "condition_dropout = 1."
-            )
     classes = {(facts.num_classes, facts.class_names) for facts in each}
     if len(classes) > 1 and not texts:
         names = [
@@ -212,10 +205,11 @@ class MixedLatents(Source):
         pairs = zip(self.sources, self.datasets, strict=True)
         known = {source.copies: dataset.path for source, dataset in pairs}
         if len(known) > 1:
+            (most, path), (few, other) = max(known.items()), min(known.items())
             raise UserError(
-                f"[validation] samples: {known[2]} holds mirror images (--flip true), which are "
-                f"held out with their pictures, but {known[1]} holds none. Set [validation] path, "
-                "or encode both alike."
+                f"[validation] samples: {path} has {most} rows of each picture (`data encode "
+                f"--flip true` adds its mirror image), which are held out together, but {other} "
+                f"has {few}. Set [validation] path, or encode both alike."
             )
         return self.sources[0].copies
 
@@ -237,6 +231,18 @@ class MixedLatents(Source):
         if tokens and (text := self.fields.get("text")):  # Else token ids.
             found["text"] = Field(text.dtype, (tokens, *text.shape[1:]))
         return found
+
+    def check_holds(self, names: Collection[str]) -> None:
+        """See `Source.check_holds`: captions may be missing if all of them are dropped."""
+        if not self.facts.text or not {"text", "text_ids"} & set(names):
+            return
+        for source, dataset in zip(self.sources, self.datasets, strict=True):
+            if not source.facts.text and dataset.condition_dropout != 1:
+                raise UserError(
+                    f"[data] datasets: {dataset.path} holds no embeddings of captions, but others "
+                    "do. Encode them by `data encode --text-encoder`, or train it on the empty "
+                    "prompt: condition_dropout = 1."
+                )
 
     def as_ids(self) -> MixedLatents:
         """See `Source.as_ids`; a set without captions stays as it is."""

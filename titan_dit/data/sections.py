@@ -195,6 +195,7 @@ class Latents(DataConfig):
         source = quick.open_surveyed(labels_unread).in_text_groups(text_multiple)
         if not source.text_multiple:
             return self.bucket_counts()
+        source.check_holds(("text",))
         names = source.bucket_names
         order = source.order(0, (), "feistel", [1] * len(names))
         assert isinstance(order, BucketOrder)
