@@ -422,6 +422,9 @@ def test_keys_that_do_not_fit_are_one_line(pair):
             "datasets": [{"path": "a", "num_repeats": 3}]
         },
         "[data] datasets[0] path is missing": {"datasets": [{"repeats": 3}]},
+        '[data] datasets[1] path="" is empty. Set it to a dataset folder.': {
+            "datasets": [{"path": "a"}, {"path": ""}]
+        },
     }
     for line, keys in cases.items():
         said = refused(lambda keys=keys: section_of(**keys))

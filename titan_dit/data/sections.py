@@ -145,6 +145,11 @@ class Latents(DataConfig):
                 f"[data] path and datasets {given}: --data.path FOLDER, or [[data.datasets]] "
                 "tables, each with a path."
             )
+        for number, each in enumerate(self.datasets):
+            if not each.path:
+                raise UserError(
+                    f'[data] datasets[{number}] path="" is empty. Set it to a dataset folder.'
+                )
         without = [each.path for each in self.datasets if each.weight is None]
         if 0 < len(without) < len(self.datasets):
             raise UserError(
