@@ -103,9 +103,8 @@ def as_unfused(counts: Counts, kernels: Unfused, recompute: str, logits: float) 
         again = unfused(Work(attention=block.forward.attention), kernels.scores)
     own = replace(block, forward=forward, backward=again + backward)
     last = scored(counts.head, counts.stream, logits, kernels.logits)
-    parts = {"embed": counts.embed, "block": own, "head": last}
-    added = {name: accumulating(part, kernels.add_bytes) for name, part in parts.items()}
-    return replace(counts, **added)
+    changed = replace(counts, blocks={"": own}, head=last)
+    return changed.each(lambda part: accumulating(part, kernels.add_bytes))
 
 
 def with_hidden_tp(counts: Counts) -> Counts:
@@ -117,7 +116,7 @@ def with_hidden_tp(counts: Counts) -> Counts:
 
     block = counts.block
     own = replace(block, forward=hidden(block.forward), backward=hidden(block.backward))
-    return replace(counts, block=own)
+    return replace(counts, blocks={"": own})
 
 
 def accumulating(part: Part, per_gradient: float) -> Part:
@@ -166,4 +165,4 @@ def as_foundry(counts: Counts, recompute: str, logits: float, *, float8: bool) -
     if recompute == "full":
         block = replace(block, backward=block.forward + block.backward)
     head = scored(counts.head, counts.stream, logits, ONE_KERNEL)
-    return replace(counts, block=block, head=head)
+    return replace(counts, blocks={"": block}, head=head)

@@ -76,7 +76,7 @@ def counts_held(fact: Fact, plan: RunPlan, how: Held) -> Counts:
         forward_peak=0.0,
         backward_peak=how.logits[1] * logits,
     )
-    return replace(counts, block=block, head=head)
+    return replace(counts, blocks={"": block}, head=head)
 
 
 def messages_in_flight(fact: Fact, how: Held, counts: Counts) -> float:
