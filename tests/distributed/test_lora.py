@@ -1,9 +1,11 @@
 """[lora]: gradients of adapters in every layout are those of one process, and those of theory."""
 
+from functools import partial
+
 import pytest
 import torch
 from harness import on_ranks
-from test_grid import CP, DP, PLAIN, PP, TP, schedule
+from test_grid import CP, DP, PLAIN, PP, TP, blocks_of_kinds, schedule
 from tiny import (
     assert_same_gradients,
     gradients,
@@ -14,6 +16,7 @@ from tiny import (
     torch_rng,
     whole,
 )
+from tiny_joint import joint_config
 
 from titan_dit.config.parameter_groups import matches
 from titan_dit.config.section import UserError
@@ -29,6 +32,10 @@ WIDE = {
     "trained": ["embed.label.*", "head.modulation.bias"],
 }
 NARROW = {"rank": 2}
+# Of networks with blocks of several kinds.
+FLUX2 = {"network": "flux2", "rank": 2, "targets": ["blocks.*.attn.*", "blocks.*.mlp.*"]}
+Z_IMAGE = {"network": "z_image", "rank": 2, "targets": ["blocks.*"]}
+TABLES = [WIDE, NARROW, FLUX2, Z_IMAGE]
 ZERO_BUBBLE = schedule("interleaved_zero_bubble", 2)
 # [lora], [parallel], [pipeline], whether compiled.
 CASES = [
@@ -40,6 +47,10 @@ CASES = [
     (NARROW, TP, {}, True),
     (NARROW, DP, {}, True),
     (NARROW, PP, ZERO_BUBBLE, False),
+    (FLUX2, TP, {}, False),
+    (FLUX2, PP, {}, False),
+    (Z_IMAGE, TP, {}, False),
+    (Z_IMAGE, CP, {}, False),
 ]
 LONG = [
     (WIDE, TP | PP, ZERO_BUBBLE, False),
@@ -47,14 +58,18 @@ LONG = [
     (WIDE, {"dp_replicate": 2, "dp_shard": 2}, {}, False),
     (WIDE, DP | TP, {}, False),
     (NARROW, DP | PP, schedule("zbv_zero_bubble"), False),
+    (FLUX2, DP | TP, {}, False),
+    (Z_IMAGE, TP | PP, {}, False),
 ]
 
 
 def trainer_of(world, table, parallel=None, pipeline=None, compiled=False, **sections):
     checkpoint = {"every": 2, "async_save": False, "init": "base"}
-    config = tiny_config(
-        model={"num_layers": 4},
-        lora=table,
+    network = table.get("network", "dit")
+    build = tiny_config if network == "dit" else partial(joint_config, network)
+    config = build(
+        model={"num_layers": 4} if network == "dit" else blocks_of_kinds(network, 4),
+        lora={key: value for key, value in table.items() if key != "network"},
         parallel=parallel or {},
         pipeline=pipeline or {},
         compile={"enabled": compiled},
@@ -190,7 +205,8 @@ def all_cases(world, cases):
 
 def by_theory(world, table):
     """Loss and gradients of the adapters, from those of whole weights W + alpha / rank B A."""
-    adapted, plain = (trainer_of(world, given) for given in (table, {}))
+    bare = {key: value for key, value in table.items() if key == "network"}
+    adapted, plain = (trainer_of(world, given) for given in (table, bare))
     randomize(adapted.parameters)
     weights = {name: p.detach() for name, p in adapted.parameters.items()}
     pairs = list(lora.pairs(weights))
@@ -210,7 +226,8 @@ def by_theory(world, table):
 
 
 def references(world):
-    return [(measured(world, t, {}, {}, False), by_theory(world, t)) for t in (WIDE, NARROW)]
+    found = [measured(world, table, {}, {}, False) for table in TABLES]
+    return [(one, by_theory(world, table)) for one, table in zip(found, TABLES, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +245,7 @@ def test_gradients_of_one_process_are_those_of_theory(expected):
 def check(num_ranks, cases, expected):
     by_rank = on_ranks(num_ranks, all_cases, cases)
     for number, (table, parallel, _, compiled) in enumerate(cases):
-        (loss, wanted), _ = expected[[WIDE, NARROW].index(table)]
+        (loss, wanted), _ = expected[TABLES.index(table)]
         found = {}
         for ranks in by_rank:
             assert ranks[number][0] == pytest.approx(loss, rel=1e-6), parallel
