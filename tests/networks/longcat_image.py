@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_dit.config.section import Dim, Few, Layers
-from titan_dit.models import initializers
-from titan_dit.models.base import Model
 from titan_dit.models.layers import (
     MLP,
     Attention,
@@ -28,6 +26,7 @@ from titan_dit.models.layers import (
     rotary_on_axes,
     scaled_add,
 )
+from titan_dit.models.text_to_image import CaptionedNetwork
 from titan_dit.models.text_to_image_config import TextToImageConfig
 
 PERIOD = 10_000.0
@@ -188,17 +187,6 @@ class Head(nn.Module):
         return self.out(modulate(tokens, shift, scale))
 
 
-class LongCat(Model):
-    def __init__(self, config, output_channels):
-        super().__init__()
-        self.config, self.output_channels = config, output_channels
-        self.embed, self.head = Embed(config), Head(config, output_channels)
-        classes = {"double": DoubleBlock, "single": SingleBlock}
-        blocks = {str(i): classes[kind](config) for i, kind in enumerate(config.kinds)}
-        self.blocks = nn.ModuleDict(blocks)
-
-    def initializers(self):
-        return initializers.adaln_zero(name for name, _ in self.named_parameters())
-
-    def flops_per_sample(self, tokens):
-        return self.config.flops_per_sample(self.output_channels, tokens)
+class LongCat(CaptionedNetwork):
+    embed_class, head_class = Embed, Head
+    block_classes: ClassVar = {"double": DoubleBlock, "single": SingleBlock}

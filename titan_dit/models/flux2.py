@@ -20,10 +20,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from titan_dit.models import initializers
-from titan_dit.models.base import Model, SideInputs, Stream
+from titan_dit.models.base import SideInputs, Stream
 from titan_dit.models.flux2_config import MODULATION, Flux2Config
-from titan_dit.models.initializers import Initializer
 from titan_dit.models.layers import (
     Attention,
     GatedMLP,
@@ -35,6 +33,7 @@ from titan_dit.models.layers import (
     parted,
     scaled_add,
 )
+from titan_dit.models.text_to_image import CaptionedNetwork
 
 
 class Embed(nn.Module):
@@ -179,31 +178,8 @@ class Head(nn.Module):
         return prediction
 
 
-BLOCKS: dict[str, type[nn.Module]] = {"double": DoubleBlock, "single": SingleBlock}
+class Flux2(CaptionedNetwork):
+    """The whole network."""
 
-
-class Flux2(Model):
-    """The whole network: `config.kinds` names the class of every block."""
-
-    embed: Embed
-    head: Head
-
-    def __init__(self, config: Flux2Config, output_channels: int) -> None:
-        super().__init__()
-        self.config = config
-        self.output_channels = output_channels
-        self.embed = Embed(config)
-        blocks = {str(i): BLOCKS[kind](config) for i, kind in enumerate(config.kinds)}
-        self.blocks = nn.ModuleDict(blocks)
-        self.head = Head(config, output_channels)
-
-    def initializers(self) -> dict[str, Initializer]:
-        """See `initializers.adaln_zero`."""
-        return initializers.adaln_zero(name for name, _ in self.named_parameters())
-
-    def flops_per_sample(self, tokens: int) -> int:
-        """FLOPs of forward and backward per sample, of `tokens` tokens with those of the caption.
-
-        Terms: `Flux2Config.flops`.
-        """
-        return self.config.flops_per_sample(self.output_channels, tokens)
+    embed_class, head_class = Embed, Head
+    block_classes: ClassVar = {"double": DoubleBlock, "single": SingleBlock}

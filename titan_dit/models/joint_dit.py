@@ -11,14 +11,13 @@ Captions are padded with a learned token that is attended to, so attention has n
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from titan_dit.models import initializers
-from titan_dit.models.base import Model, SideInputs, Stream
-from titan_dit.models.initializers import Initializer
+from titan_dit.models.base import SideInputs, Stream
 from titan_dit.models.joint_dit_config import JointDiTConfig
 from titan_dit.models.layers import (
     Attention,
@@ -31,6 +30,7 @@ from titan_dit.models.layers import (
     parted,
     scaled_add,
 )
+from titan_dit.models.text_to_image import CaptionedNetwork
 
 
 class Embed(nn.Module):
@@ -113,27 +113,8 @@ class Head(nn.Module):
         return prediction
 
 
-class JointDiT(Model):
+class JointDiT(CaptionedNetwork):
     """The whole network."""
 
-    embed: Embed
-    head: Head
-
-    def __init__(self, config: JointDiTConfig, output_channels: int) -> None:
-        super().__init__()
-        self.config = config
-        self.output_channels = output_channels
-        self.embed = Embed(config)
-        self.blocks = nn.ModuleDict({str(i): Block(config) for i in range(config.shape[1])})
-        self.head = Head(config, output_channels)
-
-    def initializers(self) -> dict[str, Initializer]:
-        """See `initializers.adaln_zero`."""
-        return initializers.adaln_zero(name for name, _ in self.named_parameters())
-
-    def flops_per_sample(self, tokens: int) -> int:
-        """FLOPs of forward and backward per sample, of `tokens` tokens with those of the caption.
-
-        Terms: `JointDiTConfig.flops`.
-        """
-        return self.config.flops_per_sample(self.output_channels, tokens)
+    embed_class, head_class = Embed, Head
+    block_classes: ClassVar = {"": Block}

@@ -21,9 +21,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from titan_dit.models import initializers
-from titan_dit.models.base import Model, SideInputs, Stream
-from titan_dit.models.initializers import Initializer
+from titan_dit.models.base import SideInputs, Stream
 from titan_dit.models.layers import (
     Attention,
     GatedMLP,
@@ -36,6 +34,7 @@ from titan_dit.models.layers import (
     parted,
     scaled_add,
 )
+from titan_dit.models.text_to_image import CaptionedNetwork
 from titan_dit.models.z_image_config import TIME_MLP, ZImageConfig
 
 EPS = 1e-5
@@ -160,35 +159,12 @@ class Head(nn.Module):
         return prediction
 
 
-BLOCKS: dict[str, type[Block]] = {
-    "refine_text": TextRefiner,
-    "refine_image": ImageRefiner,
-    "joint": JointBlock,
-}
+class ZImage(CaptionedNetwork):
+    """The whole network. Refiners of the caption do not start as the identity."""
 
-
-class ZImage(Model):
-    """The whole network: `config.kinds` names the class of every block."""
-
-    embed: Embed
-    head: Head
-
-    def __init__(self, config: ZImageConfig, output_channels: int) -> None:
-        super().__init__()
-        self.config = config
-        self.output_channels = output_channels
-        self.embed = Embed(config)
-        blocks = {str(i): BLOCKS[kind](config) for i, kind in enumerate(config.kinds)}
-        self.blocks = nn.ModuleDict(blocks)
-        self.head = Head(config, output_channels)
-
-    def initializers(self) -> dict[str, Initializer]:
-        """See `initializers.adaln_zero`: refiners of the caption do not start as the identity."""
-        return initializers.adaln_zero(name for name, _ in self.named_parameters())
-
-    def flops_per_sample(self, tokens: int) -> int:
-        """FLOPs of forward and backward per sample, of `tokens` tokens with those of the caption.
-
-        Terms: `ZImageConfig.flops`.
-        """
-        return self.config.flops_per_sample(self.output_channels, tokens)
+    embed_class, head_class = Embed, Head
+    block_classes: ClassVar = {
+        "refine_text": TextRefiner,
+        "refine_image": ImageRefiner,
+        "joint": JointBlock,
+    }

@@ -1,0 +1,44 @@
+"""What networks that take captions share: how they are put together from their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import nn
+
+from titan_dit.models import initializers
+from titan_dit.models.base import Model
+from titan_dit.models.initializers import Initializer
+from titan_dit.models.text_to_image_config import TextToImageConfig
+
+
+class CaptionedNetwork(Model):
+    """A network of a `TextToImageConfig`; a subclass names the classes of its parts."""
+
+    embed_class: ClassVar[Any]
+    """Built of the config."""
+    block_classes: ClassVar[Mapping[str, Any]]
+    """Kind of block -> its class, built of the config; "" if all are alike."""
+    head_class: ClassVar[Any]
+    """Built of the config and the output channels."""
+
+    def __init__(self, config: TextToImageConfig, output_channels: int) -> None:
+        super().__init__()
+        self.config, self.output_channels = config, output_channels
+        kinds = config.kinds or ("",) * config.shape[1]
+        self.embed = self.embed_class(config)
+        blocks = {str(i): self.block_classes[kind](config) for i, kind in enumerate(kinds)}
+        self.blocks = nn.ModuleDict(blocks)
+        self.head = self.head_class(config, output_channels)
+
+    def initializers(self) -> dict[str, Initializer]:
+        """See `initializers.adaln_zero`."""
+        return initializers.adaln_zero(name for name, _ in self.named_parameters())
+
+    def flops_per_sample(self, tokens: int) -> int:
+        """FLOPs of forward and backward per sample, of `tokens` tokens with those of the caption.
+
+        Terms: `TextToImageConfig.flops`.
+        """
+        return self.config.flops_per_sample(self.output_channels, tokens)
