@@ -33,6 +33,8 @@ from titan_dit.recovery import resume, run_identity
 
 UNITS = ("vae", "scale", "shift", "value_range")
 """Facts of a dataset that define the units of the model's inputs."""
+SHIFTS = ("shift", "shift_by_tokens")
+"""Keys of [objective] by which weights are sampled; an import has those of its pipeline."""
 FREE = ("[model] num_classes:", *run_identity.OF_TRAINING)
 """Keys of [model] that a new run may change without a warning."""
 
@@ -237,5 +239,6 @@ def differences(record: Mapping[str, Any], identity: run_identity.Identity) -> l
     for section, table in was.items():
         if table["name"] == own[section]["name"]:
             was[section] = filled(section, table)
-    kept = ("[model] ", *(f"[objective] {key}:" for key in run_identity.WHAT_WEIGHTS_ARE))
+    meaning = (*run_identity.WHAT_WEIGHTS_ARE, *SHIFTS)
+    kept = ("[model] ", *(f"[objective] {key}:" for key in meaning))
     return facts + [x for x in changes(was, own) if x.startswith(kept) and not x.startswith(FREE)]

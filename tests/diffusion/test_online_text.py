@@ -268,6 +268,14 @@ def test_hidden_states_that_no_encoder_has_are_refused(root, tmp_path):
         assert words in refused(lambda: LatentShards(tmp_path / "set"))
 
 
+def test_an_import_has_no_prompts_and_says_why(root):
+    facts = LatentShards(root / "kept").facts
+    imported = replace(facts, text=replace(facts.text, kind="", digest="", tokenizer=""))
+    said = refused(lambda: open_encoder(["a"], imported, str(root / "t5"), 12, CPU, "x"))
+    assert said.startswith("the weights were imported, and no captions")
+    assert "Train from them ([checkpoint] init)" in said
+
+
 def test_prompts_are_padded_as_the_captions_were(root):
     source = LatentShards(root / "kept")
     stored = source.read([0, 3])

@@ -158,9 +158,13 @@ def read_adapter(source: Path, target: Path, options: ConvertFlags) -> None:
     start = run.record["config"]["checkpoint"] | origin | {"resume": "auto"}
     record = imported.record_made_of(run.record, lora=table, checkpoint=start)
     imported.save(target, {"model": with_adapters(run, adapters.tensors)}, record)
+    text = run.diffusion("convert").data.text
+    use = f"Draw from it: sample --run {target}"
+    if text and not text.kind:  # The base is an import.
+        use = f"Train them on with --checkpoint.resume {target}, or as --checkpoint.init merged"
     console.say(
         f"wrote   {target}: {run.path} ({run.weights}) with adapters of rank {adapters.rank}, "
-        f"alpha {adapters.alpha}, of {len(layers)} layers. Draw from it: sample --run {target}"
+        f"alpha {adapters.alpha}, of {len(layers)} layers. {use}"
     )
     for line in warnings(base, run):
         console.say(f"warning: --base {base} {line}")

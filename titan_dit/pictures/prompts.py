@@ -91,6 +91,12 @@ def open_encoder(
     for prompt in prompts:
         if not user_text.is_utf8(prompt):
             raise UserError(f"the prompt {prompt[:60]!a} is not UTF-8. Write it as such.")
+    if not text.kind:
+        raise UserError(
+            "the weights were imported, and no captions have been embedded for them: their text "
+            "encoder is not known. Train from them ([checkpoint] init) on captions and draw from "
+            "that run, or draw in the pipeline that they came from."
+        )
     # The empty prompt's embedding is stored with the data.
     if not source and not any(prompt.strip() for prompt in prompts):
         return PromptEncoder(text, tokens, None)
