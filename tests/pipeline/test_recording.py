@@ -9,6 +9,7 @@ from recorded import Ranks, costs_of, order_of, timeline_of
 
 from titan_dit.build import recording_of
 from titan_dit.execution import LocalExecutor, SlicedExecutor
+from titan_dit.models.base import ModelSpec
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.pipeline.events import PipelineEvent, unmarked
 from titan_dit.pipeline.pipelined import PipelinedExecutor
@@ -73,9 +74,22 @@ class Place:
         return SimpleNamespace(get_local_rank=lambda: self.ranks.get(name, 0))
 
 
+SPEC = ModelSpec(
+    build=torch.nn.Module,
+    inputs={},
+    stream={},
+    predictions={},
+    num_layers=5,
+    num_heads=1,
+    head_dim=1,
+    ffn=1,
+    num_tokens=1,
+    embed_cost=0.5,
+    head_cost=0.25,
+)
 PLAN = SimpleNamespace(
     stage_layers=(range(2), range(2, 5)),
-    spec=SimpleNamespace(embed_cost=0.5, head_cost=0.25),
+    spec=SPEC,
     buckets=(),
 )
 
