@@ -27,9 +27,9 @@ from titan_dit.checkpoint import torch_files
 
 FILES = 2000
 COSTLY = {
-    **{"checkpoint": 30, "run": 30, "old checkpoint": 60, "snapshots": 50, "inputs": 50},
-    **{"config": 20, "hardware": 15, "order": 15, "scored run": 20, "peft": 30},
-    "released networks": 40,
+    **{"checkpoint": 20, "run": 20, "old checkpoint": 60, "snapshots": 50, "inputs": 50},
+    **{"config": 20, "hardware": 8, "order": 15, "scored run": 20, "peft": 30},
+    "released networks": 20,
 }
 """Files of formats whose commands train, or plan a layout, with every one that is still valid."""
 OF_COSTLY = 200
