@@ -114,7 +114,7 @@ BAD = {
     "pictures' flag": (("--labels", "3"), "--labels is not a flag for text, which outputs/plays"),
     "pictures' file": (("--out", "a.png"), "--out a.png: name a .txt file"),
     "tokenizer": (("--tokenizer", "none.json"), "tokenizer=none.json: there is no such file"),
-    "top-p": (("--top-p", 0), "top_p=0.0 must be above 0"),
+    "top-p": (("--top-p", 0), "--top-p=0.0 must be above 0"),
 }
 
 

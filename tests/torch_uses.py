@@ -7,7 +7,7 @@ from pathlib import Path
 LIBRARIES = ("torch", "torchao", "torchdata")
 PUBLIC = {"_replace", "_fields"}
 """Documented methods of a NamedTuple."""
-OURS = {"_class_name", "_diffusers_version", "_ema_", "_pictures"}
+OURS = {"_class_name", "_diffusers_version", "_name_or_path", "_ema_", "_pictures"}
 """Strings that look like a private name, but are none of torch's."""
 
 
