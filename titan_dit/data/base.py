@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -124,6 +125,14 @@ class Source:
     def __len__(self) -> int:
         """Number of samples."""
         return self.facts.count
+
+    def checked_rows(self, rows: Sequence[int]) -> Int64[np.ndarray, " b"]:
+        """The numbers of rows as an array. Raises IndexError for one that is not there."""
+        at = np.asarray(rows, dtype=np.int64)
+        outside = at[(at < 0) | (at >= len(self))]
+        if len(outside):
+            raise IndexError(f"sample {outside[0]} of {len(self)}")
+        return at
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return row `index`, one tensor per field; deterministic."""

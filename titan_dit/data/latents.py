@@ -287,10 +287,7 @@ class LatentShards(Source):
 
         Raises UserError for a caption that has more.
         """
-        at = np.asarray(rows, dtype=np.int64)
-        outside = at[(at < 0) | (at >= len(self))]
-        if len(outside):
-            raise IndexError(f"sample {outside[0]} of {len(self)}")
+        at = self.checked_rows(rows)
         shard = np.searchsorted(self.ends, at, side="right")
         within = at - (self.ends[shard] - self.counts[shard])
         buckets = set(self._bucket[shard].tolist())

@@ -367,10 +367,7 @@ class MixedLatents(Source):
 
     def split(self, rows: Sequence[int]) -> Iterator[tuple[int, list[int], list[int]]]:
         """Yield (dataset, rows in it, places among `rows`) of each dataset that has some."""
-        at = np.asarray(rows, dtype=np.int64)
-        outside = at[(at < 0) | (at >= len(self))]
-        if len(outside):
-            raise IndexError(f"sample {outside[0]} of {len(self)}")
+        at = self.checked_rows(rows)
         runs = np.searchsorted(self._ends, at, side="right")
         there = at - self._firsts[runs] + self._firsts_there[runs]
         datasets = self._datasets[runs]

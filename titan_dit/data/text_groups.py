@@ -152,10 +152,7 @@ class TextGroups(Source):
 
     def rows_there(self, rows: Sequence[int]) -> list[int]:
         """Rows of the set."""
-        at = np.asarray(rows, dtype=np.int64)
-        outside = at[(at < 0) | (at >= len(self))]
-        if len(outside):
-            raise IndexError(f"sample {outside[0]} of {len(self)}")
+        at = self.checked_rows(rows)
         found: list[int] = self._rows[at].tolist()
         return found
 
