@@ -24,7 +24,12 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from titan_dit.config.did_you_mean import nearest
 from titan_dit.config.section import UserError
@@ -285,6 +290,31 @@ class TokenFirst(ParallelStyle):
 def inner(style: ParallelStyle | None) -> ParallelStyle | None:
     """The style that shards the parameters."""
     return style.style if isinstance(style, TokenFirst) else style
+
+
+def on_tokens(style: ParallelStyle, sequence_parallel: bool) -> ParallelStyle:
+    """The style of a module over tokens: `TokenFirst` with sequence parallelism."""
+    return TokenFirst(style) if sequence_parallel else style
+
+
+def attention_and_mlp(sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """Styles of a block's `attn`, sharded by heads, and `mlp`, by its width (arXiv:1909.08053)."""
+    tokens = Shard(0) if sequence_parallel else Replicate()
+
+    def columns() -> ParallelStyle:
+        return on_tokens(ColwiseParallel(input_layouts=tokens), sequence_parallel)
+
+    def rows() -> ParallelStyle:
+        return on_tokens(RowwiseParallel(output_layouts=tokens), sequence_parallel)
+
+    return {
+        "attn.qkv": columns(),
+        "attn.q_norm": ShardedNorm(),
+        "attn.k_norm": ShardedNorm(),
+        "attn.out": rows(),
+        "mlp.up": columns(),
+        "mlp.down": rows(),
+    }
 
 
 class ModulationColwise(ColwiseParallel):

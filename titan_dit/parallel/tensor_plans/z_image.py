@@ -7,7 +7,6 @@ replicated, as is everything outside the blocks.
 from __future__ import annotations
 
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from titan_dit.parallel.tensor import (
     ModulationColwise,
@@ -15,6 +14,8 @@ from titan_dit.parallel.tensor import (
     ShardedNorm,
     TensorPlan,
     TokenFirst,
+    attention_and_mlp,
+    on_tokens,
 )
 
 NORMS = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
@@ -25,22 +26,9 @@ def plan(sequence_parallel: bool) -> TensorPlan:
 
     Those of the caption and those of the picture are sharded apart: a rank holds a share of each.
     """
-    tokens = Shard(0) if sequence_parallel else Replicate()
     shard = Shard(1) if sequence_parallel else None
-
-    def on_tokens(style: ParallelStyle) -> ParallelStyle:
-        return TokenFirst(style) if sequence_parallel else style
-
-    norm = on_tokens(ShardedNorm(dim=0)) if sequence_parallel else Replicated()
-    unmodulated = {
-        **dict.fromkeys(NORMS, norm),
-        "attn.qkv": on_tokens(ColwiseParallel(input_layouts=tokens)),
-        "attn.q_norm": ShardedNorm(),
-        "attn.k_norm": ShardedNorm(),
-        "attn.out": on_tokens(RowwiseParallel(output_layouts=tokens)),
-        "mlp.up": on_tokens(ColwiseParallel(input_layouts=tokens)),
-        "mlp.down": on_tokens(RowwiseParallel(output_layouts=tokens)),
-    }
+    norm = TokenFirst(ShardedNorm(dim=0)) if sequence_parallel else Replicated()
+    unmodulated = {**dict.fromkeys(NORMS, norm), **attention_and_mlp(sequence_parallel)}
     return TensorPlan(
         stream=(shard, shard, Replicate()),
         token_first=sequence_parallel,
@@ -52,5 +40,5 @@ def plan(sequence_parallel: bool) -> TensorPlan:
         },
         block={**unmodulated, "modulation": ModulationColwise(sequence_parallel)},
         kinds={"refine_text": unmodulated},
-        head={"modulation": Replicated(), "out": on_tokens(Replicated())},
+        head={"modulation": Replicated(), "out": on_tokens(Replicated(), sequence_parallel)},
     )
