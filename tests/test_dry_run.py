@@ -105,6 +105,16 @@ def test_float8_weights_have_the_memory_of_their_numbers_alone():
     # A byte instead of two for 12 h^2 weights of each block.
     saved = plain.peak.bytes[StorageKind.GATHERED] - rank.peak.bytes[StorageKind.GATHERED]
     assert saved == pytest.approx(LAYERS * 12 * H**2, rel=0.01)
+    assert plain.notes == ()
+    [note] = rank.notes
+    assert note == f"float8  tensorwise in {4 * LAYERS} of {4 * LAYERS} block linears of this rank"
+
+
+def test_the_report_says_that_no_layer_is_in_float8():
+    found = small(2, 2 * B, precision={"dtype": "bf16", "float8": "tensorwise"})
+    [line] = [line for line in report.lines(found) if line.startswith("float8")]
+    assert "in 0 of" in line
+    assert 'float8_layers = "all"' in line
 
 
 def test_the_copy_of_a_tied_weight_has_memory_and_messages_but_no_state():

@@ -19,7 +19,14 @@ from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_dit.build import build_stages, copies_of, executor_of, own_parameters, place_modules
+from titan_dit.build import (
+    build_stages,
+    copies_of,
+    executor_of,
+    float8_lines,
+    own_parameters,
+    place_modules,
+)
 from titan_dit.config.layout import as_planned
 from titan_dit.config.training import EMAConfig, TrainingConfig
 from titan_dit.data.base import Batch, Field
@@ -91,6 +98,8 @@ class RankReport:
     """Its share of the model FLOPs, forward and backward."""
     idle: float
     """Pipeline bubble: share of the step spent waiting for other stages, in the planned order."""
+    notes: tuple[str, ...] = ()
+    """What a run says of its layers."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +180,7 @@ def take_fake_step(
                     traffic=traffic,
                     flops=flops / (sizes.model // sizes.pp),
                     idle=idle[stage_rank],
+                    notes=tuple(float8_lines(plan, fake_rank.parts)),
                 )
             )
             del fake_rank

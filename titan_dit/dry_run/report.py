@@ -150,6 +150,7 @@ def head(report: Report) -> Iterator[str]:
         )
         yield f"runtime {plan.runtime.line}"
         yield from order(plan, report.num_microbatches)
+    yield from report.ranks[0].notes
     if report.num_run < report.num_microbatches:
         rest = "memory and traffic of the rest are extrapolated"
         if plan.pipeline.schedule != "gpipe" or sizes.pp == 1:
