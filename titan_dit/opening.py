@@ -123,6 +123,8 @@ def open_source(config: JobConfig) -> Source:
     data, multiple = config.data, config.objective.text_multiple(config.model)
     source = data.open_surveyed(Ranks().run_on_first(data.survey))
     check_source(source, data.name)
+    if config.objective.takes_clips(config.model):
+        source = source.as_clips()
     if config.text.mode == "online":
         source = source.as_ids()
     return source.in_text_groups(multiple) if multiple else source
@@ -169,13 +171,14 @@ def bucket_facts(config: JobConfig) -> LatentFacts | None:
     example = config.objective.example(config.model) if counts else None
     if not example or not isinstance(example[0], LatentFacts):
         return None
-    shapes: Any = tuple(shape[:3] for shape in counts)
-    return replace(
+    text = tuple(tokens for _, tokens in counts)
+    found = replace(
         example[0],
-        bucket_shapes=shapes,
+        bucket_shapes=tuple(shape for shape, _ in counts),
         bucket_counts=tuple(counts.values()),
-        bucket_text=tuple(shape[3] for shape in counts if len(shape) > 3),
+        bucket_text=text if any(text) else (),
     )
+    return found.as_clips() if found.has_clips else found
 
 
 def largest_bucket(config: JobConfig, plan: RunPlan) -> JobConfig:

@@ -26,14 +26,14 @@ ENCODER = {
 def write_set(root, counts, first=0, lengths=(3,), tokens=8, encoder=ENCODER, **manifest):
     """A set of latents [2, h, w] that all hold their row's number, counted from `first`.
 
-    `counts`: (h, w) -> rows. Row i has a caption of `lengths[i % len(lengths)]` tokens, which hold
-    the number, too; a tuple of lengths is a list of captions, whose numbers are 1000 apart. Without
+    `counts`: (h, w), or (f, h, w) of clips, -> rows. Row i has a caption of `lengths[i %
+    len(lengths)]` tokens, which hold the number, too; a tuple of lengths is a list of captions, whose numbers are 1000 apart. Without
     an `encoder` there are no captions. `manifest`: keys to replace.
     """
     buckets, row = [], first
-    for (h, w), count in counts.items():
-        numbers = torch.arange(row, row + count).float()
-        latents = numbers[:, None, None, None].expand(count, 2, h, w).half().contiguous()
+    for size, count in counts.items():
+        numbers = torch.arange(row, row + count).float().view(-1, 1, *[1] * len(size))
+        latents = numbers.expand(count, 2, *size).half().contiguous()
         buckets.append((latents, torch.arange(count) % 2))
         row += count
     write_buckets(root, buckets, num_classes=2, source="a test", shard_size=4)

@@ -1,4 +1,5 @@
 import json
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -239,3 +240,115 @@ def test_latents_of_several_shapes_are_written_and_read_bucket_by_bucket(tmp_pat
         assert torch.equal(found["label"], labels[rows])
     assert source.groups().tolist() == [0] * 5 + [1] * 3 + [2] * 2
     assert source.labels.tolist() == [0, 1, 0, 1, 0, 0, 1, 0, 0, 1]
+
+
+# ---- Clips ----
+
+
+def write_clips(root, **changed):
+    """Six clips [2, f, 3, 4] in two buckets, of one and of three latent frames; their latents."""
+    torch.manual_seed(1)
+    buckets = [
+        (torch.randn(n, 2, f, 3, 4).half(), torch.arange(n) % 2) for n, f in ((2, 1), (4, 3))
+    ]
+    write_buckets(root, buckets, num_classes=2, source="a test", shard_size=3)
+    file = root / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    return [latents for latents, _ in buckets]
+
+
+VIDEO_VAE = {
+    "class": "AutoencoderKLWan",
+    "source": "vae",
+    "digest": "d" * 64,
+    "factor": 8,
+    "frames_factor": 4,
+}
+
+
+def test_clips_are_read_as_they_were_written(tmp_path):
+    units = {"scale": [2.0, 4.0], "shift": [0.0, 1.0]}
+    one, three = write_clips(tmp_path / "set", vae=VIDEO_VAE, posterior="mean", **units)
+    source = LatentShards(tmp_path / "set", verify=True)
+    facts = source.facts
+    assert (facts.shape, facts.bucket_shapes) == ((2, 3, 3, 4), ((2, 1, 3, 4), (2, 3, 3, 4)))
+    assert facts.has_clips
+    assert source.bucket_names == ["2x1x3x4", "2x3x3x4"]
+    assert source.fields["latent"].shape == (2, None, None, None)
+    assert torch.equal(source.read([1, 0])["latent"], one[[1, 0]])
+    found = source.read([5, 2, 4])["latent"]
+    assert torch.equal(found, three[[3, 0, 2]])
+    assert source.as_clips().facts == facts
+    # Units are by channel, for all frames.
+    seen = to_model_units(found, facts, 2, SampleRNG(0, torch.arange(3)))
+    assert torch.equal(seen[:, 0], 2 * found[:, 0].float())
+    assert torch.equal(seen[:, 1], 4 * (found[:, 1].float() - 1))
+    torch.testing.assert_close(facts.to_stored_units(seen), found.float())
+    # Checkpoints have the facts as JSON.
+    record = json.loads(json.dumps(facts.as_json()))
+    assert LatentFacts.from_json(record) == facts
+    assert facts.vae.frames_factor == record["vae"]["frames_factor"] == 4
+
+
+def test_a_mean_and_a_std_of_clips_are_drawn_by_sample_number(tmp_path):
+    _, three = write_clips(tmp_path / "set")
+    source = LatentShards(tmp_path / "set")
+    stored = three.abs()
+    rng = SampleRNG(0, torch.tensor([7, 8, 9, 10]))
+    drawn = to_model_units(stored, source.facts, 1, rng)
+    assert drawn.shape == (4, 1, 3, 3, 4)
+    noise = rng.normal("latent", (1, 3, 3, 4))
+    assert torch.equal(drawn, stored[:, :1].float() + stored[:, 1:].float() * noise)
+
+
+def test_a_picture_is_a_clip_of_one_frame(folder):
+    pictures = LatentShards(folder)
+    clips = pictures.as_clips()
+    assert clips.facts.shape == (2, 1, 3, 3)
+    assert not pictures.facts.has_clips
+    assert clips.fields["latent"].shape == (2, 1, 3, 3)
+    assert torch.equal(clips.read([9, 0])["latent"], pictures.read([9, 0])["latent"][:, :, None])
+    assert clips.facts.digest == pictures.facts.digest
+    again = pickle.loads(pickle.dumps(clips))
+    assert again.facts == clips.facts
+    assert torch.equal(again.read([4])["latent"], clips.read([4])["latent"])
+
+
+def test_facts_of_before_clips_are_unchanged(folder):
+    record = LatentShards(folder).facts.as_json()
+    entry = {"kind": "AutoencoderKL", "digest": "d", "factor": 8}
+    facts = LatentFacts.from_json({**record, "vae": entry})
+    assert facts.vae.frames_factor == 1
+    assert facts.as_json()["vae"] == entry
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (
+            {"buckets": [{"shape": [2, 1, 3, 4], "count": 2}, {"shape": [2, 3, 4], "count": 4}]},
+            "some of its buckets hold pictures and some clips: a picture is [c, 1, h, w]",
+        ),
+        (
+            {"buckets": [{"shape": [2, 1, 1, 3, 4], "count": 2}]},
+            "shape=[2, 1, 1, 3, 4] must be [c, h, w], or [c, f, h, w] of clips",
+        ),
+        (
+            {"buckets": [{"shape": [2, 3, 1, 4], "count": 2}, {"shape": [2, 3, 3, 4], "count": 4}]},
+            "but the manifest says float16 [2, 2, 3, 1, 4]",
+        ),
+        ({"vae": VIDEO_VAE | {"frames_factor": 0}}, "vae: frames_factor=0 "),
+    ],
+)
+def test_wrong_manifests_of_clips_are_refused_by_name(tmp_path, changed, words):
+    write_clips(tmp_path / "set", **changed)
+    with pytest.raises(UserError, match=re.escape(words)):
+        LatentShards(tmp_path / "set")
+
+
+@pytest.mark.parametrize("shape", [[2, 3], [2, 1, 1, 3, 4], [2, -1, 3, 4]])
+def test_wrong_shapes_in_a_record_are_refused(folder, shape):
+    record = json.loads(json.dumps(LatentShards(folder).facts.as_json()))
+    for changed in ({"shape": shape}, {"bucket_shapes": [[2, 3, 3], shape]}):
+        with pytest.raises(UserError, match=r"\[checkpoint\] its data:.*shape"):
+            LatentFacts.from_json(record | changed)

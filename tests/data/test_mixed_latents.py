@@ -344,6 +344,40 @@ def test_a_folder_of_files_may_be_a_dataset_beside_shards(tmp_path):
     assert section_of(path=str(tmp_path / "files")).bucket_counts() == {}
 
 
+def test_pictures_beside_clips_are_clips_of_one_frame(tmp_path):
+    pictures = write_set(tmp_path / "pictures", {(2, 4): 5, (4, 4): 3})
+    clips = write_set(tmp_path / "clips", {(1, 2, 4): 4, (3, 2, 4): 8}, first=100, lengths=(2,))
+    source = opened((pictures, {"weight": 1}), (clips, {"weight": 3}))
+    assert source.bucket_names == ["2x1x2x4", "2x1x4x4", "2x3x2x4"]
+    assert source.facts.shape == (2, 3, 2, 4)
+    assert source.facts.bucket_counts == (5 + 4, 3, 8)
+    found = source.read([0, 8, 4])
+    assert found["latent"].shape == (3, 2, 1, 2, 4)
+    assert numbers_of(found) == [0, 103, 4]
+    assert found["text"][:, 0, 0].tolist() == [0, 103, 4]
+    again = pickle.loads(pickle.dumps(source))
+    assert numbers_of(again.read([12, 19])) == [104, 111]
+    # Of 20 samples of an epoch 5 are pictures and 15 clips, as the files alone say, too.
+    order = source.order(0, (), "feistel", [2, 1, 4])
+    shares = [float(bucket.samples) for bucket in order.buckets]
+    assert shares == [25 / 8 + 5, 15 / 8, 10]
+    tables = [{"path": str(pictures), "weight": 1}, {"path": str(clips), "weight": 3}]
+    counts = section_of(datasets=tables).bucket_counts()
+    assert counts == {((2, 1, 2, 4), 0): 8, ((2, 1, 4, 4), 0): 2, ((2, 3, 2, 4), 0): 10}
+
+
+def test_an_autoencoder_of_clips_may_have_encoded_the_pictures_beside_them(tmp_path):
+    vae = {"class": "AutoencoderKLWan", "source": "vae", "digest": "d" * 64, "factor": 8}
+    pictures = write_set(tmp_path / "pictures", {(2, 4): 5}, vae=vae)
+    clips = write_set(tmp_path / "clips", {(3, 2, 4): 8}, first=9, vae={**vae, "frames_factor": 4})
+    source = opened((pictures, {}), (clips, {}))
+    assert source.facts.vae.frames_factor == 4
+    other = write_set(tmp_path / "other", {(5, 2, 4): 8}, first=30, vae=vae)
+    said = refused(lambda: opened((other, {}), (clips, {})))
+    assert f"vae=AutoencoderKLWan {'d' * 12}, but" in said
+    assert f"vae=AutoencoderKLWan {'d' * 12}, frames_factor 4. A network's" in said
+
+
 def test_wider_values_are_kept_and_classes_of_other_meaning_left_out(pair, tmp_path):
     other = write_set(tmp_path / "third", {(4, 4): 2}, first=7, num_classes=5)
     source = opened((pair[0], {}), (other, {}))
@@ -366,9 +400,17 @@ def test_manifests_alone_count_the_samples_of_every_bucket(pair):
         tables = [{"path": str(path), **rule} for path, rule in zip(pair, rules, strict=True)]
         return section_of(datasets=tables).bucket_counts()
 
-    assert counts({"repeats": 2}, {"repeats": 10}) == {(2, 2, 4): 16, (2, 4, 4): 58, (2, 4, 2): 20}
-    assert counts({"weight": 3}, {"weight": 1}) == {(2, 2, 4): 10, (2, 4, 4): 8, (2, 4, 2): 1}
-    assert Latents(path=str(pair[0])).bucket_counts() == {(2, 2, 4): 8, (2, 4, 4): 4}
+    assert counts({"repeats": 2}, {"repeats": 10}) == {
+        ((2, 2, 4), 0): 16,
+        ((2, 4, 4), 0): 58,
+        ((2, 4, 2), 0): 20,
+    }
+    assert counts({"weight": 3}, {"weight": 1}) == {
+        ((2, 2, 4), 0): 10,
+        ((2, 4, 4), 0): 8,
+        ((2, 4, 2), 0): 1,
+    }
+    assert Latents(path=str(pair[0])).bucket_counts() == {((2, 2, 4), 0): 8, ((2, 4, 4), 0): 4}
     tables = [{"path": str(pair[0])}, {"path": "gone"}]
     assert section_of(datasets=tables).bucket_counts() == {}
 

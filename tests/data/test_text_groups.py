@@ -176,7 +176,7 @@ def test_a_dry_run_reads_no_shard_even_with_verify(folder, monkeypatch):
     monkeypatch.setattr(latents, "file_digest", lambda path: pytest.fail(f"{path} is read"))
     counts = section.bucket_counts(MULTIPLE)
     assert sum(counts.values()) == 44
-    assert counts[2, 4, 8, 12] == 6
+    assert counts[(2, 4, 8), 12] == 6
 
 
 def test_datasets_in_groups_and_one_without_captions(folder):
@@ -205,7 +205,7 @@ def test_datasets_in_groups_and_one_without_captions(folder):
     assert set(seen) == set(range(55))
     # A dry run counts the same from the files alone.
     quick = section.bucket_counts(MULTIPLE)
-    assert quick[2, 4, 8, 12] == 6 + 3 * 3
+    assert quick[(2, 4, 8), 12] == 6 + 3 * 3
     assert sum(quick.values()) == order.num_rows
     groups = source.groups()
     assert len(groups.unique()) == 6 + 2 + 1

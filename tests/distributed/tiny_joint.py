@@ -49,7 +49,8 @@ class Captioned(DataConfig):
 
     def bucket_counts(self):
         facts = self.open().facts
-        return dict(zip(facts.bucket_shapes, facts.bucket_counts, strict=True))
+        shapes = [(shape, 0) for shape in facts.bucket_shapes]
+        return dict(zip(shapes, facts.bucket_counts, strict=True))
 
     def open(self):
         sizes = (self.latent_size, *self.others)

@@ -61,6 +61,13 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Many:
+    """A list of values of one schema."""
+
+    schema: Any
+
+
+@dataclass(frozen=True)
 class Row:
     """A list of fixed length, with a schema for each value."""
 
@@ -101,7 +108,7 @@ def check(value: Any, schema: Any, where: str) -> None:
             check(value, schema.schema, where)
     elif isinstance(schema, Mapping | Each):
         check_table(value, schema, where)
-    elif isinstance(schema, Row | Rows):
+    elif isinstance(schema, Row | Rows | Many):
         check_list(value, schema, where)
     elif isinstance(schema, Either):
         check(value, schema.several if isinstance(value, list | tuple) else schema.plain, where)
@@ -130,13 +137,14 @@ def check_table(value: Any, schema: Mapping[str, Any] | Each, where: str) -> Non
             raise UserError(f"{where} {key} is missing.")
 
 
-def check_list(value: Any, schema: Row | Rows, where: str) -> None:
+def check_list(value: Any, schema: Row | Rows | Many, where: str) -> None:
     """`check` for a list."""
     if not isinstance(value, list | tuple):
         raise UserError(f"{where} = {brief(value)} must be a list.")
-    if isinstance(schema, Rows):
+    if not isinstance(schema, Row):
+        inner = Row(schema.row) if isinstance(schema, Rows) else schema.schema
         for number, row in enumerate(value):
-            check(row, Row(schema.row), f"{where}[{number}]")
+            check(row, inner, f"{where}[{number}]")
         return
     if len(value) != len(schema.row):
         raise UserError(f"{where} holds {len(value)} values, not {len(schema.row)}.")

@@ -168,6 +168,13 @@ class Source:
             "`python -m titan_dit data encode --text-encoder DIR --text-dtype none`."
         )
 
+    def as_clips(self: T) -> T:
+        """This source, with pictures [c, h, w] as clips of one frame, [c, 1, h, w].
+
+        For a network of clips. Override it for a source that may hold pictures.
+        """
+        return self
+
     def captions(self, rows: Sequence[int]) -> list[str]:
         """The text of the caption that `read` gives of each row; empty if texts are not stored."""
         return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from titan_dit.config.section import UserError
 from titan_dit.data.base import Source
 from titan_dit.data.files import BadFileError, read_latent
-from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.data.latent_facts import LatentFacts, Shape
 from titan_dit.data.listing import Listing, list_folder
 from titan_dit.data.manifest import MANIFEST, agreed, check_channels, read_folder_manifest
 from titan_dit.system.progress import ProgressLine
@@ -83,15 +84,23 @@ class LatentFolder(Source):
                 f"[data] {self.path_of(index)}: holds float32, but the first files hold float16. "
                 f"{REMEDY.replace('drops and lists such files', 'casts all to one dtype')}"
             )
-        return {"latent": latent.to(self.dtype), "label": self.listing.labels[index]}
+        shaped = latent.to(self.dtype).view(self.facts.shape)
+        return {"latent": shaped, "label": self.listing.labels[index]}
 
     def read(self, rows: Sequence[int]) -> dict[str, Tensor]:
         """Read the files of these rows."""
-        latents = torch.empty(len(rows), *self.shape, dtype=self.dtype)
+        latents = torch.empty(len(rows), *self.facts.shape, dtype=self.dtype)
         out = latents.numpy()
         for i, row in enumerate(rows):
             out[i] = self[row]["latent"].numpy()
         return {"latent": latents, "label": self.listing.labels[torch.tensor(rows)]}
+
+    def as_clips(self) -> LatentFolder:
+        """See `Source.as_clips`; files hold pictures."""
+        found = copy(self)
+        found.facts = self.facts.as_clips()
+        found.fields = found.facts.fields(self.dtype)
+        return found
 
     def groups(self) -> Int64[Tensor, " n"]:
         """Return the labels."""
@@ -117,7 +126,7 @@ class LatentFolder(Source):
             progress(row + 1)
         progress.end()
 
-    def _probe(self, most: int = 32) -> tuple[tuple[int, int, int], torch.dtype]:
+    def _probe(self, most: int = 32) -> tuple[Shape, torch.dtype]:
         """Return the common shape and dtype of one file of each of up to `most` classes."""
         firsts = np.unique(self.listing.labels.numpy(), return_index=True)[1]
         rows = firsts[:: -(-len(firsts) // most)].tolist()
@@ -130,8 +139,7 @@ class LatentFolder(Source):
                     f"{self.path_of(rows[0])} has {list(shape)}. {REMEDY}"
                 )
         half = all(latent.dtype == torch.float16 for latent in latents)
-        c, h, w = shape
-        return (c, h, w), torch.float16 if half else torch.float32
+        return shape, torch.float16 if half else torch.float32
 
 
 def digest_of_listing(listing: Listing, units: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
@@ -29,6 +29,10 @@ from titan_dit.data.base import DataFacts, Field
 
 Units: TypeAlias = float | tuple[float, ...]
 """A scale or a shift: one for all channels, or one per channel."""
+Shape: TypeAlias = tuple[int, ...]
+"""Shape of a sample: [c, h, w] of a picture, [c, f, h, w] of a clip of f latent frames."""
+BucketShape: TypeAlias = tuple[Shape, int]
+"""Shape of a bucket's samples, and tokens of their text; 0 if all text has one length."""
 
 
 TEXT_DTYPES = {
@@ -48,19 +52,32 @@ IDS = Field(torch.int32, (None,))
 Padding: TypeAlias = Literal["removed", "kept"]
 """Padding behind a caption: "removed", or "kept": it has embeddings, as the caption's tokens."""
 CHANNELS = schema.Either(Finite, tuple[Finite, ...])
+SHAPE = schema.Ruled(
+    tuple[PositiveInt, ...],
+    lambda shape: None if len(shape) in (3, 4) else "is neither [c, h, w] nor [c, f, h, w]",
+)
 SCHEMA = {
     "count": schema.COUNT,
     "digest": Maybe(str),
-    "shape": schema.Row((PositiveInt, PositiveInt, PositiveInt)),
+    "shape": SHAPE,
     "num_classes": PositiveInt,
     "class_names": Maybe(tuple[str, ...]),
     "scale": Maybe(CHANNELS),
     "shift": Maybe(CHANNELS),
     "value_range": Maybe(OrNone(schema.Row((Finite, Finite)))),
-    "vae": Maybe(OrNone({"kind": str, "digest": str, "factor": PositiveInt})),
+    "vae": Maybe(
+        OrNone(
+            {
+                "kind": str,
+                "digest": str,
+                "factor": PositiveInt,
+                "frames_factor": Maybe(PositiveInt),
+            }
+        )
+    ),
     "vae_source": Maybe(str),
     "posterior": Maybe(Literal["", "both", "mean"]),
-    "bucket_shapes": Maybe(schema.Rows((PositiveInt, PositiveInt, PositiveInt))),
+    "bucket_shapes": Maybe(schema.Many(SHAPE)),
     "bucket_counts": Maybe(tuple[PositiveInt, ...]),
     "bucket_text": Maybe(tuple[Dim, ...]),
     "repeats": Maybe(tuple[Few, ...]),
@@ -98,10 +115,13 @@ class VAEFacts:
     """SHA-256 of its weights, see `pictures.autoencoder.digest_of_weights`."""
     factor: int
     """Pixels per latent, along each side."""
+    frames_factor: int = 1
+    """Frames per latent frame after the first one: f latent frames are (f - 1) x it + 1 frames."""
 
     def __str__(self) -> str:
         """Class and digest, for messages."""
-        return f"{self.kind} {self.digest[:12]}"
+        frames = f", frames_factor {self.frames_factor}" if self.frames_factor > 1 else ""
+        return f"{self.kind} {self.digest[:12]}{frames}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +209,10 @@ class TextFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentFacts(DataFacts):
-    """Shape, units and classes; stored in checkpoints, so sampling does not open the dataset."""
+    """Shape, units and classes; stored in checkpoints, so sampling does not open the dataset.
+
+    Samples are pictures, [c, h, w], or clips, [c, f, h, w].
+    """
 
     differing: ClassVar[frozenset[str]] = DataFacts.differing | {
         "class_names",
@@ -203,8 +226,8 @@ class LatentFacts(DataFacts):
         "condition_dropouts",
     }
 
-    shape: tuple[int, int, int]
-    """[c, h, w] of every stored sample; [2c, h, w] for a mean and a std. With several shapes the
+    shape: Shape
+    """Shape of every stored sample, with 2c channels for a mean and a std. With several shapes the
     largest one."""
     num_classes: int
     class_names: tuple[str, ...] = ()
@@ -220,7 +243,7 @@ class LatentFacts(DataFacts):
     """Folder or name of the autoencoder when the latents were made."""
     posterior: str = ""
     """Stored part of the posterior: "both" mean and std, "mean", or "" if not known."""
-    bucket_shapes: tuple[tuple[int, int, int], ...] = ()
+    bucket_shapes: tuple[Shape, ...] = ()
     """Shape of the samples of each bucket; empty if all samples have one shape."""
     bucket_counts: tuple[int, ...] = ()
     """Samples of each bucket: with the shapes, all that the order of steps depends on."""
@@ -244,6 +267,8 @@ class LatentFacts(DataFacts):
     def as_json(self) -> dict[str, Any]:
         """The fields as JSON values, as older versions have them without buckets and text."""
         values = super().as_json()
+        if self.vae and self.vae.frames_factor == 1:
+            del values["vae"]["frames_factor"]
         if not self.bucket_shapes:
             del values["bucket_shapes"], values["bucket_counts"]
         if not self.bucket_text:
@@ -262,24 +287,35 @@ class LatentFacts(DataFacts):
         return f"{self.num_classes} classes"
 
     @property
-    def latent_shapes(self) -> tuple[tuple[int, int, int], ...]:
+    def latent_shapes(self) -> tuple[Shape, ...]:
         """Possible shapes of a model's sample: the stored one, half its channels, or both.
 
         Half the channels if a sample holds mean and std; both if that is not known.
         """
-        c, h, w = self.shape
-        whole, half = (c, h, w), (c // 2, h, w)
+        c, *size = self.shape
+        whole, half = self.shape, (c // 2, *size)
         if self.posterior == "both":
             return (half,)
         return (whole,) if c % 2 or self.posterior == "mean" else (whole, half)
 
-    def to_model_units(self, stored: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+    @property
+    def has_clips(self) -> bool:
+        """True if samples are clips; a picture among them is a clip of one frame."""
+        return len(self.shape) == 4
+
+    def as_clips(self) -> LatentFacts:
+        """The facts with pictures as clips of one frame."""
+        return replace(
+            self, shape=clip_of(self.shape), bucket_shapes=tuple(map(clip_of, self.bucket_shapes))
+        )
+
+    def to_model_units(self, stored: Float[Tensor, "b c *size"]) -> Float[Tensor, "b c *size"]:
         """Apply shift and scale."""
         if (self.scale, self.shift) == (1.0, 0.0):
             return stored
         return (stored - spread(self.shift, stored)) * spread(self.scale, stored)
 
-    def to_stored_units(self, samples: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+    def to_stored_units(self, samples: Float[Tensor, "b c *size"]) -> Float[Tensor, "b c *size"]:
         """Undo scale and shift, and clamp to `value_range` if there is one."""
         stored = samples / spread(self.scale, samples) + spread(self.shift, samples)
         return stored if self.value_range is None else stored.clamp(*self.value_range)
@@ -291,7 +327,8 @@ class LatentFacts(DataFacts):
         with token ids `text_ids` in place of `text`; with datasets that have one, their
         `CONDITION_DROPOUT`.
         """
-        shape = (self.shape[0], None, None) if self.bucket_shapes else self.shape
+        size: tuple[int | None, ...] = self.shape[1:]
+        shape = (self.shape[0], *((None,) * len(size) if self.bucket_shapes else size))
         found = {"latent": Field(dtype, shape), "label": Field(torch.int64, ())}
         if self.text is not None:
             size = (None if self.bucket_text else self.text.tokens, self.text.width)
@@ -316,23 +353,31 @@ class LatentFacts(DataFacts):
             if isinstance(known.get(key), list | tuple):
                 known[key] = tuple(known[key])
         if vae := known.get("vae"):
-            known["vae"] = VAEFacts(**{f.name: vae[f.name] for f in fields(VAEFacts)})
+            known["vae"] = VAEFacts(
+                **{f.name: vae[f.name] for f in fields(VAEFacts) if f.name in vae}
+            )
         if text := known.get("text"):
             known["text"] = TextFacts.from_json(text)
         return cls(**known)
 
 
+def clip_of(shape: Shape) -> Shape:
+    """The shape of a clip; that of a picture gets one frame. The bytes of a sample are the same."""
+    return shape if len(shape) == 4 else (shape[0], 1, *shape[1:])
+
+
 def name_of(shape: Sequence[int], text_tokens: int = 0) -> str:
-    """The name of a bucket: "16x64x64", or "16x64x64, 64 text tokens"."""
+    """The name of a bucket: "16x64x64", "16x5x64x64" of clips, or "16x64x64, 64 text tokens"."""
     name = "x".join(map(str, shape))
     return f"{name}, {text_tokens} text tokens" if text_tokens else name
 
 
-def spread(units: Units, like: Float[Tensor, "b c h w"]) -> float | Float[Tensor, "c 1 1"]:
+def spread(units: Units, like: Float[Tensor, "b c *size"]) -> float | Float[Tensor, "c *ones"]:
     """A scale or a shift, shaped to broadcast against latents."""
     if not isinstance(units, tuple):
         return units
-    return torch.tensor(units).to(like.device, non_blocking=True)[:, None, None]
+    each = torch.tensor(units).to(like.device, non_blocking=True)
+    return each.view(-1, *[1] * (like.ndim - 2))
 
 
 def shown(units: Units) -> str:

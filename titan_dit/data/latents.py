@@ -1,10 +1,10 @@
 """Latent shards: safetensors files with a manifest, for random access.
 
-A dataset is a folder with `manifest.json` and shards. A shard holds `latent` [n, c, h, w] (float16,
-float32 or uint8) and `label` [n] (int64). The manifest holds shape, dtype, scale, shift, source and
-count, and the count, bytes and SHA-256 of each shard. In its third version shards have several
-shapes: the rows of each shape, one after another, are a bucket. Beside the shards may lie the
-embeddings of captions (`caption_embeddings`).
+A dataset is a folder with `manifest.json` and shards. A shard holds `latent`, [n, c, h, w] of
+pictures or [n, c, f, h, w] of clips (float16, float32 or uint8), and `label` [n] (int64). The
+manifest holds shape, dtype, scale, shift, source and count, and the count, bytes and SHA-256 of
+each shard. In its third version shards have several shapes: the rows of each shape, one after
+another, are a bucket. Beside the shards may lie the embeddings of captions (`caption_embeddings`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from titan_dit.data.base import Field, SampleOrder, Source
 from titan_dit.data.buckets import BucketOrder
 from titan_dit.data.caption_embeddings import CAPTIONS, INDEX, CaptionEmbeddings, texts_of
 from titan_dit.data.folders import LatentFolder
-from titan_dit.data.latent_facts import LatentFacts, VAEFacts
+from titan_dit.data.latent_facts import LatentFacts, Shape, VAEFacts, clip_of, name_of
 from titan_dit.data.listing import Listing, layout_of, list_folder
 from titan_dit.data.manifest import (
     BUCKETS_FORMAT,
@@ -91,15 +91,15 @@ class LatentShard(NamedTuple):
 class LatentBucket:
     """Neighbouring rows of one shape."""
 
-    shape: tuple[int, int, int]
+    shape: Shape
     first: int
     """Its first row."""
     count: int
 
     @property
     def name(self) -> str:
-        """Name for messages: its shape, "4x128x96"."""
-        return "x".join(map(str, self.shape))
+        """Name for messages, see `name_of`."""
+        return name_of(self.shape)
 
     @property
     def rows(self) -> range:
@@ -164,7 +164,7 @@ class LatentShards(Source):
             scale=scale,
             shift=shift,
             value_range=manifest["value_range"],
-            vae=vae and VAEFacts(kind=vae["class"], digest=vae["digest"], factor=vae["factor"]),
+            vae=vae and vae_facts(vae),
             vae_source=vae["source"] if vae else "",
             posterior=manifest.get("posterior") or "",
             text=self._text.facts if self._text else None,
@@ -176,18 +176,27 @@ class LatentShards(Source):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the path only; a spawned process opens the files itself."""
-        return reopened, (self.path, self.facts.text is not None and self.facts.text.is_online)
+        as_ids = self.facts.text is not None and self.facts.text.is_online
+        return reopened, (self.path, as_ids, self.facts.has_clips)
 
     def as_ids(self) -> LatentShards:
         """See `Source.as_ids`."""
         if self._text is None:
             return super().as_ids()
+        text = self._text.as_ids()
+        return self._with(replace(self.facts, text=text.facts), _text=text)
+
+    def as_clips(self) -> LatentShards:
+        """See `Source.as_clips`: the bytes of a row are the same."""
+        buckets = tuple(replace(bucket, shape=clip_of(bucket.shape)) for bucket in self.buckets)
+        return self._with(self.facts.as_clips(), buckets=buckets)
+
+    def _with(self, facts: LatentFacts, **changed: Any) -> LatentShards:
+        """The same files, read otherwise."""
         # Not copy.copy, which would open the files again, by `__reduce__`.
         found = type(self).__new__(type(self))
-        found.__dict__.update(vars(self))
-        found._text = self._text.as_ids()
-        found.facts = replace(self.facts, text=found._text.facts)
-        found.fields = found.facts.fields(self.dtype)
+        found.__dict__.update(vars(self) | changed)
+        found.facts, found.fields = facts, facts.fields(self.dtype)
         return found
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -379,9 +388,21 @@ def check_maps(path: Path, num_shards: int) -> None:
         )
 
 
-def reopened(path: Path, as_ids: bool) -> LatentShards:
-    """The shards of a folder, their captions as embeddings or as token ids."""
-    return LatentShards(path).as_ids() if as_ids else LatentShards(path)
+def reopened(path: Path, as_ids: bool, as_clips: bool) -> LatentShards:
+    """The shards of a folder, their captions perhaps as token ids, pictures perhaps as clips."""
+    found = LatentShards(path)
+    found = found.as_ids() if as_ids else found
+    return found.as_clips() if as_clips else found
+
+
+def vae_facts(entry: dict[str, Any]) -> VAEFacts:
+    """The autoencoder in a manifest."""
+    return VAEFacts(
+        kind=entry["class"],
+        digest=entry["digest"],
+        factor=entry["factor"],
+        frames_factor=entry["frames_factor"] or 1,
+    )
 
 
 def check_shape(labels: Tensor, count: int, path: Path) -> None:
@@ -406,7 +427,7 @@ def check_labels(labels: Tensor, num_classes: int, path: Path) -> None:
 
 def write_shards(
     path: Path,
-    latents: Shaped[Tensor, "n c h w"],
+    latents: Shaped[Tensor, "n c *size"],
     labels: Shaped[Tensor, "..."],
     *,
     num_classes: int,
@@ -454,7 +475,7 @@ def write_buckets(
 ) -> None:
     """Write a dataset of several shapes, as `write_shards`.
 
-    `buckets`: latents [n, c, h, w] and labels [n] of each shape.
+    `buckets`: latents, [n, c, h, w] or [n, c, f, h, w], and labels [n] of each shape.
     """
     shards = write_parts(path, buckets, num_classes, shard_size)
     manifest = {

@@ -44,7 +44,13 @@ MANIFEST_KEYS = {
 }
 UNITS = ("scale", "shift")
 """Keys that hold a number, or a list of one per channel."""
-VAE_KEYS = {"class": str, "source": str, "digest": str, "factor": PositiveInt}
+VAE_KEYS = {
+    "class": str,
+    "source": str,
+    "digest": str,
+    "factor": PositiveInt,
+    "frames_factor": PositiveInt | None,
+}
 BUCKET_KEYS = {"shape": tuple[PositiveInt, ...], "count": PositiveInt}
 SHARD_KEYS = {"file": str, "count": PositiveInt, "bytes": PositiveInt, "sha256": str}
 TEXT_KEYS = {
@@ -70,7 +76,7 @@ FOLDER_KEYS = {
     "scale": None,
     "shift": None,
 }
-OPTIONAL = {"value_range", "classes", "copies", "posterior", "padding"}
+OPTIONAL = {"value_range", "classes", "copies", "posterior", "padding", "frames_factor"}
 BYTES_PER_FILE = 4096
 """Maximum bytes of a large manifest per file in its folder: a shard of 16 channels takes 1,000."""
 
@@ -200,8 +206,13 @@ def buckets_of(manifest: dict[str, Any], in_buckets: bool, file: Path) -> list[d
             for number, bucket in enumerate(buckets)
         ]
     for bucket in buckets:
-        if len(bucket["shape"]) != 3:
-            raise damaged(file, f"shape={list(bucket['shape'])} must be [c, h, w]")
+        if len(bucket["shape"]) not in (3, 4):
+            what = "must be [c, h, w], or [c, f, h, w] of clips"
+            raise damaged(file, f"shape={list(bucket['shape'])} {what}")
+    if len({len(bucket["shape"]) for bucket in buckets}) > 1:
+        raise damaged(
+            file, "some of its buckets hold pictures and some clips: a picture is [c, 1, h, w]"
+        )
     return buckets
 
 

@@ -2,7 +2,8 @@
 
 Rows are numbered bucket by bucket, and within a bucket dataset by dataset. So a bucket holds the
 rows of its shape of all datasets, and each of these runs of rows is a group of its own: rows are
-held out for validation from every bucket of every dataset.
+held out for validation from every bucket of every dataset. Beside clips a picture is one of a
+single frame.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from titan_dit.config.section import UserError, show
 from titan_dit.data.base import Field, SampleOrder, Source
 from titan_dit.data.buckets import BucketOrder, split_held_out
 from titan_dit.data.folders import LatentFolder
-from titan_dit.data.latent_facts import CONDITION_DROPOUT, IDS, OF_THE_RUN, LatentFacts, name_of
+from titan_dit.data.latent_facts import (
+    CONDITION_DROPOUT,
+    IDS,
+    OF_THE_RUN,
+    BucketShape,
+    LatentFacts,
+    VAEFacts,
+    name_of,
+)
 from titan_dit.data.latents import LatentShards
 from titan_dit.data.manifest import digest_of
 from titan_dit.data.mixed_order import MixedOrder, Part, rates
@@ -37,8 +46,6 @@ ALIKE = ("posterior", "scale", "shift", "value_range", "vae")
 TEXT_ALIKE = ("kind", "digest", "tokenizer", "layer", "template", "width", "dtype")
 """Facts of the text encoder that all datasets share."""
 Latent = LatentShards | LatentFolder | TextGroups
-Shape = tuple[tuple[int, int, int], int]
-"""Shape of a bucket's latents, and tokens of its text; 0 if all text has one length."""
 
 
 def mixed(
@@ -53,6 +60,8 @@ def mixed(
     for number in range(1, len(sources)):
         for earlier in range(number):
             check_alike(sources, datasets, earlier, number)
+    if any(source.facts.has_clips for source in sources):
+        sources = [source.as_clips() for source in sources]
     return MixedLatents(sources, datasets)
 
 
@@ -71,8 +80,11 @@ def check_alike(
             f"{where} holds latents of {ours.shape[0]} channels, {there} of {theirs.shape[0]}. "
             "Encode both by the same autoencoder."
         )
+    both_clips = ours.has_clips and theirs.has_clips
     for key in ALIKE:
         values = getattr(ours, key), getattr(theirs, key)
+        if key == "vae" and not both_clips:  # One frame is the same with any frames_factor.
+            values = pictures_of(ours.vae), pictures_of(theirs.vae)
         if values[0] != values[1]:
             shown = [str(value) if key == "vae" else show(value) for value in values]
             raise UserError(
@@ -88,6 +100,11 @@ def check_alike(
             )
 
 
+def pictures_of(vae: VAEFacts | None) -> VAEFacts | None:
+    """An autoencoder as it encodes single frames."""
+    return vae and replace(vae, frames_factor=1)
+
+
 @dataclass(frozen=True)
 class Run:
     """Neighbouring rows of one dataset in one bucket."""
@@ -101,7 +118,7 @@ class Run:
     """Its first row in the dataset."""
 
 
-def runs_of(sources: Sequence[Latent], empty: int) -> tuple[list[Shape], list[Run]]:
+def runs_of(sources: Sequence[Latent], empty: int) -> tuple[list[BucketShape], list[Run]]:
     """(shape of each bucket, in the order in which the datasets have them; their rows).
 
     `empty`: tokens of the text of datasets without captions.
@@ -126,7 +143,7 @@ def runs_of(sources: Sequence[Latent], empty: int) -> tuple[list[Shape], list[Ru
 def facts_of(
     sources: Sequence[Latent],
     datasets: Sequence[DatasetConfig],
-    shapes: Sequence[Shape],
+    shapes: Sequence[BucketShape],
     runs: Sequence[Run],
 ) -> LatentFacts:
     """The facts of all datasets together. Raises UserError for different classes."""
@@ -147,8 +164,10 @@ def facts_of(
     several, text_tokens = len(shapes) > 1, tuple(tokens for _, tokens in shapes)
     rules = [(d.repeats, d.weight, d.condition_dropout) for d in datasets]
     has_text = [facts for facts in each if facts.text]
+    of_clips = next((facts for facts in each if facts.vae and facts.vae.frames_factor > 1), each[0])
     return replace(
         each[0],
+        vae=of_clips.vae,
         count=sum(counts),
         digest=digest_of([*(facts.digest for facts in each), json.dumps(rules)]),
         shape=max((shape for shape, _ in shapes), key=math.prod),
@@ -250,6 +269,11 @@ class MixedLatents(Source):
             return super().as_ids()
         given: Any = [source.as_ids() if source.facts.text else source for source in self.sources]
         return MixedLatents(given, self.datasets, self.text_multiple)
+
+    def as_clips(self) -> MixedLatents:
+        """See `Source.as_clips`."""
+        clips: Any = [source.as_clips() for source in self.sources]
+        return MixedLatents(clips, self.datasets, self.text_multiple)
 
     def in_text_groups(self, multiple: int) -> Source:
         """See `Source.in_text_groups`."""

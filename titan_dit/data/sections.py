@@ -32,6 +32,7 @@ from titan_dit.config.section import (
 if TYPE_CHECKING:
     from titan_dit.data.base import Source
     from titan_dit.data.folders import LatentFolder
+    from titan_dit.data.latent_facts import BucketShape
     from titan_dit.data.latents import LatentShards
     from titan_dit.data.mixed_latents import MixedLatents
     from titan_dit.data.sentence_pairs import PairSurvey, SentenceSpans
@@ -73,11 +74,11 @@ class DataConfig(Named):
         """Return the part kept apart for validation, if `has_validation_part`."""
         raise NotImplementedError
 
-    def bucket_counts(self, text_multiple: int = 0) -> Mapping[tuple[int, ...], int]:
-        """Shape -> rows of each bucket of data that is there; {} for other data.
+    def bucket_counts(self, text_multiple: int = 0) -> Mapping[BucketShape, int]:
+        """(shape, tokens of the text) -> rows of each bucket of data that is there; else {}.
 
-        For dry runs: it must be quick. `text_multiple`: see `Source`; if it is above 0, the tokens
-        of a bucket's text follow its shape.
+        For dry runs: it must be quick. `text_multiple`: see `Source`; without it, and without
+        captions, buckets have 0 tokens.
         """
         return {}
 
@@ -166,11 +167,12 @@ class Latents(DataConfig):
         """See `DataConfig.at`."""
         return replace(self, path=path, datasets=())
 
-    def bucket_counts(self, text_multiple: int = 0) -> Mapping[tuple[int, ...], int]:
+    def bucket_counts(self, text_multiple: int = 0) -> Mapping[BucketShape, int]:
         """See `DataConfig.bucket_counts`; reads the manifests, and the lengths of captions.
 
         Of several datasets the samples of an epoch, without regard to held-out rows.
         """
+        from titan_dit.data.latent_facts import clip_of
         from titan_dit.data.manifest import SHARD_FORMATS, read_json, read_manifest
         from titan_dit.data.mixed_order import rates
 
@@ -181,18 +183,19 @@ class Latents(DataConfig):
             return self._text_group_counts(text_multiple)
         found = [read_manifest(folder)["buckets"] for folder in folders]
         if not self.datasets:
-            counts = {bucket["shape"]: bucket["count"] for bucket in found[0]}
+            counts = {(bucket["shape"], 0): bucket["count"] for bucket in found[0]}
         else:
             totals = [sum(bucket["count"] for bucket in buckets) for buckets in found]
-            counts = dict[tuple[int, ...], Any]()
+            has_clips = any(len(buckets[0]["shape"]) == 4 for buckets in found)
+            counts = dict[tuple[tuple[int, ...], int], Any]()
             for buckets, rate in zip(found, rates(self.datasets, totals), strict=True):
                 for bucket in buckets:
-                    shape = bucket["shape"]
-                    counts[shape] = counts.get(shape, 0) + bucket["count"] * rate
+                    shape = clip_of(bucket["shape"]) if has_clips else bucket["shape"]
+                    counts[shape, 0] = counts.get((shape, 0), 0) + bucket["count"] * rate
             counts = {shape: max(1, round(count)) for shape, count in counts.items()}
         return counts if len(counts) > 1 else {}
 
-    def _text_group_counts(self, text_multiple: int) -> Mapping[tuple[int, ...], int]:
+    def _text_group_counts(self, text_multiple: int) -> Mapping[BucketShape, int]:
         from titan_dit.data.buckets import BucketOrder
 
         labels_unread = (None,) * len(self.parts) if self.datasets else None
@@ -206,8 +209,7 @@ class Latents(DataConfig):
         assert isinstance(order, BucketOrder)
         samples = [max(1, round(bucket.samples)) for bucket in order.buckets]
         facts: Any = source.facts
-        pairs = zip(facts.bucket_shapes, facts.bucket_text, strict=True)
-        shapes = [(*shape, tokens) for shape, tokens in pairs]
+        shapes = zip(facts.bucket_shapes, facts.bucket_text, strict=True)
         return dict(zip(shapes, samples, strict=True))
 
     def open(self) -> LatentShards | LatentFolder | MixedLatents:

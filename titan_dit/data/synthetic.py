@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from jaxtyping import Int64
 from torch import Tensor
@@ -29,6 +31,13 @@ class SyntheticLatents(Source):
         rng = SampleRNG(0, torch.tensor([index]))
         latent = rng.normal("synthetic", self.facts.shape)[0]
         return {"latent": latent, "label": torch.tensor(index % self.facts.num_classes)}
+
+    def as_clips(self) -> SyntheticLatents:
+        """See `Source.as_clips`."""
+        found = copy(self)
+        found.facts = self.facts.as_clips()
+        found.fields = found.facts.fields(torch.float32)
+        return found
 
     def groups(self) -> Int64[Tensor, " n"]:
         """Return the labels."""

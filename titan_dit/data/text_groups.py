@@ -19,7 +19,7 @@ from torch import Tensor
 from titan_dit.data.base import Field, SampleOrder, Source
 from titan_dit.data.buckets import BucketOrder
 from titan_dit.data.held_out import counted
-from titan_dit.data.latent_facts import LatentFacts, name_of
+from titan_dit.data.latent_facts import LatentFacts, Shape, name_of
 from titan_dit.data.latents import LatentShards
 
 PART = 1 << 16
@@ -68,7 +68,7 @@ class TextGroups(Source):
         dtype = np.uint32 if len(lengths) <= 1 << 32 else np.int64
         self._rows = np.empty(len(lengths), dtype)
         """The row of the set that each row is."""
-        self.shapes: list[tuple[int, int, int]] = []
+        self.shapes: list[Shape] = []
         self.text_tokens, self.counts = list[int](), list[int]()
         for rows, bucket in zip(source.bucket_rows, source.buckets, strict=True):
             own = lengths[rows.start : rows.stop]
@@ -104,6 +104,10 @@ class TextGroups(Source):
         if text := self.fields.get("text"):  # Else token ids.
             found["text"] = Field(text.dtype, (self.text_tokens[bucket], *text.shape[1:]))
         return found
+
+    def as_clips(self) -> TextGroups:
+        """See `Source.as_clips`."""
+        return TextGroups(self.source.as_clips(), self.text_multiple)
 
     def groups(self) -> Int64[Tensor, " n"]:
         """The bucket of every row."""

@@ -46,8 +46,8 @@ class LatentModel(Protocol):
         """The name in the catalog, or "package.module:Class"."""
 
     @property
-    def sample_shape(self) -> tuple[int, int, int]:
-        """[c, h, w] of one latent."""
+    def sample_shape(self) -> tuple[int, ...]:
+        """[c, h, w] of one latent; [c, f, h, w] of a clip of f latent frames."""
 
     @property
     def token_shape(self) -> tuple[int, int]:
@@ -56,10 +56,10 @@ class LatentModel(Protocol):
     def spec(self, output_channels: int | None = None) -> ModelSpec:
         """Describe the network: `output_channels` from tokens, timestep and its condition."""
 
-    def tokenize(self, latents: Float[Tensor, "b c h w"]) -> Float[Tensor, "b n d"]:
+    def tokenize(self, latents: Float[Tensor, "b c *size"]) -> Float[Tensor, "b n d"]:
         """Latents to tokens."""
 
-    def detokenize(self, tokens: Float[Tensor, "b n d"]) -> Float[Tensor, "b c h w"]:
+    def detokenize(self, tokens: Float[Tensor, "b n d"]) -> Float[Tensor, "b c *size"]:
         """The inverse of `tokenize`."""
 
     def static(self, device: torch.device) -> dict[str, Tensor]:
@@ -70,8 +70,11 @@ class LatentModel(Protocol):
 class SizedModel(Protocol):
     """What a model that takes latents of any size has besides."""
 
-    def at_size(self, height: int, width: int) -> Any:
-        """The same network for latents of another size: equal parameters, other tokens."""
+    def at_size(self, *size: int) -> Any:
+        """The same network for latents of another size: equal parameters, other tokens.
+
+        `size`: height and width, or frames, height and width of clips.
+        """
 
 
 @runtime_checkable

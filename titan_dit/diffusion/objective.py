@@ -21,6 +21,7 @@ from titan_dit.config.training import GenerationConfig, SamplingConfig, TextConf
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.data.latent_facts import (
     CONDITION_DROPOUT,
+    BucketShape,
     LatentFacts,
     Padding,
     TextFacts,
@@ -82,20 +83,22 @@ def as_latent_model(model: ModelConfig, objective: str) -> LatentModel:
 
 def what_fits(facts: LatentFacts, model: LatentModel) -> str:
     """Ending of a message about shapes: the shape of [data], and the keys of [model] to set."""
-    (c, h, w), *half = facts.latent_shapes
-    held = f"mean and std of {[c, h, w]}" if facts.posterior == "both" else f"{[c, h, w]}"
+    (c, *size), *half = facts.latent_shapes
+    held = f"{[c, *size]}"
+    held = f"mean and std of {held}" if facts.posterior == "both" else held
     other = f", or in_channels = {half[0][0]} if half of its channels are a std" if half else ""
     largest = " in its largest bucket" if facts.bucket_shapes else ""
-    if h != w and not isinstance(model, SizedModel):
+    if size[-2] != size[-1] and not isinstance(model, SizedModel):
         return f"{held}{largest}. Latents must be square."
-    size = show([h, w]) if isinstance(model, SizedModel) else h
-    return f"{held}{largest}. Set in_channels = {c}, latent_size = {size}{other}."
+    fits = show(size) if isinstance(model, SizedModel) or len(size) > 2 else size[0]
+    return f"{held}{largest}. Set in_channels = {c}, latent_size = {fits}{other}."
 
 
 def sized_models(model: ModelConfig, facts: DataFacts) -> Sequence[tuple[str, ModelConfig]]:
     """See `ObjectiveConfig.sized_models`."""
     if not isinstance(facts, LatentFacts) or not (shapes := facts.bucket_shapes):
         return ()
+    check_kind(facts, model)
     if len(set(shapes)) > 1 and not isinstance(model, SizedModel):
         raise UserError(
             f"[model] name={show(model.name)} takes latents of one shape, but [data] holds "
@@ -106,10 +109,32 @@ def sized_models(model: ModelConfig, facts: DataFacts) -> Sequence[tuple[str, Mo
     for shape, tokens in zip(shapes, facts.bucket_text or repeat(0), strict=False):
         name = name_of(shape, tokens)
         try:
-            found.append((name, resized(model, *shape[1:], tokens)))
+            found.append((name, resized(model, shape[1:], tokens)))
         except UserError as error:
             raise UserError(f"bucket {name}: {error}") from None
     return found
+
+
+def has_clips(model: object) -> bool:
+    """True if the samples of a model are clips, [c, f, h, w]."""
+    return isinstance(model, LatentModel) and len(model.sample_shape) == 4
+
+
+def check_kind(facts: LatentFacts, model: Any) -> None:
+    """Raise UserError for clips that are given to a model of pictures, and the reverse."""
+    if facts.has_clips == has_clips(model):
+        return
+    held = show(list(facts.shape))
+    if facts.has_clips:
+        raise UserError(
+            f"[model] name={show(model.name)} takes pictures, but [data] holds clips of {held} "
+            '(channels, frames, height, width). Choose a model of clips, such as name = "wan", or '
+            "encode pictures: `data encode` without --frames."
+        )
+    raise UserError(
+        f"[model] name={show(model.name)} takes clips, but [data] holds pictures of {held}. Give "
+        "its source as_clips (docs/extending.md)."
+    )
 
 
 def text_multiple(model: object) -> int:
@@ -126,10 +151,13 @@ def fitted_to(tokens: int, given: Given) -> Given:
     }
 
 
-def resized(model: Any, height: int, width: int, text_tokens: int = 0) -> Any:
-    """A model for latents of another size and, unless it is 0, captions of another length."""
-    if (height, width) != model.sample_shape[1:]:
-        model = model.at_size(height, width)
+def resized(model: Any, size: Sequence[int], text_tokens: int = 0) -> Any:
+    """A model for latents of another size and, unless it is 0, captions of another length.
+
+    `size`: [h, w], or [f, h, w] of clips.
+    """
+    if tuple(size) != model.sample_shape[1:]:
+        model = model.at_size(*size)
     return model.with_text_tokens(text_tokens) if text_tokens else model
 
 
@@ -145,6 +173,7 @@ def check_data(facts: DataFacts, model: LatentModel, objective: str) -> LatentFa
             "[data] must be LatentFacts (titan_dit/data/latent_facts.py), not "
             f"{type(facts).__name__}."
         )
+    check_kind(facts, model)
     shape = model.sample_shape
     if shape not in facts.latent_shapes:
         size = show(shape[1:]) if isinstance(model, SizedModel) else shape[1]
@@ -280,8 +309,8 @@ class Diffusion(Objective, ABC):
         default_factory=dict, repr=False
     )
     """Cache of the model's static inputs, which are equal in every step."""
-    by_size: dict[tuple[int, int, int], Any] = dataclasses.field(default_factory=dict, repr=False)
-    """Cache of `sized`: (height, width, tokens of the text or 0) -> the objective."""
+    by_size: dict[BucketShape, Any] = dataclasses.field(default_factory=dict, repr=False)
+    """Cache of `sized`: ([h, w] or [f, h, w], tokens of the text or 0) -> the objective."""
     by_text: dict[int, Any] = dataclasses.field(default_factory=dict, repr=False)
     """Cache of `with_text`."""
     autoencoders: dict[str, Autoencoder] = dataclasses.field(default_factory=dict, repr=False)
@@ -318,23 +347,26 @@ class Diffusion(Objective, ABC):
         """The condition of a network that takes captions, else None."""
         return self.condition if isinstance(self.condition, Captions) else None
 
-    def at_size(self: Kind, height: int, width: int) -> Kind:
-        """The objective for latents of another size. Raises UserError if the network cannot."""
+    def at_size(self: Kind, *size: int) -> Kind:
+        """The objective for latents of another size, [h, w] or [f, h, w].
+
+        Raises UserError if the network cannot.
+        """
         if not isinstance(self.model, SizedModel):
             raise UserError(
                 f"[model] name={show(self.model.name)} has no at_size: it draws samples of "
                 f"{list(self.model.sample_shape)} only."
             )
-        return self.resized(height, width)
+        return self.resized(size)
 
-    def resized(self: Kind, height: int, width: int, text_tokens: int = 0) -> Kind:
+    def resized(self: Kind, size: Sequence[int], text_tokens: int = 0) -> Kind:
         """The objective for other latents and, unless it is 0, captions of another length."""
         condition = self.condition
         if text_tokens and isinstance(condition, Captions):
             condition = dataclasses.replace(condition, tokens=text_tokens)
         return dataclasses.replace(
             self,
-            model=resized(self.model, height, width, text_tokens),
+            model=resized(self.model, size, text_tokens),
             condition=condition,
             static_inputs={},
             by_size={},
@@ -346,7 +378,7 @@ class Diffusion(Objective, ABC):
         if "text" not in given or (tokens := given["text"].shape[1]) == self.model_text_tokens:
             return self
         if tokens not in self.by_text:
-            self.by_text[tokens] = self.resized(*self.model.sample_shape[1:], tokens)
+            self.by_text[tokens] = self.resized(self.model.sample_shape[1:], tokens)
         found: Kind = self.by_text[tokens]
         return found
 
@@ -398,7 +430,7 @@ class Diffusion(Objective, ABC):
             return ()
         size, outputs = self.model.sample_shape[1:], self.config.output_channels(self.channels)
         tokens = range(multiple, self.model_text_tokens + 1, multiple)
-        return [resized(self.model, *size, each).spec(outputs) for each in tokens]
+        return [resized(self.model, size, each).spec(outputs) for each in tokens]
 
     @property
     @abstractmethod
@@ -515,16 +547,16 @@ class Diffusion(Objective, ABC):
         if not self.by_size:
             # All at once: the compiler reads the cache.
             pairs = zip(data.bucket_shapes, data.bucket_text or repeat(0), strict=False)
-            sizes = {(*shape[1:], tokens) for shape, tokens in pairs}
+            sizes = {(shape[1:], tokens) for shape, tokens in pairs}
             self.by_size.update({size: self.resized(*size) for size in sorted(sizes)})
-        height, width = fields["latent"].shape[-2:]
+        size = tuple(fields["latent"].shape[2:])
         tokens = fields["text"].shape[1] if data.bucket_text else 0
-        found: Kind | None = self.by_size.get((height, width, tokens))
+        found: Kind | None = self.by_size.get((size, tokens))
         if found is None:
             text = f" and {tokens} text tokens" if tokens else ""
             raise UserError(
-                f"[data] a batch has latents of {height} x {width}{text}, which is no bucket's "
-                "size. Let every step take the samples of one bucket."
+                f"[data] a batch has latents of {' x '.join(map(str, size))}{text}, which is no "
+                "bucket's size. Let every step take the samples of one bucket."
             )
         return found
 
@@ -779,8 +811,8 @@ class Diffusion(Objective, ABC):
 
 
 def to_model_units(
-    stored: Shaped[Tensor, "b k h w"], facts: LatentFacts, channels: int, rng: SampleRNG
-) -> Float[Tensor, "b c h w"]:
+    stored: Shaped[Tensor, "b k *size"], facts: LatentFacts, channels: int, rng: SampleRNG
+) -> Float[Tensor, "b c *size"]:
     """(stored - shift) * scale in fp32; with a stored mean and std, the latent is drawn first.
 
     The draw depends on the sample number: new in every epoch, equal on every layout. Scaling
@@ -800,7 +832,7 @@ def is_mean_and_std(facts: LatentFacts, channels: int) -> bool:
     return facts.shape[0] == 2 * channels
 
 
-def check_std(stored: Shaped[Tensor, "b k h w"], facts: LatentFacts, channels: int) -> None:
+def check_std(stored: Shaped[Tensor, "b k *size"], facts: LatentFacts, channels: int) -> None:
     """Raise UserError if a stored std is below 0. Takes CPU tensors: a GPU would synchronise."""
     if is_mean_and_std(facts, channels) and stored[:, channels:].min() < 0:
         raise UserError(

@@ -93,6 +93,12 @@ class DiffusionConfig(ObjectiveConfig):
 
         return text_multiple(model)
 
+    def takes_clips(self, model: ModelConfig) -> bool:
+        """See `ObjectiveConfig.takes_clips`."""
+        from titan_dit.diffusion.objective import has_clips
+
+        return has_clips(model)
+
     def sized_models(
         self, model: ModelConfig, facts: DataFacts
     ) -> Sequence[tuple[str, ModelConfig]]:

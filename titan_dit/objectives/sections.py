@@ -81,6 +81,10 @@ class ObjectiveConfig(Named):
         """
         return 0
 
+    def takes_clips(self, model: ModelConfig) -> bool:
+        """True if samples are clips: pictures of the data are clips of one frame then."""
+        return False
+
     def sized_models(
         self, model: ModelConfig, facts: DataFacts
     ) -> Sequence[tuple[str, ModelConfig]]:

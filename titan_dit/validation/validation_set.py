@@ -21,7 +21,7 @@ from titan_dit.config.training import TextConfig, ValidationConfig
 from titan_dit.data import loader
 from titan_dit.data.base import Field, Source
 from titan_dit.data.held_out import held_out_rows
-from titan_dit.data.latent_facts import CONDITION_DROPOUT
+from titan_dit.data.latent_facts import CONDITION_DROPOUT, LatentFacts
 from titan_dit.data.sections import DataConfig
 from titan_dit.execution import Executor
 from titan_dit.objectives.base import DataShare, Objective, Prepared
@@ -147,6 +147,8 @@ def open_set(
     try:
         there = data.at(config.path) if config.path else data.validation_part()
         other = there.open_surveyed(on_first(there.survey))
+        if isinstance(source.facts, LatentFacts) and source.facts.has_clips:
+            other = other.as_clips()
         if text.mode == "online":
             other = other.as_ids()
         if source.text_multiple:
