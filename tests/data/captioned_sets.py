@@ -26,9 +26,10 @@ ENCODER = {
 def write_set(root, counts, first=0, lengths=(3,), tokens=8, encoder=ENCODER, **manifest):
     """A set of latents [2, h, w] that all hold their row's number, counted from `first`.
 
-    `counts`: (h, w), or (f, h, w) of clips, -> rows. Row i has a caption of `lengths[i %
-    len(lengths)]` tokens, which hold the number, too; a tuple of lengths is a list of captions, whose numbers are 1000 apart. Without
-    an `encoder` there are no captions. `manifest`: keys to replace.
+    `counts`: (h, w), or (f, h, w) of clips, -> rows. Row i has a caption of
+    `lengths[i % len(lengths)]` tokens, which hold the number, too; a tuple of lengths is a list of
+    captions, whose numbers are 1000 apart. Without an `encoder` there are no captions. `manifest`:
+    keys to replace.
     """
     buckets, row = [], first
     for size, count in counts.items():
