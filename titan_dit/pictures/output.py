@@ -1,4 +1,7 @@
-"""Write drawn pictures: a grid, a PNG each, or a .npz for ADM's evaluator."""
+"""Write drawn pictures: a grid, a PNG each, or a .npz for ADM's evaluator.
+
+Clips are written as MP4, beside a contact sheet of some frames of each.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import IO
 
@@ -17,6 +21,7 @@ from jaxtyping import Float, Int64, UInt8
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from titan_dit.pictures.library import video
 from titan_dit.system.files import new_path, replacing, write_whole
 
 INK = "#222222"
@@ -155,6 +160,25 @@ def safe_name(text: str) -> str:
     return words.encode()[:MAX_NAME_BYTES].decode(errors="ignore").rstrip("-") or "prompt"
 
 
+def line_of(
+    number: int, suffix: str, label: int, names: Sequence[str], captioned: bool
+) -> dict[str, str | int]:
+    """The line of metadata.jsonl of a drawn sample; `file_name` names its file."""
+    if captioned:
+        name = f"{number:06d}-{safe_name(names[label])}{suffix}"
+        return {"file_name": name, "text": names[label]}
+    line: dict[str, str | int] = {"file_name": f"{number:06d}{suffix}", "label": label}
+    if 0 <= label < len(names):
+        line["class"] = names[label]
+    return line
+
+
+def write_metadata(folder: Path, lines: Iterable[dict[str, str | int]]) -> None:
+    """Write metadata.jsonl, which `data encode` reads."""
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    write_whole(folder / METADATA, text)
+
+
 def write_folder(
     path: Path,
     batches: Iterable[UInt8[Tensor, "b h w 3"]],
@@ -168,23 +192,135 @@ def write_folder(
     `captioned`: `names` are captions, which stand in the names of the files, too, as in
     000000-a-red-seven.png. The folder appears when it is whole. `data encode` reads it.
     """
-    lines, number = [], 0
+    lines: list[dict[str, str | int]] = []
     with new_path(path) as aside:
         aside.mkdir()
         for batch in batches:
             for pixels in batch.numpy():
-                label = labels[number]
-                file = f"{number:06d}.png"
-                line: dict[str, str | int] = {"file_name": file, "label": label}
-                if captioned:
-                    file = f"{number:06d}-{safe_name(names[label])}.png"
-                    line = {"file_name": file, "text": names[label]}
-                elif 0 <= label < len(names):
-                    line["class"] = names[label]
-                Image.fromarray(pixels).save(aside / file)
-                lines.append(json.dumps(line, ensure_ascii=False))
-                number += 1
-        write_whole(aside / METADATA, "\n".join(lines) + "\n")
+                line = line_of(len(lines), ".png", labels[len(lines)], names, captioned)
+                Image.fromarray(pixels).save(aside / str(line["file_name"]))
+                lines.append(line)
+        write_metadata(aside, lines)
+
+
+CONTACT_SHEET = "contact_sheet.png"
+SHEET_FRAMES, FRAME_SIDE = 9, 128
+"""Maximum frames of a clip on a contact sheet, and the longer side of each in pixels."""
+SMALL_SIDE = 128
+"""A clip whose shorter side is below it is enlarged, by a whole number: players show no less, and
+MP4 halves the resolution of colours."""
+CODECS = ("libx264", "mpeg4")
+"""Encoders of MP4, the better one first. Not every build of FFmpeg has both."""
+QUALITY = {"libx264": {"crf": "17"}, "mpeg4": {"qscale": "2"}}
+
+
+def write_clips(
+    path: Path,
+    batches: Iterable[UInt8[Tensor, "b f 3 h w"]],
+    labels: Sequence[int],
+    names: Sequence[str],
+    *,
+    fps: float,
+    captioned: bool = False,
+    frames: bool = False,
+) -> None:
+    """Write 000000.mp4, 000001.mp4 ..., contact_sheet.png and `metadata.jsonl`, as `write_folder`.
+
+    MP4 loses a little; `frames` writes each clip's as PNGs, too: 000000/0000.png ... `fps`: frames
+    per second. The folder appears when it is whole. `data encode` reads it. Raises UserError
+    without PyAV.
+    """
+    lines: list[dict[str, str | int]] = []
+    strips: list[Image.Image] = []
+    with new_path(path) as aside:
+        aside.mkdir()
+        for batch in batches:
+            for clip in batch:
+                line = line_of(len(lines), ".mp4", labels[len(lines)], names, captioned)
+                file = aside / str(line["file_name"])
+                write_clip(file, clip, fps)
+                if frames:
+                    write_frames(file.with_suffix(""), clip)
+                strips.append(strip_of(clip))
+                lines.append(line)
+        numbers = labels[: len(strips)]
+        draw_strips(aside / CONTACT_SHEET, strips, numbers, names)
+        write_metadata(aside, lines)
+
+
+def write_clip(path: Path, clip: UInt8[Tensor, "f 3 h w"], fps: float) -> None:
+    """Write a clip as MP4 with H.264, else MPEG-4 Part 2, whole or not at all.
+
+    Equal clips give equal bytes. A small one is enlarged by a whole number; one of odd height or
+    width gets its last row or column twice, since MP4's colours come in squares of four pixels.
+    """
+    av = video("a clip as MP4")
+    codec = next(name for name in CODECS if name in av.codecs_available)
+    zoom = max(1, SMALL_SIDE // min(clip.shape[2:]))
+    large = clip.repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
+    height, width = large.shape[2:]
+    pixels = large.permute(0, 2, 3, 1).cpu().numpy()
+    pixels = np.pad(pixels, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), "edge")
+    with replacing(path) as aside, av.open(str(aside), "w", format="mp4") as container:
+        stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
+        stream.height, stream.width = pixels.shape[1:3]
+        stream.pix_fmt, stream.options = "yuv420p", QUALITY[codec]
+        # Several threads would cut frames in as many slices, and give other bytes.
+        stream.codec_context.thread_count = 1
+        for frame in pixels:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode(None))
+
+
+def write_frames(folder: Path, clip: UInt8[Tensor, "f 3 h w"]) -> None:
+    """Write the frames of a clip, 0000.png, 0001.png ..., in a new folder."""
+    folder.mkdir()
+    for number, frame in enumerate(clip.permute(0, 2, 3, 1).cpu().numpy()):
+        Image.fromarray(frame).save(folder / f"{number:04d}.png")
+
+
+def draw_contact_sheet(
+    path: Path, clips: UInt8[Tensor, "b f 3 h w"], labels: Sequence[int], names: Sequence[str] = ()
+) -> None:
+    """Draw a row of frames, evenly spaced from the first to the last, for each clip.
+
+    `names`: of classes, or captions, as in `draw_grid`.
+    """
+    draw_strips(path, [strip_of(clip) for clip in clips], labels, names)
+
+
+def strip_of(clip: UInt8[Tensor, "f 3 h w"]) -> Image.Image:
+    """Up to SHEET_FRAMES frames of a clip side by side, a pixel of white around each."""
+    shown = np.linspace(0, len(clip) - 1, min(len(clip), SHEET_FRAMES)).round().astype(int)
+    height, width = clip.shape[2:]
+    ratio = FRAME_SIDE / max(height, width)
+    across, down = (max(1, round(side * ratio)) for side in (width, height))
+    strip = Image.new("RGB", (len(shown) * (across + 2), down + 2), "white")
+    how = Image.Resampling.NEAREST if ratio > 1 else Image.Resampling.BICUBIC
+    for place, number in enumerate(shown):
+        frame = Image.fromarray(clip[number].permute(1, 2, 0).cpu().numpy())
+        strip.paste(frame.resize((across, down), how), (place * (across + 2) + 1, 1))
+    return strip
+
+
+def draw_strips(
+    path: Path, strips: Sequence[Image.Image], labels: Sequence[int], names: Sequence[str]
+) -> None:
+    """Draw strips of frames under each other, each with its name on the left."""
+    font = ImageFont.load_default(16)
+    most = max(1, max(strip.height for strip in strips) // LINE)
+    texts = [caption(label, names, font, most) for label in labels]
+    lines = [line for text in texts for line in text.split("\n")]
+    margin = max(44, *(16 + math.ceil(font.getlength(line)) for line in lines))
+    height = sum(strip.height for strip in strips)
+    sheet = Image.new("RGB", (margin + max(strip.width for strip in strips), height), "white")
+    draw, top = ImageDraw.Draw(sheet), 0
+    for strip, text in zip(strips, texts, strict=True):
+        draw.text((8, top + strip.height // 2), text, fill=INK, font=font, anchor="lm")
+        sheet.paste(strip, (margin, top))
+        top += strip.height
+    with replacing(path) as aside:
+        sheet.save(aside, Image.registered_extensions().get(path.suffix.lower(), "PNG"))
 
 
 def write_npz(
