@@ -98,10 +98,10 @@ class LatentNetwork(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "b c h w"],
+        x: Float[Tensor, "b c *size"],
         t: Float[Tensor, " b"],
         y: Int64[Tensor, " b"] | Given,
-    ) -> Float[Tensor, "b k h w"]:
+    ) -> Float[Tensor, "b k *size"]:
         """Predict for noisy latents `x` in the model's units, (stored - shift) * scale.
 
         `t`: 0 to `diffusion.last_timestep`, as the network takes it; `diffusion.noise_level`

@@ -23,7 +23,7 @@ from titan_dit.data.tokenizer_file import read_tokenizer
 from titan_dit.data.tokenizing import tokenizer as tokenizers
 from titan_dit.diffusion.objective import to_model_units
 from titan_dit.observe import console
-from titan_dit.pictures.output import draw_grid
+from titan_dit.pictures.output import draw_contact_sheet, draw_grid, to_clips
 from titan_dit.ranks.disk_errors import writing
 from titan_dit.rng import SampleRNG
 from titan_dit.system.progress import ProgressLine, count
@@ -155,9 +155,13 @@ def show_latents(path: Path, options: DataShowFlags) -> None:
     for channel in range(min(channels, 16)):
         values = latents[:, channel]
         console.say(f"  channel {channel}: mean {values.mean():+.3f}, std {values.std():.3f}")
-    shown = samples["latent"][:, :channels].float()
+    drawn = samples["latent"][:, :channels].float()
     with writing(f"--out {out}"):
-        draw_grid(out, shown, samples["label"].tolist(), facts.value_range, facts.class_names)
+        labels, names = samples["label"].tolist(), facts.class_names
+        if facts.has_clips:
+            draw_contact_sheet(out, to_clips(drawn, facts.value_range), labels, names)
+        else:
+            draw_grid(out, drawn, labels, facts.value_range, names)
     console.say(f"drew {out}")
 
 
@@ -215,7 +219,7 @@ def sizes_of_classes(source: LatentShards | LatentFolder) -> str:
     return f"{facts.num_classes:,}{named}, {', '.join(ends)}"
 
 
-def looks_like_mean_and_std(stored: Shaped[Tensor, "b k h w"], facts: LatentFacts) -> bool:
+def looks_like_mean_and_std(stored: Shaped[Tensor, "b k *size"], facts: LatentFacts) -> bool:
     """Return True if the second half of the channels may be a std: no value is negative."""
     half = facts.shape[0] // 2
     whole = facts.shape[0] % 2 == 0 and facts.value_range is None

@@ -34,7 +34,7 @@ from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.listing import few
 from titan_dit.data.manifest import file_digest
 from titan_dit.diffusion import drawing
-from titan_dit.diffusion.objective import Diffusion
+from titan_dit.diffusion.objective import Diffusion, has_clips
 from titan_dit.objectives.base import DataShare, Placement
 from titan_dit.observe import console
 from titan_dit.opening import (
@@ -260,6 +260,11 @@ def job_of(options: EvaluateFlags, device: torch.device, keys: Sequence[str]) ->
         raise UserError(
             f"--reference: {path} was trained with {type(run.objective).__name__} and draws no "
             "pictures. Leave it out for the validation loss."
+        )
+    if has_clips(run.objective.model):
+        raise UserError(
+            f"--reference compares pictures, but {path} draws clips. Leave it out for the "
+            "validation loss."
         )
     data = run.objective.data
     if data.value_range is None and (options.vae or data.vae_source) in ("", NO_VAE):

@@ -787,6 +787,19 @@ class PictureFlags(DrawingFlags, CommonFlags):
     where it was then."""
     size: str | None = None
     """Size of the pictures, width x height in pixels: 1024x768. Unset: that of training."""
+    frames: Few | None = None
+    """Clips: frames of each, such as 81; 1 draws pictures. Unset: as many as in training."""
+    fps: Annotated[float, Bound(above=0, most=1000)] | None = None
+    """Clips: frames per second of the MP4 files. Unset: those of the data, else 16."""
+    keep_frames: bool = False
+    """Clips: write every frame as a PNG, too. MP4 loses a little."""
+    low: RunPath | None = None
+    """A second run, whose network draws below --boundary; that of --run draws from there up."""
+    boundary: Annotated[float, Bound(above=0, below=1)] | None = None
+    """Noise level at which --run and --low meet: 0 is data, 1 is noise; 0.875 for Wan 2.2. Unset:
+    where both were trained to meet ([objective] t_min of --run, t_max of --low)."""
+    low_cfg_scale: GuidanceScale | None = None
+    """Guidance scale below --boundary. Unset: --cfg-scale."""
 
 
 @dataclass(frozen=True, kw_only=True)

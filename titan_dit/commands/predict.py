@@ -146,7 +146,10 @@ def predict_diffusion(
 def predict(
     run: TrainedModel, diffusion: Diffusion, inputs: Mapping[str, Tensor], given: Given
 ) -> Mapping[str, Tensor]:
-    """Return `out` [b, c_out, h, w]; with noise, also the loss per sample and its terms [b]."""
+    """Return `out` [b, c_out, h, w], of clips [b, c_out, f, h, w].
+
+    With noise, also the loss per sample and its terms [b].
+    """
 
     def predicted(rows: Tensor | slice, conditions: Sequence[Given]) -> dict[str, Tensor]:
         return predict_alike(run, diffusion, rows_of(inputs, rows), *conditions)

@@ -20,12 +20,12 @@ from titan_dit.commands.flags import PictureFlags
 from titan_dit.config import user_text
 from titan_dit.config.did_you_mean import nearest
 from titan_dit.config.section import Named, UserError, show
-from titan_dit.data.latent_facts import shown
+from titan_dit.data.latent_facts import LatentFacts, shown
 from titan_dit.diffusion.base import SizedModel
 from titan_dit.diffusion.conditions import Given, rows_of
 from titan_dit.diffusion.drawing import spread_labels
-from titan_dit.diffusion.guidance import Conditional
-from titan_dit.diffusion.objective import Diffusion
+from titan_dit.diffusion.guidance import Conditional, LowExpert
+from titan_dit.diffusion.objective import Diffusion, has_clips
 from titan_dit.execution import first_of
 from titan_dit.interop.tensor_file import check_finite, check_labels, read_tensors
 from titan_dit.observe import console
@@ -183,33 +183,68 @@ def check_no_prompts(flags: PictureFlags) -> None:
             )
 
 
-def at_size(diffusion: Diffusion, size: str, vae: Autoencoder | None) -> Diffusion:
-    """The objective for samples of --size. Raises UserError if the network cannot draw them."""
-    data, where = diffusion.data, f"--size {size}"
+def at_size(diffusion: Diffusion, flags: PictureFlags, vae: Autoencoder | None) -> Diffusion:
+    """The objective for samples of --size and --frames.
+
+    Raises UserError if the network cannot draw them.
+    """
+    given = {"--size": flags.size, "--frames": flags.frames}
+    where = " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None)
+    if not where:
+        return diffusion
+    shape = list(diffusion.model.sample_shape[1:])
+    factor, frames_factor = factors_of(diffusion.data, vae, where)
+    if flags.size is not None:
+        multiple = factor * (getattr(diffusion.model, "patch_size", None) or 1)
+        shape[-2:] = (side // factor for side in sides_of(flags.size, multiple))
+    if flags.frames is not None:
+        if not has_clips(diffusion.model):
+            raise UserError(f"--frames {flags.frames}: the run draws pictures. Leave it out.")
+        shape[0] = latent_frames(flags.frames, frames_factor)
+    try:
+        return diffusion.at_size(*shape)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def factors_of(data: LatentFacts, vae: Autoencoder | None, where: str) -> tuple[int, int]:
+    """Pixels per latent along a side, and frames per latent frame after the first."""
+    if data.value_range is not None:
+        return 1, 1
+    facts = vae.facts if vae else data.vae
+    if facts is None:
+        raise UserError(
+            f"{where} is in pixels, but the autoencoder of the run's latents is not recorded: "
+            "give it, --vae DIR."
+        )
+    return facts.factor, facts.frames_factor
+
+
+def latent_frames(frames: int, factor: int) -> int:
+    """Latent frames of --frames. Raises UserError unless it is a multiple of `factor`, plus 1."""
+    if (frames - 1) % factor:
+        below = (frames - 1) // factor * factor + 1
+        raise UserError(
+            f"--frames {frames}: the autoencoder makes a latent frame of the first frame and of "
+            f"each {factor} after it. Give {factor} k + 1 frames: {below} or {below + factor}."
+        )
+    return (frames - 1) // factor + 1
+
+
+def sides_of(size: str, multiple: int) -> tuple[int, int]:
+    """Height and width of --size, in pixels. Raises UserError for no multiples of `multiple`."""
+    where = f"--size {size}"
     found = re.fullmatch(r"(\d{1,6})x(\d{1,6})", size)
     if found is None:
         raise UserError(f"{where}: give width x height in pixels, such as 1024x768.")
     width, height = int(found[1]), int(found[2])
-    factor = 1
-    if data.value_range is None:
-        facts = vae.facts if vae else data.vae
-        if facts is None:
-            raise UserError(
-                f"{where} is in pixels, but the autoencoder of the run's latents is not recorded: "
-                "give it, --vae DIR."
-            )
-        factor = facts.factor
-    multiple = factor * (getattr(diffusion.model, "patch_size", None) or 1)
     if width % multiple or height % multiple or not width or not height:
         fits = "x".join(str(max(1, side // multiple) * multiple) for side in (width, height))
         raise UserError(
             f"{where}: the sides must be multiples of {multiple}, the pixels per token, such as "
             f"{fits}."
         )
-    try:
-        return diffusion.at_size(height // factor, width // factor)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+    return height, width
 
 
 NO_VAE = "none"
@@ -227,7 +262,7 @@ def labels_of(text: str, num: int, num_classes: int, names: Sequence[str]) -> In
 
 def read_noise(
     path: Path, diffusion: Diffusion, numbers: Int64[Tensor, " n"] | None = None
-) -> tuple[Float[Tensor, "n c h w"], Int64[Tensor, " n"]]:
+) -> tuple[Float[Tensor, "n c *size"], Int64[Tensor, " n"]]:
     """Read the initial noise and the labels (-1: unconditional) from a file.
 
     `numbers`: what is drawn of a network that takes captions, in place of labels.
@@ -283,22 +318,41 @@ MEANING = ("name", "prediction", "noise_schedule", "steps", "direction", "time_s
 """Keys of [objective] that say what a prediction means; the two networks must agree on them."""
 
 
-def load_guide(guide: str, device: torch.device, trust: bool) -> TrainedModel:
-    """The EMA weights of the newest checkpoint of --guide. Collective."""
-    path = Ranks().run_on_first(lambda: find_checkpoint(location(guide), None, "--guide"))
-    return load_trained(path, "ema", None, device, trust)
+def load_other(
+    run: str,
+    flag: str,
+    device: torch.device,
+    trust: bool,
+    weights: str = "ema",
+    decay: float | None = None,
+) -> TrainedModel:
+    """The newest checkpoint of a second run; `flag` names it: --guide or --low. Collective."""
+    path = Ranks().run_on_first(lambda: find_checkpoint(location(run), None, flag))
+    return load_trained(path, weights, decay, device, trust)
 
 
 def weak_network(weak: TrainedModel, diffusion: Diffusion) -> Conditional:
     """The prediction of --guide's network for the tokens of `diffusion`, that of --run.
 
-    Raises UserError on a misfit. Its outputs beyond the latent's channels, such as a learned
-    variance, are not used.
+    Raises UserError on a misfit.
     """
-    theirs = weak.diffusion("--guide")
-    if isinstance(theirs.model, SizedModel):
-        theirs = theirs.at_size(*diffusion.model.sample_shape[1:])
-    check_guide(f"{weak.path}", diffusion, theirs)
+    theirs = resized_like(weak.diffusion("--guide"), diffusion)
+    check_guide(f"--guide {weak.path}", diffusion, theirs)
+    return prediction_of(weak, theirs, diffusion)
+
+
+def resized_like(theirs: Diffusion, ours: Diffusion) -> Diffusion:
+    """The other run's objective for samples of our size, if its network takes any."""
+    if not isinstance(theirs.model, SizedModel) or has_clips(theirs.model) != has_clips(ours.model):
+        return theirs
+    return theirs.at_size(*ours.model.sample_shape[1:])
+
+
+def prediction_of(weak: TrainedModel, theirs: Diffusion, diffusion: Diffusion) -> Conditional:
+    """The prediction of another run's network for the tokens of `diffusion`.
+
+    Outputs beyond the latent's channels, such as a learned variance, are not used.
+    """
     channels = diffusion.model.sample_shape[0]
     outputs = diffusion.config.output_channels(channels)
 
@@ -309,46 +363,95 @@ def weak_network(weak: TrainedModel, diffusion: Diffusion) -> Conditional:
         found = theirs.model.detokenize(first_of(weak.network(inputs, static)).float())
         found = found[:, :channels]
         if outputs > channels:  # Scale 1 there: the other network's values count.
-            found = torch.cat(
-                (found, torch.zeros_like(found).repeat(1, outputs // channels - 1, 1, 1)), 1
-            )
+            found = torch.cat((found, *[torch.zeros_like(found)] * (outputs // channels - 1)), 1)
         return diffusion.model.tokenize(found)
 
     return predict
 
 
+def low_expert(low: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> LowExpert:
+    """The network of --low for the tokens of `diffusion`, that of --run.
+
+    Raises UserError for a run of other samples, captions, units or predictions, and for one that
+    was trained on the noise levels of --run.
+    """
+    theirs = resized_like(low.diffusion("--low"), diffusion)
+    guide = f"--low {low.path}"
+    other = "Give the second network of the same data and [objective]."
+    check_guide(guide, diffusion, theirs, other)
+    if latents_of(diffusion) != latents_of(theirs):
+        raise UserError(
+            f"{guide} was trained on {latents_of(theirs)}, but --run on {latents_of(diffusion)}: "
+            f"the one cannot go on where the other stops. {other}"
+        )
+    outputs = [d.config.output_channels(d.channels) for d in (theirs, diffusion)]
+    if outputs[0] != outputs[1]:
+        raise UserError(
+            f"{guide} predicts {outputs[0]} channels, but --run {outputs[1]}: one of them learns a "
+            f"variance. {other}"
+        )
+    boundary = boundary_of(diffusion, theirs, flags.boundary)
+    return LowExpert(prediction_of(low, theirs, diffusion), boundary, flags.low_cfg_scale)
+
+
+def boundary_of(high: Diffusion, low: Diffusion, wanted: float | None) -> float:
+    """--boundary, or where the noise levels of both runs meet. Raises UserError if it misfits."""
+    (low_first, low_last), (first, last) = (
+        (float(getattr(d.config, "t_min", 0.0)), float(getattr(d.config, "t_max", 1.0)))
+        for d in (low, high)
+    )
+    trained = (
+        f"--run was trained on t from {first:g} to {last:g}, --low from {low_first:g} to "
+        f"{low_last:g}"
+    )
+    if wanted is None and low_last != first:
+        raise UserError(f"--low: {trained}, which do not meet. Give --boundary, such as 0.875.")
+    boundary = first if wanted is None else wanted
+    if last <= boundary or low_first >= boundary:
+        raise UserError(
+            f"--boundary {boundary:g}: {trained}. --run draws from the boundary up, --low below: "
+            "exchange the two, or give another boundary."
+        )
+    if (first > boundary or low_last < boundary) and Ranks().is_first:
+        console.say(f"hint    --boundary {boundary:g}: {trained}")
+    return boundary
+
+
 OTHER_GUIDE = "Give a weaker network of the same data and [objective]."
 
 
-def check_guide(guide: str, ours: Diffusion, theirs: Diffusion) -> None:
-    """Refuse a network of other samples or of another prediction."""
+def check_guide(guide: str, ours: Diffusion, theirs: Diffusion, other: str = OTHER_GUIDE) -> None:
+    """Refuse a network of other samples or of another prediction.
+
+    `guide`: flag and run, for messages; `other`: their advice.
+    """
     shapes = ours.model.sample_shape, theirs.model.sample_shape
     if shapes[0] != shapes[1] or conditions_of(ours) != conditions_of(theirs):
         raise UserError(
-            f"--guide {guide} draws samples of {list(shapes[1])} with {conditions_of(theirs)}, but "
-            f"--run of {list(shapes[0])} with {conditions_of(ours)}. {OTHER_GUIDE}"
+            f"{guide} draws samples of {list(shapes[1])} with {conditions_of(theirs)}, but "
+            f"--run of {list(shapes[0])} with {conditions_of(ours)}. {other}"
         )
     # Of other latents what is stored is not known: some are stored scaled.
     if ours.data.vae and theirs.data.vae and latents_of(ours) != latents_of(theirs):
         raise UserError(
-            f"--guide {guide} was trained on {latents_of(theirs)}, but --run on "
-            f"{latents_of(ours)}: their predictions cannot be compared. {OTHER_GUIDE}"
+            f"{guide} was trained on {latents_of(theirs)}, but --run on "
+            f"{latents_of(ours)}: their predictions cannot be compared. {other}"
         )
     names = ours.data.class_names
     for number, (own, name) in enumerate(zip(names, theirs.data.class_names, strict=False)):
         # Other words may mean the same class; the same word at another number does not.
         if name != own and name in names:
             raise UserError(
-                f"--guide {guide} has {show(name)} as class {number}, but --run as class "
-                f"{names.index(name)}: its labels mean something else. {OTHER_GUIDE}"
+                f"{guide} has {show(name)} as class {number}, but --run as class "
+                f"{names.index(name)}: its labels mean something else. {other}"
             )
     a, b = keys_of(ours.config), keys_of(theirs.config)
     for key in MEANING:
         if a.get(key) != b.get(key):
             raise UserError(
-                f"--guide {guide} was trained with [objective] {key}={show(b.get(key))}, but "
+                f"{guide} was trained with [objective] {key}={show(b.get(key))}, but "
                 f"--run with {show(a.get(key))}: their predictions cannot be compared. "
-                f"{OTHER_GUIDE}"
+                f"{other}"
             )
 
 

@@ -6,6 +6,7 @@ whole. So any number of ranks draws the same pictures, and a stopped command goe
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,8 @@ from titan_dit.commands.sample_inputs import (
     at_size,
     check_no_prompts,
     labels_of,
-    load_guide,
+    load_other,
+    low_expert,
     prompts_of,
     read_noise,
     vae_of,
@@ -37,17 +39,16 @@ from titan_dit.config.section import UserError
 from titan_dit.data.latent_facts import shown
 from titan_dit.diffusion import conditions, drawing
 from titan_dit.diffusion.conditions import Given
-from titan_dit.diffusion.guidance import Guidance
-from titan_dit.diffusion.objective import Diffusion
+from titan_dit.diffusion.guidance import Guidance, LowExpert
+from titan_dit.diffusion.objective import Diffusion, has_clips
 from titan_dit.diffusion.samplers import ode
 from titan_dit.diffusion.samplers.base import Sampler
-from titan_dit.execution import first_of
+from titan_dit.execution import Output, first_of
 from titan_dit.interop.tensor_file import not_finite, write_tensors
-from titan_dit.models.base import Model
 from titan_dit.observe import console
-from titan_dit.pictures import output
+from titan_dit.pictures import library, output
 from titan_dit.pictures.autoencoder import Autoencoder, as_pixels
-from titan_dit.pictures.output import draw_grid, to_pixels
+from titan_dit.pictures.output import draw_grid, to_clips, to_pixels
 from titan_dit.pictures.parts import FinishedParts
 from titan_dit.ranks.process_group import Ranks
 from titan_dit.system.progress import ProgressLine
@@ -82,11 +83,15 @@ class Job:
     guidance: Guidance
     guide: TrainedModel | None
     """The network of --guide."""
+    low: TrainedModel | None
+    """The network of --low."""
+    expert: LowExpert | None
+    """What it predicts, and where."""
     labels: Int64[Tensor, " n"]
     """The class of each sample, -1 without one; the number of its prompt, or of its row."""
     captions: CaptionSource | None
     """What is drawn of a network that takes captions."""
-    noise: Float[Tensor, "n c h w"] | None
+    noise: Float[Tensor, "n c *size"] | None
     vae: Autoencoder | None
     flag: str = "--out"
     """Names the output in errors."""
@@ -100,6 +105,16 @@ class Job:
     def sampler_name(self) -> str:
         """Name of the sampler, as --sampler takes it."""
         return drawing.name_of_sampler(self.diffusion.config, self.flags.sampler)
+
+    @property
+    def has_clips(self) -> bool:
+        """True if samples are clips of several frames; of one they are pictures."""
+        return has_clips(self.diffusion.model) and self.diffusion.model.sample_shape[1] > 1
+
+    @property
+    def fps(self) -> float:
+        """Frames per second of clips."""
+        return self.flags.fps or self.diffusion.data.fps or drawing.FPS
 
     @property
     def keeps_latents(self) -> bool:
@@ -118,8 +133,10 @@ class Job:
         more: dict[str, Any] = {}  # Parts of older versions go on.
         if self.captions:
             more["captions"] = digest(self.captions.identity.encode())
-        if flags.size is not None:
+        if flags.size is not None or flags.frames is not None:
             more["shape"] = list(self.diffusion.model.sample_shape)
+        if self.low and self.expert:
+            more["low"] = [*identity(self.low), self.expert.boundary, self.expert.scale]
         return more | {
             "checkpoint": identity(self.run),
             "weights": self.run.weights,
@@ -229,8 +246,8 @@ def job_of(
     sampler = drawing.sampler_of(diffusion.config, flags.sampler, "--sampler")
     # What is checked at once comes before a text encoder is loaded.
     vae = vae_of(diffusion, flags, run.device)
-    if flags.size is not None:
-        diffusion = at_size(diffusion, flags.size, vae)
+    diffusion = at_size(diffusion, flags, vae)
+    check_clips(diffusion, flags)
     if diffusion.captions is None:
         check_no_prompts(flags)
         names = diffusion.data.class_names
@@ -243,10 +260,44 @@ def job_of(
         noise, labels = read_noise(
             Path(flags.noise), diffusion, captions.numbers if captions else None
         )
-    guide = None if flags.guide is None else load_guide(flags.guide, run.device, flags.trust)
+    other = partial(load_other, device=run.device, trust=flags.trust)
+    guide = None if flags.guide is None else other(flags.guide, "--guide")
+    low = None
+    if flags.low is not None:
+        low = other(flags.low, "--low", weights=flags.weights, decay=flags.decay)
     weak = None if guide is None else weak_network(guide, diffusion)
-    guidance = drawing.guidance_of(flags, weak)
-    return Job(run, diffusion, flags, sampler, guidance, guide, labels, captions, noise, vae)
+    return Job(
+        run=run,
+        diffusion=diffusion,
+        flags=flags,
+        sampler=sampler,
+        guidance=drawing.guidance_of(flags, weak),
+        guide=guide,
+        low=low,
+        expert=None if low is None else low_expert(low, diffusion, flags),
+        labels=labels,
+        captions=captions,
+        noise=noise,
+        vae=vae,
+    )
+
+
+def check_clips(diffusion: Diffusion, flags: PictureFlags) -> None:
+    """Refuse flags of clips for pictures, an output that holds none, and half a pair of experts."""
+    for flag, key in (("--boundary", "boundary"), ("--low-cfg-scale", "low_cfg_scale")):
+        if flags.low is None and getattr(flags, key) is not None:
+            raise UserError(f"{flag} is for two networks: give the second one, --low RUN.")
+    if not has_clips(diffusion.model) or diffusion.model.sample_shape[1] == 1:
+        for flag, is_given in (("--fps", flags.fps), ("--keep-frames", flags.keep_frames)):
+            if is_given:
+                raise UserError(f"{flag} is for clips, but pictures are drawn. Leave it out.")
+    elif flags.out.endswith(".npz"):
+        raise UserError(
+            f"--out {flags.out}: ADM's evaluator reads pictures, but the run draws clips. Name a "
+            "folder for MP4 files, a .png for a contact sheet, or a .safetensors file."
+        )
+    elif not Path(flags.out).suffix:
+        library.video(f"--out {flags.out}: a folder of clips")
 
 
 def identity(run: TrainedModel) -> list[str]:
@@ -258,6 +309,8 @@ def identity(run: TrainedModel) -> list[str]:
 def described(job: Job) -> str:
     """The console line of what is drawn."""
     guide = f" against {job.guide.path}" if job.guide else ""
+    if job.low and job.expert:
+        guide += f", below t = {job.expert.boundary:g} from {job.low.path}"
     vae = f", decoded by {job.vae.facts} ({job.vae.source})" if job.vae else ""
     return (
         f"sampling {len(job.labels)} from {job.run.path} ({job.run.weights}): "
@@ -295,8 +348,9 @@ def drawn(job: Job, rows: range, report: Callable[[int], None]) -> dict[str, Ten
     model, device = job.diffusion.model, job.run.device
     at = slice(rows.start, rows.stop)
     given, null = job.conditions(at)
+    calls, low = Calls(report), job.expert
     tokens = drawing.generate(
-        Counted(job.run.network, report),
+        calls.counted(job.run.network),
         job.diffusion,
         given,
         torch.arange(rows.start, rows.stop, device=device),
@@ -308,6 +362,7 @@ def drawn(job: Job, rows: range, report: Callable[[int], None]) -> dict[str, Ten
         guidance=job.guidance,
         noise=None if job.noise is None else model.tokenize(job.noise[at].to(device)),
         null=null,
+        low=low and dataclasses.replace(low, predict=calls.counted(low.predict)),
     )
     samples = job.diffusion.data.to_stored_units(model.detokenize(tokens))
     check_finite(job, rows, samples, "samples")
@@ -317,7 +372,7 @@ def drawn(job: Job, rows: range, report: Callable[[int], None]) -> dict[str, Ten
     if job.vae is not None:
         found["pictures"] = decoded(job, job.vae, rows, samples).cpu()
     elif job.keeps_pictures and job.diffusion.data.value_range is not None:
-        found["pictures"] = to_pixels(samples, job.diffusion.data.value_range).cpu()
+        found["pictures"] = pixels_of(job, samples, job.diffusion.data.value_range).cpu()
     return found
 
 
@@ -332,16 +387,28 @@ def check_finite(job: Job, rows: range, values: Float[Tensor, "n ..."], what: st
         )
 
 
+def pixels_of(
+    job: Job, samples: Float[Tensor, "n c *size"], value_range: tuple[float, float] | None
+) -> UInt8[Tensor, "n *shape"]:
+    """Pictures [n, h, w, 3] of samples, or clips [n, f, 3, h, w]."""
+    if job.has_clips:
+        return to_clips(samples, value_range).contiguous()
+    return to_pixels(samples.squeeze(2) if samples.ndim == 5 else samples, value_range)
+
+
 def decoded(
-    job: Job, vae: Autoencoder, rows: range, samples: Float[Tensor, "n c h w"]
-) -> UInt8[Tensor, "n h w 3"]:
-    """Pictures of stored latents, a few at a time."""
-    pictures = []
-    for first in range(0, len(samples), DECODED):
-        values = vae.decoded(samples[first : first + DECODED])
-        check_finite(job, rows[first : first + DECODED], values, "decoded samples")
+    job: Job, vae: Autoencoder, rows: range, samples: Float[Tensor, "n c *size"]
+) -> UInt8[Tensor, "n *shape"]:
+    """Pictures [n, h, w, 3] of stored latents, a few at a time, or clips [n, f, 3, h, w]."""
+    pictures, at_once = [], 1 if job.has_clips else DECODED
+    for first in range(0, len(samples), at_once):
+        values = vae.decoded(samples[first : first + at_once])
+        check_finite(job, rows[first : first + at_once], values, "decoded samples")
         pictures.append(as_pixels(values))
-    return torch.cat(pictures).permute(0, 2, 3, 1).contiguous()
+    whole = torch.cat(pictures)
+    if job.has_clips:
+        return whole.transpose(1, 2).contiguous()
+    return (whole.squeeze(2) if whole.ndim == 5 else whole).permute(0, 2, 3, 1).contiguous()
 
 
 def write(job: Job, parts: FinishedParts) -> None:
@@ -356,23 +423,40 @@ def write(job: Job, parts: FinishedParts) -> None:
             numbers = {"prompt" if is_captioned else "labels": job.labels}
             write_tensors(job.out, {**tensors, **numbers}, metadata)
         elif job.out.suffix == ".png":
-            (name, samples) = next(iter(joined(parts).items()))
-            if name == "pictures":
-                samples = samples.permute(0, 3, 1, 2).float()
-            value_range = (0.0, 255.0) if name == "pictures" else None
-            draw_grid(job.out, samples, job.labels.tolist(), value_range, names)
+            draw_png(job, joined(parts))
         elif job.out.suffix == ".npz":
             first = next(pictures_of(parts))
             shape = (len(job.labels), first.shape[1], first.shape[2], 3)
             output.write_npz(job.out, pictures_of(parts), job.labels, shape)
+        elif job.has_clips:
+            output.write_clips(
+                job.out,
+                pictures_of(parts),
+                job.labels.tolist(),
+                names,
+                fps=job.fps,
+                captioned=is_captioned,
+                frames=job.flags.keep_frames,
+            )
         else:
             labels, pictures = job.labels.tolist(), pictures_of(parts)
             output.write_folder(job.out, pictures, labels, names, captioned=is_captioned)
     parts.delete()
 
 
-def pictures_of(parts: FinishedParts) -> Iterator[UInt8[Tensor, "b h w 3"]]:
-    """The pictures of every batch."""
+def draw_png(job: Job, tensors: Mapping[str, Tensor]) -> None:
+    """Draw the grid of pictures, or of latents without an autoencoder; of clips, some frames."""
+    labels, pixels = job.labels.tolist(), tensors.get("pictures")
+    if job.has_clips:
+        clips = to_clips(tensors["samples"], None) if pixels is None else pixels
+        output.draw_contact_sheet(job.out, clips, labels, job.names)
+        return
+    pixels = pixels_of(job, tensors["samples"], None) if pixels is None else pixels
+    draw_grid(job.out, pixels.permute(0, 3, 1, 2).float(), labels, drawing.PIXELS, job.names)
+
+
+def pictures_of(parts: FinishedParts) -> Iterator[UInt8[Tensor, "b *shape"]]:
+    """The pictures, or clips, of every batch."""
     return (tensors["pictures"] for tensors in parts.read())
 
 
@@ -387,18 +471,22 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-class Counted:
-    """A network that reports the number of its calls after each."""
+class Calls:
+    """Reports the number of calls of networks after each."""
 
-    def __init__(self, network: Model, report: Callable[[int], None]) -> None:
-        self.network, self.report, self.calls = network, report, 0
+    def __init__(self, report: Callable[[int], None]) -> None:
+        self.report, self.number = report, 0
 
-    def __call__(self, inputs: Mapping[str, Tensor], static: Mapping[str, Tensor]) -> Tensor:
-        """Run the network."""
-        output = first_of(self.network(inputs, static))
-        self.calls += 1
-        self.report(self.calls)
-        return output
+    def counted(self, network: Callable[..., Output]) -> Callable[..., Tensor]:
+        """A network whose calls are counted."""
+
+        def run(*given: Any) -> Tensor:
+            output = first_of(network(*given))
+            self.number += 1
+            self.report(self.number)
+            return output
+
+        return run
 
 
 def progressed(progress: ProgressLine, first: int, size: int, job: Job, calls: int) -> None:

@@ -77,6 +77,7 @@ SCHEMA = {
     ),
     "vae_source": Maybe(str),
     "posterior": Maybe(Literal["", "both", "mean"]),
+    "fps": Maybe(PositiveFloat | None),
     "bucket_shapes": Maybe(schema.Many(SHAPE)),
     "bucket_counts": Maybe(tuple[PositiveInt, ...]),
     "bucket_text": Maybe(tuple[Dim, ...]),
@@ -218,6 +219,7 @@ class LatentFacts(DataFacts):
         "class_names",
         "vae_source",
         "posterior",
+        "fps",
         "bucket_counts",
         "text_digest",
         "text_source",
@@ -243,6 +245,8 @@ class LatentFacts(DataFacts):
     """Folder or name of the autoencoder when the latents were made."""
     posterior: str = ""
     """Stored part of the posterior: "both" mean and std, "mean", or "" if not known."""
+    fps: float | None = None
+    """Frames per second of clips, before the autoencoder; None if not known."""
     bucket_shapes: tuple[Shape, ...] = ()
     """Shape of the samples of each bucket; empty if all samples have one shape."""
     bucket_counts: tuple[int, ...] = ()
@@ -269,6 +273,8 @@ class LatentFacts(DataFacts):
         values = super().as_json()
         if self.vae and self.vae.frames_factor == 1:
             del values["vae"]["frames_factor"]
+        if self.fps is None:
+            del values["fps"]
         if not self.bucket_shapes:
             del values["bucket_shapes"], values["bucket_counts"]
         if not self.bucket_text:

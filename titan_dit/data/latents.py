@@ -167,6 +167,7 @@ class LatentShards(Source):
             vae=vae and vae_facts(vae),
             vae_source=vae["source"] if vae else "",
             posterior=manifest.get("posterior") or "",
+            fps=manifest["fps"],
             text=self._text.facts if self._text else None,
             text_digest=digest_of(texts) if texts else "",
             text_source=text["source"] if text else "",

@@ -14,6 +14,7 @@ from titan_dit.config.section import (
     Few,
     Finite,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     UserError,
     conform,
@@ -41,6 +42,7 @@ MANIFEST_KEYS = {
     "value_range": tuple[Finite, ...] | None,
     "copies": PositiveInt | None,
     "posterior": Literal["both", "mean"] | None,
+    "fps": PositiveFloat | None,
 }
 UNITS = ("scale", "shift")
 """Keys that hold a number, or a list of one per channel."""
@@ -76,7 +78,7 @@ FOLDER_KEYS = {
     "scale": None,
     "shift": None,
 }
-OPTIONAL = {"value_range", "classes", "copies", "posterior", "padding", "frames_factor"}
+OPTIONAL = {"value_range", "classes", "copies", "posterior", "padding", "frames_factor", "fps"}
 BYTES_PER_FILE = 4096
 """Maximum bytes of a large manifest per file in its folder: a shard of 16 channels takes 1,000."""
 

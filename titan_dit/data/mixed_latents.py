@@ -168,6 +168,7 @@ def facts_of(
     return replace(
         each[0],
         vae=of_clips.vae,
+        fps=next((facts.fps for facts in each if facts.fps), None),
         count=sum(counts),
         digest=digest_of([*(facts.digest for facts in each), json.dumps(rules)]),
         shape=max((shape for shape, _ in shapes), key=math.prod),

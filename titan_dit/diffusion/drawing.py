@@ -22,9 +22,17 @@ from titan_dit.config.training import SamplingConfig
 from titan_dit.data.base import Source
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.listing import few
+from titan_dit.diffusion.base import Predict
 from titan_dit.diffusion.conditions import Captions, Conditions, Given, OpenedData, rows_of
-from titan_dit.diffusion.guidance import Conditional, Guidance, guided, scales
-from titan_dit.diffusion.objective import Diffusion, text_multiple
+from titan_dit.diffusion.guidance import (
+    Conditional,
+    Guidance,
+    LowExpert,
+    by_noise_level,
+    guided,
+    scales,
+)
+from titan_dit.diffusion.objective import Diffusion, has_clips, text_multiple
 from titan_dit.diffusion.samplers import from_diffusers
 from titan_dit.diffusion.samplers.base import Sampler, Settings
 from titan_dit.diffusion.sections import DiffusionConfig
@@ -38,6 +46,8 @@ NUM = 40
 """Default number of pictures in a preview."""
 PIXELS = (0.0, 255.0)
 """Values of black and white in decoded pictures."""
+FPS = 16.0
+"""Frames per second of drawn clips, if the data do not say."""
 
 
 @runtime_checkable
@@ -220,7 +230,7 @@ def shown(
         labels = preview_labels(sampling.num or NUM, objective.num_classes)
         return labels, {"labels": labels}, objective.data.class_names
     count = len(opened.prompts)
-    num = sampling.num or count * max(1, NUM // count)
+    num = sampling.num or count * (1 if has_clips(objective.model) else max(1, NUM // count))
     if num < count:
         raise UserError(
             f"[sampling] num={num} does not show all {count} prompts. Set num to at least "
@@ -292,6 +302,7 @@ def generate(
     noise: Float[Tensor, "b n d"] | None = None,
     null: Given | None = None,
     share: DataShare | None = None,
+    low: LowExpert | None = None,
 ) -> Float[Tensor, "b n d"]:
     """Draw one sample per row of a condition, as tokens.
 
@@ -299,6 +310,7 @@ def generate(
     the number of ranks. `noise`: initial noise instead of the seed's. `shift`: of a flow's times;
     None takes that of training. `null`: a condition of each sample to guide away from, in place of
     none. `share`: the data ranks that hold the network together and draw as many samples each.
+    `low`: the network below a noise level; `forward` is the one from there up.
     """
     device = numbers.device
     if null is None:
@@ -309,18 +321,24 @@ def generate(
         static = objective.with_text(of).static(device)
         return forward({"tokens": x, "timestep": timestep, **of}, static).float()
 
-    scale = scales(
-        guidance.scale,
-        guided=channels if guidance.channels is None else guidance.channels,
-        outputs=objective.config.output_channels(channels),
-        pixels=shape[1] // channels,
-        device=device,
-    )
+    def guide_by(network: Conditional, scale: float, of: Given, instead: Given) -> Predict:
+        each = scales(
+            scale,
+            guided=channels if guidance.channels is None else guidance.channels,
+            outputs=objective.config.output_channels(channels),
+            pixels=shape[1] // channels,
+            device=device,
+        )
+        return guided(network, of, instead, each, guidance, objective.noise_level)
 
     def draw(rows: Tensor | slice, conditions: Sequence[Given]) -> dict[str, Tensor]:
         rng = SampleRNG(seed, numbers[rows])
         of, instead = conditions
-        guide = guided(predict, of, instead, scale, guidance, objective.noise_level)
+        guide = guide_by(predict, guidance.scale, of, instead)
+        if low is not None:
+            scale = guidance.scale if low.scale is None else low.scale
+            below = guide_by(low.predict, scale, of, instead)
+            guide = by_noise_level(guide, below, low.boundary, objective.noise_level)
         drawn = sampler(
             objective.process(guide),
             rng.normal("sample", shape) if noise is None else noise[rows],
@@ -346,7 +364,7 @@ def samples(
     given: Given,
     numbers: Int64[Tensor, " b"],
     share: DataShare,
-) -> Float[Tensor, "b c h w"]:
+) -> Float[Tensor, "b c *size"]:
     """Draw samples in stored units, as [sampling] says; `share` as in `generate`."""
     tokens = generate(
         forward,
@@ -372,7 +390,10 @@ def preview(
     share: DataShare,
     vae: Autoencoder | None = None,
 ) -> Preview:
-    """Draw the samples of [sampling] as one picture; data ranks draw shares, then all-gather."""
+    """Draw the samples of [sampling] as one picture; data ranks draw shares, then all-gather.
+
+    Clips are a contact sheet, and an MP4 each in a folder beside it.
+    """
     device = share.device
     labels, conditions, names = shown(objective, sampling)
     num = len(labels)
@@ -397,7 +418,15 @@ def preview(
         # Imported late: the benchmarks train on machines without Pillow.
         from titan_dit.pictures import output
 
-        output.draw_grid(file, drawn, labels.tolist(), value_range, names)
+        if not has_clips(objective.model):
+            output.draw_grid(file, drawn, labels.tolist(), value_range, names)
+            return
+        clips, fps = output.to_clips(drawn, value_range), objective.data.fps or FPS
+        output.draw_contact_sheet(file, clips, labels.tolist(), names)
+        folder = file.with_suffix("")
+        folder.mkdir(exist_ok=True)
+        for number, clip in enumerate(clips):
+            output.write_clip(folder / f"{number:06d}.mp4", clip, fps)
 
     lost = (finite == 0).nonzero()[:, 0].tolist()
     note = f"samples {few(lost)} of the preview are NaN or infinite" if lost else ""

@@ -89,6 +89,35 @@ def guided(
     return prediction
 
 
+@dataclass(frozen=True)
+class LowExpert:
+    """The network that draws below a noise level, where two share the work, as in Wan 2.2."""
+
+    predict: Conditional
+    boundary: float
+    """Noise level, as in `Guidance.interval`, from which the other network draws."""
+    scale: float | None = None
+    """Guidance scale of this network; None: that of the other one."""
+
+
+def by_noise_level(
+    high: Callable[[Tensor, Tensor], Tensor],
+    low: Callable[[Tensor, Tensor], Tensor],
+    boundary: float,
+    noise_level: Callable[[float], float],
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """The prediction of `high` at noise levels from `boundary` up, that of `low` below.
+
+    All samples have the same timestep; `noise_level` as in `guided`.
+    """
+
+    def prediction(x: Float[Tensor, "b n d"], timestep: Float[Tensor, " b"]) -> Tensor:
+        is_high = round(noise_level(timestep[0].item()), 6) >= boundary
+        return (high if is_high else low)(x, timestep)
+
+    return prediction
+
+
 def rescaled(
     found: Float[Tensor, "b n d_out"],
     conditional: Float[Tensor, "b n d_out"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -256,6 +257,8 @@ def check_classes(num_classes: int, facts: LatentFacts) -> None:
         )
 
 
+MOST_HINTED = 1 << 26
+"""Maximum elements that `scale_hint` reads: 32 latents of 81 frames of 480 x 832 pixels."""
 VALIDATION_BINS = 8
 """Equal bins of the timestep range; validation evaluates the loss at the middle of each."""
 
@@ -673,6 +676,11 @@ class Diffusion(Objective, ABC):
         fit.
         """
         self.check_autoencoder(sampling)
+        if has_clips(self.model):
+            raise UserError(
+                f"[fid] compares pictures, but [model] name={show(self.model.name)} draws clips. "
+                "Set [fid] every = 0: [validation] measures the loss of clips."
+            )
         _, height, width = self.model.sample_shape
         if height != width:
             raise UserError(
@@ -745,7 +753,12 @@ class Diffusion(Objective, ABC):
 
     def check_preview(self, sampling: SamplingConfig, generation: GenerationConfig) -> None:
         """Check [sampling] vae, and that prompts are given to a network that takes them."""
+        # Imported late: the benchmarks train on machines without Pillow.
+        from titan_dit.pictures import library
+
         self.check_autoencoder(sampling)
+        if has_clips(self.model):
+            library.video("[sampling] every: a preview of clips")
         if not self.captions and (sampling.prompts or sampling.text_encoder):
             key = "prompts" if sampling.prompts else "text_encoder"
             raise UserError(
@@ -848,7 +861,7 @@ def scale_hint(source: Source, facts: LatentFacts, channels: int, num: int = 64)
     Noise has std 1: for data of another scale the noise levels are too low or too high.
     """
     rows = max(source.bucket_rows, key=len)
-    num = min(num, len(rows))
+    num = min(num, len(rows), max(1, MOST_HINTED // math.prod(facts.shape)))
     stored = source.read([rows[i * len(rows) // num] for i in range(num)])["latent"]
     check_std(stored, facts, channels)
     rng = SampleRNG(0, torch.arange(num))

@@ -49,6 +49,14 @@ def to_pixels(
     return (unit * 255).round().byte().expand(-1, 3, -1, -1).permute(0, 2, 3, 1)
 
 
+def to_clips(
+    samples: Float[Tensor, "n c f h w"], value_range: tuple[float, float] | None
+) -> UInt8[Tensor, "n f 3 h w"]:
+    """Clips as frames in RGB, as `to_pixels`."""
+    frames = to_pixels(samples.transpose(1, 2).flatten(0, 1), value_range)
+    return torch.unflatten(frames, 0, (len(samples), -1)).permute(0, 1, 4, 2, 3)
+
+
 def draw_grid(
     path: Path,
     samples: Float[Tensor, "n c h w"],
