@@ -1,11 +1,12 @@
-"""Z-Image and FLUX.2 against diffusers' own classes: predictions and gradients, both ways."""
+"""Z-Image, FLUX.2 and Wan against diffusers' own classes: predictions and gradients, both ways."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from titan_dit.interop import diffusers_flux2, diffusers_z_image, tensor_layouts
+from titan_dit.interop import diffusers_flux2, diffusers_wan, diffusers_z_image, tensor_layouts
 from titan_dit.models.flux2_config import Flux2Config
+from titan_dit.models.wan_config import WanConfig
 from titan_dit.models.z_image_config import ZImageConfig
 from titan_dit.pictures.library import diffusers
 
@@ -17,10 +18,10 @@ def library():
     return diffusers("the test")
 
 
-def scrambled(module):
+def scrambled(module, std=0.2):
     generator = torch.Generator().manual_seed(0)
     for name, parameter in module.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator) * 0.2
+        noise = torch.randn(parameter.shape, generator=generator) * std
         parameter.data = noise + (1.0 if "norm" in name and parameter.ndim == 1 else 0.0)
     return module
 
@@ -94,6 +95,35 @@ def flux2(library, guidance=None):
     return theirs, config
 
 
+def wan(library):
+    """Three heads of 16 channels, whose axes rotate by 8, 4 and 4; clips of 3 x 2 x 5 tokens."""
+    # With larger weights attention saturates: its gradients are then differences of rounding.
+    theirs = scrambled(
+        library.WanTransformer3DModel(
+            num_layers=3,
+            num_attention_heads=3,
+            attention_head_dim=16,
+            in_channels=4,
+            out_channels=4,
+            text_dim=20,
+            ffn_dim=60,
+        ),
+        std=0.15,
+    )
+    config = WanConfig(
+        hidden_size=48,
+        num_layers=3,
+        num_heads=3,
+        intermediate_size=60,
+        in_channels=4,
+        latent_frames=3,
+        latent_size=[4, 10],
+        text_dim=20,
+        text_tokens=24,
+    )
+    return theirs, config
+
+
 def drawn(*shape, seed=1):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -145,14 +175,52 @@ def test_flux2_is_that_of_diffusers(library, guidance):
     assert_same_gradients(model, layouts, theirs)
 
 
+@pytest.mark.parametrize("times", [(2,), (2, 30)], ids=["per sample", "per token"])
+def test_wan_is_that_of_diffusers(library, times):
+    theirs, config = wan(library)
+    layouts = diffusers_wan.layouts(config)
+    model = imported(config, layouts, theirs)
+    latents, weight = drawn(2, 4, 3, 4, 10), drawn(2, 4, 3, 4, 10, seed=3)
+    text, lengths = drawn(2, 24, 20, seed=2), torch.tensor([9, 4])
+    timestep = 1000 * torch.rand(times, generator=torch.Generator().manual_seed(4))
+    is_given = torch.arange(24) < lengths[:, None]
+    expected = theirs(latents, timestep, text * is_given[..., None]).sample
+    (expected * weight).sum().backward()
+    inputs = {
+        "tokens": config.tokenize(latents),
+        "timestep": timestep,
+        "text": text,
+        "text_length": lengths,
+    }
+    found = config.detokenize(model(inputs, config.static(CPU)))
+    (found * weight).sum().backward()
+    assert largest_difference(found, expected) <= 1e-5
+    assert_same_gradients(model, layouts, theirs)
+
+
+def test_wans_text_is_attended_to_with_its_padding(library):
+    theirs, config = wan(library)
+    latents, time, text = drawn(2, 4, 3, 4, 10), torch.tensor([500.0, 37.0]), drawn(2, 9, 20)
+    padded = F.pad(text, (0, 0, 0, 15))
+    with torch.no_grad():
+        whole, trimmed = (theirs(latents, time, given).sample for given in (padded, text))
+        model = imported(config, diffusers_wan.layouts(config), theirs)
+        inputs = {"tokens": config.tokenize(latents), "timestep": time, "text": padded}
+        inputs["text_length"] = torch.tensor([9, 9])
+        found = config.detokenize(model(inputs, config.static(CPU)))
+    assert largest_difference(found, whole) <= 1e-5
+    assert largest_difference(trimmed, whole) >= 1e-2
+
+
 NETWORKS = pytest.mark.parametrize(
     ("build", "layouts_of"),
     [
         (z_image, diffusers_z_image.layouts),
         (flux2, diffusers_flux2.layouts),
         (lambda library: flux2(library, 3.5), diffusers_flux2.layouts),
+        (wan, diffusers_wan.layouts),
     ],
-    ids=["z_image", "flux2", "guided"],
+    ids=["z_image", "flux2", "guided", "wan"],
 )
 
 

@@ -1,4 +1,4 @@
-"""Z-Image and FLUX.2 by themselves; tests/interop compares them with diffusers."""
+"""Z-Image, FLUX.2 and Wan by themselves; tests/interop compares them with diffusers."""
 
 import re
 from dataclasses import replace
@@ -9,8 +9,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from titan_dit.config.section import UserError
+from titan_dit.models.base import kind_of
 from titan_dit.models.flux2_config import Flux2Config
 from titan_dit.models.layers import rotate
+from titan_dit.models.wan_config import WanConfig
 from titan_dit.models.z_image_config import ZImageConfig
 from titan_dit.parallel.init import initialize
 
@@ -37,6 +39,19 @@ FLUX2 = {
 }
 
 
+WAN = {
+    "hidden_size": 48,
+    "num_layers": 2,
+    "num_heads": 3,
+    "intermediate_size": 60,
+    "latent_frames": 3,
+    "latent_size": [4, 10],
+    "in_channels": 3,
+    "text_tokens": 7,
+    "text_dim": 10,
+}
+
+
 def z_image(**changes):
     return ZImageConfig(**{**Z_IMAGE, **changes})
 
@@ -45,8 +60,14 @@ def flux2(**changes):
     return Flux2Config(**{**FLUX2, **changes})
 
 
+def wan(**changes):
+    return WanConfig(**{**WAN, **changes})
+
+
 NETWORKS = pytest.mark.parametrize(
-    "config", [z_image(), flux2(), flux2(guidance=4.0)], ids=["z_image", "flux2", "guided"]
+    "config",
+    [z_image(), flux2(), flux2(guidance=4.0), wan()],
+    ids=["z_image", "flux2", "guided", "wan"],
 )
 
 
@@ -60,7 +81,8 @@ def scrambled(config, output_channels=None):
     torch.manual_seed(0)
     model = config.build(output_channels or config.in_channels)
     for name, parameter in model.named_parameters():
-        mean, std = float(name.endswith("norm.weight")), parameter.shape[-1] ** -0.5
+        is_norm = name.endswith(("norm.weight", "norm.q", "norm.k"))
+        mean, std = float(is_norm), parameter.shape[-1] ** -0.5
         torch.nn.init.normal_(parameter, mean, std if parameter.ndim > 1 else 0.3)
     return model
 
@@ -83,8 +105,12 @@ def predict(model, inputs, config=None):
 def test_sizes_have_the_parameters_that_their_key_names():
     z = ZImageConfig(size="6B", latent_size=128, text_tokens=512)
     f = Flux2Config(size="klein-4B", latent_size=64)
-    counted = [sum(p.numel() for p in on_meta(config).parameters()) for config in (z, f)]
-    assert counted == [6_154_908_736, 3_875_544_576]
+    clips = {"latent_frames": 21, "latent_size": [60, 104]}
+    small, large = (WanConfig(size=size, **clips) for size in ("1.3B", "14B"))
+    counted = [
+        sum(p.numel() for p in on_meta(config).parameters()) for config in (z, f, small, large)
+    ]
+    assert counted == [6_154_908_736, 3_875_544_576, 1_418_996_800, 14_288_491_584]
     assert (z.axes, z.ffn, z.kinds[:5]) == (
         (32, 48, 48),
         10240,
@@ -95,6 +121,7 @@ def test_sizes_have_the_parameters_that_their_key_names():
         9216,
         ("double",) * 5 + ("single",) * 20,
     )
+    assert (small.axes, large.axes, large.token_shape) == ((44, 42, 42),) * 2 + ((32760, 64),)
 
 
 def counted(part, *given):
@@ -111,12 +138,13 @@ def test_flops_of_every_part_are_what_torch_counts(config):
     # fp64: fp32 goes through an operator of oneDNN that torch does not count.
     model, static, batch = scrambled(config).double(), config.static(CPU), 3
     spec = config.spec()
-    parts = config.flops(config.in_channels, spec.num_text_tokens, spec.num_tokens)
+    parts = config.flops(config.in_channels, config.text_tokens, spec.num_tokens)
     flops, stream = counted(model.embed, inputs_for(config, batch), static)
     assert flops == batch * parts["embed"]
     stream = tuple(tensor.detach().requires_grad_() for tensor in stream)
     for block in model.blocks.values():
-        assert counted(block, stream, static)[0] == batch * parts[block.kind], block.kind
+        kind = kind_of(block) or "block"
+        assert counted(block, stream, static)[0] == batch * parts[kind], kind
     assert counted(model.head, stream, static)[0] == batch * parts["head"]
     flops, _ = counted(model, inputs_for(config, batch), static)
     assert flops == batch * model.flops_per_sample(spec.num_attended_tokens)
@@ -125,11 +153,12 @@ def test_flops_of_every_part_are_what_torch_counts(config):
 @NETWORKS
 def test_costs_of_kinds_and_ends_are_in_one_unit(config):
     spec, model = config.spec(), on_meta(config)
-    kinds = [block.kind for block in model.blocks.values()]
-    assert tuple(kinds) == spec.layer_kinds
-    assert set(spec.kind_costs) == set(kinds)
-    unit = config.flops(config.in_channels, spec.num_text_tokens, spec.num_tokens)[kinds[-1]]
-    total = spec.embed_cost + spec.head_cost + sum(spec.kind_costs[kind] for kind in kinds)
+    kinds = [kind_of(block) for block in model.blocks.values()]
+    assert tuple(kinds) == spec.kinds
+    assert set(spec.kind_costs) == set(spec.layer_kinds)
+    flops = config.flops(config.in_channels, config.text_tokens, spec.num_tokens)
+    unit = flops[kinds[-1] or "block"]
+    total = spec.cost(range(len(kinds)))
     assert total * unit == pytest.approx(model.flops_per_sample(spec.num_attended_tokens))
 
 
@@ -142,7 +171,9 @@ def test_at_the_start_the_prediction_is_zero_and_modulated_blocks_are_the_identi
     for block in model.blocks.values():
         found = block(stream, config.static(CPU))
         is_same = [torch.equal(a, b) for a, b in zip(found, stream, strict=True)]
-        assert is_same == [True, block.kind != "refine_text", True]
+        # Cross-attention and refiners of the caption are not gated.
+        kind = kind_of(block)
+        assert is_same == [bool(kind), kind != "refine_text", True]
 
 
 @NETWORKS
@@ -167,7 +198,8 @@ def test_samples_do_not_depend_on_each_other(config):
 def test_the_condition_stays_in_fp32_in_bf16(config):
     model = scrambled(config).to(torch.bfloat16)
     stream = model.embed(inputs_for(config), config.static(CPU))
-    assert [tensor.dtype for tensor in stream] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    text = torch.float32 if config.name == "wan" else torch.bfloat16
+    assert [tensor.dtype for tensor in stream] == [torch.bfloat16, text, torch.float32]
     specs = config.spec().stream.values()
     assert [spec.dtype_under(torch.bfloat16) for spec in specs] == [t.dtype for t in stream]
     assert predict(model, inputs_for(config)).dtype == torch.bfloat16
@@ -182,6 +214,47 @@ def test_specs_name_what_the_network_takes_and_makes(config):
     assert {name: (each.shape, each.dtype) for name, each in spec.static.items()} == found
     assert [each.shape for each in spec.stream.values()] == [tuple(t.shape[1:]) for t in stream]
     assert spec.inputs["tokens"].shape == tuple(inputs["tokens"].shape[1:])
+
+
+def test_wans_text_beyond_its_length_is_zero_and_attended_to():
+    config = wan()
+    model, inputs = scrambled(config), inputs_for(config)
+    whole = predict(model, inputs)
+    beyond = torch.arange(config.text_tokens) >= inputs["text_length"][:, None]
+    noisy = dict(inputs, text=inputs["text"] + 7 * beyond[..., None])
+    assert torch.equal(predict(model, noisy), whole)
+    zeros = dict(inputs, text=inputs["text"] * ~beyond[..., None])
+    longer = dict(zeros, text_length=torch.full((3,), config.text_tokens))
+    assert torch.equal(predict(model, longer), whole)
+    # Two tokens alone, without the five zeros behind them.
+    trimmed = {name: tensor[:1] for name, tensor in inputs.items()}
+    trimmed["text"] = trimmed["text"][:, :2]
+    assert (predict(model, trimmed) - whole[:1]).abs().max() > 1e-2
+
+
+def test_a_time_of_every_token_may_be_the_same_one():
+    config = wan()
+    model, inputs = scrambled(config), inputs_for(config)
+    whole = predict(model, inputs)
+    each = dict(inputs, timestep=inputs["timestep"][:, None].expand(-1, config.token_shape[0]))
+    torch.testing.assert_close(predict(model, each), whole)
+    each["timestep"] = each["timestep"].clone()
+    each["timestep"][:, -1] += 100
+    assert (predict(model, each) - whole)[:, -1].abs().max() > 1e-3
+
+
+def test_tokens_of_a_clip_go_frame_by_frame_and_row_by_row():
+    config = wan()
+    latents = torch.randn(2, 3, 3, 4, 10)
+    tokens = config.tokenize(latents)
+    assert torch.equal(config.detokenize(tokens), latents)
+    # A token of frame 1, row 1, column 3 holds the patch as (row, column, channel).
+    patch = latents[0, :, 1, 2:4, 6:8].permute(1, 2, 0)
+    assert torch.equal(tokens[0, 10 + 5 + 3], patch.flatten())
+    assert config.positions(CPU)[10 + 5 + 3].tolist() == [1, 1, 3]
+    picture = config.at_size(1, 4, 10)
+    assert picture.sample_shape == (3, 1, 4, 10)
+    assert torch.equal(picture.tokenize(latents[:, :, :1]), tokens[:, :10])
 
 
 def test_z_images_text_beyond_its_length_does_not_matter_but_the_padding_token_does():
@@ -290,6 +363,12 @@ IMPOSSIBLE = [
     (flux2, {"rope_axes": [3, 5, 4, 4]}, ["rope_axes=[3, 5, 4, 4]", "hidden_size = 48"]),
     (flux2, {"num_heads": 8}, ["num_heads=8", "hidden_size = 64", "rope_axes = [2, 2, 2, 2]"]),
     (flux2, {"size": "klein-4B"}, ["hidden_size=48", "disagrees"]),
+    (wan, {"latent_frames": 0}, ["latent_frames=0", "at least 1"]),
+    (wan, {"latent_size": [5, 4]}, ["latent_size=[5, 4]", "latent_size = [6, 4]"]),
+    (wan, {"rope_axes": [8, 8]}, ["rope_axes=[8, 8]", "3 even numbers"]),
+    (wan, {"num_heads": 5}, ["num_heads=5", "add up"]),
+    (wan, {"intermediate_size": None}, ["intermediate_size missing", 'size = "1.3B"']),
+    (wan, {"size": "1.3B"}, ["hidden_size=48", "disagrees"]),
     (flux2, {"guidance": -1.0}, ["guidance=-1.0", "at least 0"]),
     (flux2, {"mlp_ratio": 0.0}, ["mlp_ratio=0.0", "above 0"]),
 ]
@@ -307,7 +386,12 @@ def test_impossible_shapes_name_section_values_and_fix(build, values, words):
 
 @pytest.mark.parametrize(
     ("build", "values"),
-    [(z_image, {"num_heads": 5}), (flux2, {"num_heads": 8}), (flux2, {"num_heads": 5})],
+    [
+        (z_image, {"num_heads": 5}),
+        (flux2, {"num_heads": 8}),
+        (flux2, {"num_heads": 5}),
+        (wan, {"num_heads": 5}),
+    ],
 )
 def test_every_fix_that_a_message_names_works(build, values):
     with pytest.raises(UserError) as caught:

@@ -25,6 +25,7 @@ SECTIONS = {
         "flux2": "titan_dit.models.flux2_config:Flux2Config",
         "gpt": "titan_dit.models.gpt_config:GPTConfig",
         "joint_dit": "titan_dit.models.joint_dit_config:JointDiTConfig",
+        "wan": "titan_dit.models.wan_config:WanConfig",
         "z_image": "titan_dit.models.z_image_config:ZImageConfig",
     },
     "objective": {
@@ -85,6 +86,7 @@ TENSOR_PLANS = {
     "flux2": "titan_dit.parallel.tensor_plans.flux2:plan",
     "gpt": "titan_dit.parallel.tensor_plans.gpt:plan",
     "joint_dit": "titan_dit.parallel.tensor_plans.joint_dit:plan",
+    "wan": "titan_dit.parallel.tensor_plans.wan:plan",
     "z_image": "titan_dit.parallel.tensor_plans.z_image:plan",
 }
 """Tensor plans by [model] name."""

@@ -97,17 +97,20 @@ class RowsOfQKV(Same):
 
 @dataclass(frozen=True)
 class SplitQKV(Same):
-    """Three linear layers, query, key and value; ours is one of outputs [heads, 3, head_dim]."""
+    """Linear layers of queries, keys and values; ours is one of outputs [heads, 3, head_dim].
+
+    Of keys and values alone for two names.
+    """
 
     heads: int
 
     def to_ours(self, *theirs: Tensor) -> Tensor:
         """The parameter, [out, in] or [out]."""
-        return swap_leading(torch.cat(theirs), 3, self.heads)
+        return swap_leading(torch.cat(theirs), len(self.names), self.heads)
 
     def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
         """The inverse."""
-        return swap_leading(ours, self.heads, 3).chunk(3)
+        return swap_leading(ours, self.heads, len(self.names)).chunk(len(self.names))
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,35 @@ class ConvKernel(Same):
     def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
         """The inverse."""
         return (ours.view(len(ours), self.patch, self.patch, -1).permute(0, 3, 1, 2),)
+
+
+@dataclass(frozen=True)
+class ClipKernel(ConvKernel):
+    """A convolution of patches [out, c, 1, p, p] of single frames; ours as in `ConvKernel`."""
+
+    def to_ours(self, *theirs: Tensor) -> Tensor:
+        """The parameter, [out, p p c]."""
+        return super().to_ours(theirs[0].squeeze(2))
+
+    def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
+        """The inverse."""
+        (kernel,) = super().to_theirs(ours)
+        return (kernel.unsqueeze(2),)
+
+
+@dataclass(frozen=True)
+class Table(Same):
+    """A table [1, rows, d]; ours is a vector [rows * d]."""
+
+    rows: int
+
+    def to_ours(self, *theirs: Tensor) -> Tensor:
+        """The parameter, [rows * d]."""
+        return theirs[0].flatten()
+
+    def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
+        """The inverse."""
+        return (ours.view(1, self.rows, -1),)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from titan_dit.kernels.attention_choice import (
 )
 from titan_dit.kernels.attention_kernels import MATH, masked_products, named
 from titan_dit.models import layers
-from titan_dit.models.layers import Attention, for_heads, within
+from titan_dit.models.layers import Attention, CrossAttention, for_heads, within
 
 Attend = Callable[..., Tensor]
 """(q, k, v, causal=..., lengths=...): `layers.attend`."""
@@ -63,7 +63,7 @@ NO_LENGTHS = "ring attention supports no mask by lengths"
 def apply(model: nn.Module, attend: Attend) -> None:
     """Set the kernel of every attention layer; before context parallelism and remat."""
     for layer in model.modules():
-        if isinstance(layer, Attention):
+        if isinstance(layer, Attention | CrossAttention):
             layer.attend = attend
 
 

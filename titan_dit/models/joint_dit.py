@@ -30,7 +30,7 @@ from titan_dit.models.layers import (
     parted,
     scaled_add,
 )
-from titan_dit.models.text_to_image import CaptionedNetwork
+from titan_dit.models.text_to_image import CaptionedNetwork, ModulationTable
 
 
 class Embed(nn.Module):
@@ -58,26 +58,13 @@ class Embed(nn.Module):
         return tokens, self.text(inputs["text"], is_real), exact
 
 
-class ModulationTable(nn.Module):
-    """A block's own addition to the shared modulation."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        # One dim, as a bias has: Muon orthogonalises the matrices of blocks.
-        self.table = nn.Parameter(torch.empty(6 * hidden))
-
-    def forward(self, shared: Float[Tensor, "b _"]) -> Float[Tensor, "b _"]:
-        """[b, 8 d] to this block's [b, 6 d]; the last 2 d are the head's."""
-        return shared[:, : self.table.shape[0]] + self.table
-
-
 class Block(nn.Module):
     """Joint attention and MLP, each modulated and gated by the time."""
 
     def __init__(self, config: JointDiTConfig) -> None:
         super().__init__()
         hidden, _, heads, _ = config.shape
-        self.modulation = ModulationTable(hidden)
+        self.modulation = ModulationTable(6 * hidden)
         self.rotary = JoinedRotary()
         self.attn = Attention(hidden, heads, qk_norm=True, bias=False)
         self.mlp = GatedMLP(hidden, config.ffn, bias=False)

@@ -135,7 +135,7 @@ def sincos_positions(positions: Float[Tensor, "n 2"], dim: int) -> Float[Tensor,
 
 
 def modulate(
-    x: Float[Tensor, "b n d"], shift: Float[Tensor, "b 1 d"], scale: Float[Tensor, "b 1 d"]
+    x: Float[Tensor, "b n d"], shift: Float[Tensor, "b _ d"], scale: Float[Tensor, "b _ d"]
 ) -> Float[Tensor, "b n d"]:
     """LayerNorm without weights, then adaLN's shift and scale (arXiv:2212.09748 sec. 3.2)."""
     return scaled_add(shift, 1 + scale, normalized(x))
@@ -152,6 +152,17 @@ def normalized(x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
 def is_token_first(x: Float[Tensor, "b n d"]) -> bool:
     """True if memory holds [n, b, d]: an order in which tokens are gathered without a copy."""
     return x.stride(0) < x.stride(1)
+
+
+def as_one_sample(x: Float[Tensor, "b n d"]) -> Float[Tensor, "1 n _"]:
+    """Tokens as [1, n, b * d]: a view if their memory is [n, b, d]."""
+    return x.transpose(0, 1).flatten(1).unsqueeze(0)
+
+
+def as_tokens(y: Float[Tensor, "_ _ n head_dim"], samples: int) -> Float[Tensor, "b n _"]:
+    """Heads [b, heads, n, head_dim] to tokens; as [1, b * heads, ...] to tokens [n, b, d]."""
+    y = y.transpose(1, 2).flatten(2)
+    return y if len(y) == samples else y.view(y.shape[1], samples, -1).transpose(0, 1)
 
 
 def joined(*parts: Float[Tensor, "b _ d"]) -> Float[Tensor, "b n d"]:
@@ -179,20 +190,22 @@ class _ScaledAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, base: Tensor, scale: Tensor, x: Tensor) -> Tensor:
         ctx.save_for_backward(scale, x)
-        ctx.base_is_shared = base.shape[1] == 1  # type: ignore[attr-defined]
+        ctx.base_is_shared = base.shape[1] != x.shape[1]  # type: ignore[attr-defined]
         return torch.addcmul(base, scale, x)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scale, x = ctx.saved_tensors  # type: ignore[attr-defined]
         base = grad.sum(1, keepdim=True) if ctx.base_is_shared else grad  # type: ignore[attr-defined]
-        return base, (grad * x).sum(1, keepdim=True), grad * scale
+        products = grad * x
+        is_shared = scale.shape[1] != x.shape[1]
+        return base, products.sum(1, keepdim=True) if is_shared else products, grad * scale
 
 
 def scaled_add(
-    base: Float[Tensor, "b _ d"], scale: Float[Tensor, "b 1 d"], x: Float[Tensor, "b n d"]
+    base: Float[Tensor, "b _ d"], scale: Float[Tensor, "b _ d"], x: Float[Tensor, "b n d"]
 ) -> Float[Tensor, "b n d"]:
-    """Compute `base + scale * x`; `scale`, and a `base` of one token, broadcast over the tokens.
+    """Compute `base + scale * x`; a `base` and a `scale` of one token broadcast over the tokens.
 
     The plain expression makes two passes over the tokens in forward. torch.addcmul makes one, but
     its backward makes an extra one. This function avoids both extra passes.
@@ -228,10 +241,10 @@ class TimestepEmbedder(nn.Module):
         self.up = nn.Linear(2 * self.FREQUENCIES, inner or hidden, bias)
         self.down = nn.Linear(inner or hidden, hidden, bias)
 
-    def forward(self, timestep: Float[Tensor, " b"]) -> Float[Tensor, "b d"]:
+    def forward(self, timestep: Float[Tensor, "*b"]) -> Float[Tensor, "*b d"]:
         """Embed `timestep`, given in the original DiT's units (0 to 1000) and always in fp32."""
         count, device = self.FREQUENCIES, timestep.device
-        angles = timestep[:, None] * frequencies(count, 10000, device, self.divisor)
+        angles = timestep[..., None] * frequencies(count, 10000, device, self.divisor)
         # fp32 up to here: bf16 cannot tell timestep 997 from 1000.
         features = torch.cat((angles.cos(), angles.sin()), -1).to(self.up.weight.dtype)
         embedded: Tensor = self.down(F.silu(self.up(features)))
@@ -276,8 +289,8 @@ class LabelEmbedder(nn.Module):
 
 def attend(
     q: Float[Tensor, "b heads n d"],
-    k: Float[Tensor, "b groups n d"],
-    v: Float[Tensor, "b groups n d"],
+    k: Float[Tensor, "b groups m d"],
+    v: Float[Tensor, "b groups m d"],
     causal: bool = False,
     lengths: Int[Tensor, " b"] | None = None,
 ) -> Float[Tensor, "b heads n d"]:
@@ -314,6 +327,46 @@ class TokenLinear(nn.Linear):
         return self.product(input, self.weight, self.bias)
 
 
+def unchanged(x: Tensor) -> Tensor:
+    """Return x."""
+    return x
+
+
+class NormOverHeads(nn.Module):
+    """RMSNorm of queries and of keys, each over the channels of all heads together."""
+
+    total: Callable[[Tensor], Tensor] = staticmethod(unchanged)
+    """Sums of squares over a rank's heads to those over all heads; set by tensor parallelism."""
+    own: Callable[[Tensor], Tensor] = staticmethod(unchanged)
+    """A weight of all heads to that of a rank's heads; set by tensor parallelism."""
+
+    def __init__(self, hidden: int, head_dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.hidden, self.head_dim, self.eps = hidden, head_dim, eps
+        self.q = nn.Parameter(torch.ones(hidden))
+        self.k = nn.Parameter(torch.ones(hidden))
+
+    def forward(
+        self, q: Float[Tensor, "b _heads n d"], k: Float[Tensor, "b _heads m d"]
+    ) -> tuple[Tensor, Tensor]:
+        """Normalise in fp32 or fp64 and round once; samples may pass as more heads of one."""
+        weights = [
+            torch.unflatten(self.own(x), 0, (-1, 1, self.head_dim)) for x in (self.q, self.k)
+        ]
+        exact = torch.promote_types(q.dtype, torch.float32)
+        # Each [b, samples, heads, n, head_dim].
+        parts = [torch.unflatten(x.to(exact), 1, (-1, len(weights[0]))) for x in (q, k)]
+        # One tensor, so that ranks exchange both in one message.
+        squares = torch.cat([part.square().sum((2, 4)) for part in parts], -1)
+        factors = torch.rsqrt(self.total(squares) / self.hidden + self.eps)
+        by_kind = torch.split(factors[:, :, None, :, None], [q.shape[2], k.shape[2]], 3)
+        normed = [
+            (part * factor * weight.to(exact)).flatten(1, 2).to(q.dtype)
+            for part, factor, weight in zip(parts, by_kind, weights, strict=True)
+        ]
+        return normed[0], normed[1]
+
+
 class Attention(nn.Module):
     """Self-attention; the number of heads is inferred, so that it also runs on a shard of heads.
 
@@ -335,10 +388,12 @@ class Attention(nn.Module):
         bias: bool = True,
         norm_eps: float = 1e-6,
         pairs: Pairs = "halves",
+        norm_over_heads: bool = False,
     ) -> None:
         """`num_key_value_heads`: key and value heads, a divisor of `heads`. None: `heads`.
 
-        `norm_eps`: epsilon of the norms of q and k. `pairs`: channels that rotate together.
+        `qk_norm`: RMSNorm of q and k by head; `norm_over_heads`: over all heads together.
+        `norm_eps`: epsilon of these norms. `pairs`: channels that rotate together.
         """
         super().__init__()
         groups = num_key_value_heads or heads
@@ -347,6 +402,7 @@ class Attention(nn.Module):
         self.qkv = TokenLinear(hidden, groups * (self.group_size + 2) * self.head_dim, bias)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        self.norm = NormOverHeads(hidden, self.head_dim, norm_eps) if norm_over_heads else None
         self.out = TokenLinear(hidden, hidden, bias)
         self.attend = attend
 
@@ -375,9 +431,11 @@ class Attention(nn.Module):
         # Kernels copy tokens that are not [b, n, heads, head_dim] in memory. Without lengths the
         # samples of [n, b, heads, head_dim] can pass as more heads of one sample.
         if is_token_first(qkv) and self.mask != "lengths":
-            qkv = qkv.transpose(0, 1).flatten(1).unsqueeze(0)  # [1, n, b * 3 d]
+            qkv = as_one_sample(qkv)
         q, k, v = (part.transpose(1, 2) for part in self.split(qkv))
         q, k = self.q_norm(q), self.k_norm(k)
+        if self.norm is not None:
+            q, k = self.norm(q, k)
         if rotary is not None:
             q, k = rotate(q, rotary, self.pairs), rotate(k, rotary, self.pairs)
         return q, k, v
@@ -399,10 +457,7 @@ class Attention(nn.Module):
             raise ValueError('An attention with mask="lengths" must be given lengths.')
         else:
             y = self.attend(q, k, v, lengths=lengths)
-        y = y.transpose(1, 2).flatten(2)
-        if y.shape[0] != samples:  # [1, n, b * d]
-            y = y.view(y.shape[1], samples, -1).transpose(0, 1)
-        return y
+        return as_tokens(y, samples)
 
     def split(self, qkv: Float[Tensor, "b n d"]) -> tuple[Tensor, ...]:
         """Queries [b, n, heads, head_dim], keys and values [b, n, groups, head_dim].
@@ -416,15 +471,52 @@ class Attention(nn.Module):
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
 
+class CrossAttention(nn.Module):
+    """Attention of tokens to a text, whose keys every rank has; q and k normed over all heads.
+
+    No `Attention`: context parallelism leaves it as it is. The number of heads is inferred, as
+    there. The output dim of `kv` is [heads, 2, head_dim].
+    """
+
+    attend: Callable[..., Tensor]
+    """As `Attention.attend`, without a mask."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.head_dim = hidden // heads
+        self.q = TokenLinear(hidden, hidden)
+        self.kv = TokenLinear(hidden, 2 * hidden)
+        self.norm = NormOverHeads(hidden, self.head_dim)
+        self.out = TokenLinear(hidden, hidden)
+        self.attend = attend
+
+    def forward(
+        self, x: Float[Tensor, "b n d"], text: Float[Tensor, "b m d"]
+    ) -> Float[Tensor, "b n d"]:
+        """Attend from the n tokens to all m tokens of the text."""
+        q, kv = self.q(x), self.kv(text)
+        if is_token_first(q):
+            # As in `Attention.heads`; the text, which has fewer tokens, is copied.
+            q, kv = as_one_sample(q), as_one_sample(kv)
+        q = torch.unflatten(q, -1, (-1, self.head_dim)).transpose(1, 2)
+        k, v = torch.unflatten(kv, -1, (-1, 2, self.head_dim)).transpose(1, 2).unbind(3)
+        q, k = self.norm(q, k)
+        attended: Tensor = self.out(as_tokens(self.attend(q, k, v), len(x)))
+        return attended
+
+
 class MLP(nn.Module):
     """Two layers with GELU (tanh form)."""
 
-    def __init__(self, hidden: int, ffn: int, bias: bool = True) -> None:
+    def __init__(
+        self, hidden: int, ffn: int, bias: bool = True, outputs: int | None = None
+    ) -> None:
+        """`outputs`: width of the result; None: `hidden`."""
         super().__init__()
         self.up = TokenLinear(hidden, ffn, bias)
-        self.down = TokenLinear(ffn, hidden, bias)
+        self.down = TokenLinear(ffn, outputs or hidden, bias)
 
-    def forward(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
+    def forward(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n _"]:
         """Apply the MLP to every token."""
         y: Tensor = self.down(gelu(self.up(x)))
         return y

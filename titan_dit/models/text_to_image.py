@@ -5,12 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from titan_dit.models import initializers
 from titan_dit.models.base import Model
 from titan_dit.models.initializers import Initializer
 from titan_dit.models.text_to_image_config import TextToImageConfig
+
+
+class ModulationTable(nn.Module):
+    """A part's own addition to the modulation that all blocks share."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        # One dim, as a bias has: Muon orthogonalises the matrices of blocks.
+        self.table = nn.Parameter(torch.empty(width))
+
+    def forward(self, shared: Float[Tensor, "*b _"]) -> Float[Tensor, "*b _"]:
+        """The first `width` channels of the shared modulation, and the table."""
+        return shared[..., : self.table.shape[0]] + self.table
 
 
 class CaptionedNetwork(Model):

@@ -1,11 +1,12 @@
 """What the [model] sections of networks that take captions share. Imports torch late.
 
-Caption and picture are two tensors of tokens in the stream, which attention joins: context and
-sequence parallelism slice each by itself.
+In most of them caption and picture are two tensors of tokens in the stream, which attention joins:
+context and sequence parallelism slice each by itself.
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -85,26 +86,28 @@ class TextToImageConfig(Section):
             )
 
     @property
-    def grid(self) -> tuple[int, int]:
-        """Rows and columns of a picture's tokens."""
+    def grid(self) -> tuple[int, ...]:
+        """Rows and columns of a picture's tokens; of a clip its frames before them."""
         height, width = self.latent_size
         return height // self.shape[3], width // self.shape[3]
 
-    def at_size(self, height: int, width: int) -> Self:
-        """The same network for latents of another size. Raises UserError if the patch misfits."""
+    def at_size(self, *size: int) -> Self:
+        """The same network for latents of another size: height and width, frames before them.
+
+        Raises UserError if the patch misfits.
+        """
+        height, width = size
         return replace(self, latent_size=(height, width))
 
     @property
-    def sample_shape(self) -> tuple[int, int, int]:
-        """[c, h, w] of one latent."""
-        height, width = self.latent_size
-        return self.in_channels, height, width
+    def sample_shape(self) -> tuple[int, ...]:
+        """[c, h, w] of one latent; [c, f, h, w] of a clip."""
+        return self.in_channels, *self.latent_size
 
     @property
     def token_shape(self) -> tuple[int, int]:
         """[n, d] of one tokenized latent."""
-        rows, columns = self.grid
-        return rows * columns, self.shape[3] ** 2 * self.in_channels
+        return math.prod(self.grid), self.shape[3] ** 2 * self.in_channels
 
     def static_specs(self) -> dict[str, TensorSpec]:
         """The tensors of `static`."""

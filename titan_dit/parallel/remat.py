@@ -27,7 +27,7 @@ import titan_dit.kernels.linear  # noqa: F401 (registers an operator of KEPT)
 from titan_dit.config.layout import ActivationCheckpointConfig
 from titan_dit.kernels.recomputed import recomputed
 from titan_dit.models.base import Model, SideInputs, Stream
-from titan_dit.models.layers import Attention
+from titan_dit.models.layers import Attention, CrossAttention
 
 KEPT = (
     # Matmuls. Not bmm: attention without a fused kernel would save its n x n scores.
@@ -59,7 +59,7 @@ def apply(model: Model, config: ActivationCheckpointConfig) -> None:
     blocks = model.blocks.values()
     if config.mode == "attention":
         for layer in (part for block in blocks for part in block.modules()):
-            if isinstance(layer, Attention):
+            if isinstance(layer, Attention | CrossAttention):
                 layer.attend = functools.partial(recomputed, layer.attend)
     elif config.mode != "none":
         # torch warns about in-place operations in compiled graphs; the models have none.

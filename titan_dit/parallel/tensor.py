@@ -23,7 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -35,7 +42,7 @@ from titan_dit.config.did_you_mean import nearest
 from titan_dit.config.section import UserError
 from titan_dit.kernels import cross_entropy
 from titan_dit.models.base import Model, Stream, kind_of
-from titan_dit.models.layers import JoinedRotary
+from titan_dit.models.layers import JoinedRotary, NormOverHeads
 from titan_dit.models.sample_dropout import SampleDropout
 from titan_dit.models.vocabulary import Vocabulary
 
@@ -297,24 +304,33 @@ def on_tokens(style: ParallelStyle, sequence_parallel: bool) -> ParallelStyle:
     return TokenFirst(style) if sequence_parallel else style
 
 
+def columns(sequence_parallel: bool) -> ParallelStyle:
+    """The style of a linear over tokens that is sharded by its outputs."""
+    tokens = Shard(0) if sequence_parallel else Replicate()
+    return on_tokens(ColwiseParallel(input_layouts=tokens), sequence_parallel)
+
+
+def rows(sequence_parallel: bool) -> ParallelStyle:
+    """The style of a linear over tokens that is sharded by its inputs."""
+    tokens = Shard(0) if sequence_parallel else Replicate()
+    return on_tokens(RowwiseParallel(output_layouts=tokens), sequence_parallel)
+
+
 def attention_and_mlp(sequence_parallel: bool) -> dict[str, ParallelStyle]:
     """Styles of a block's `attn`, sharded by heads, and `mlp`, by its width (arXiv:1909.08053)."""
-    tokens = Shard(0) if sequence_parallel else Replicate()
-
-    def columns() -> ParallelStyle:
-        return on_tokens(ColwiseParallel(input_layouts=tokens), sequence_parallel)
-
-    def rows() -> ParallelStyle:
-        return on_tokens(RowwiseParallel(output_layouts=tokens), sequence_parallel)
-
     return {
-        "attn.qkv": columns(),
+        "attn.qkv": columns(sequence_parallel),
         "attn.q_norm": ShardedNorm(),
         "attn.k_norm": ShardedNorm(),
-        "attn.out": rows(),
-        "mlp.up": columns(),
-        "mlp.down": rows(),
+        "attn.out": rows(sequence_parallel),
+        "mlp.up": columns(sequence_parallel),
+        "mlp.down": rows(sequence_parallel),
     }
+
+
+def norm_of_tokens(sequence_parallel: bool) -> ParallelStyle:
+    """The style of a norm between blocks' layers: on a rank's tokens, or replicated."""
+    return TokenFirst(ShardedNorm(dim=0)) if sequence_parallel else Replicated()
 
 
 class ModulationColwise(ColwiseParallel):
@@ -389,6 +405,40 @@ class ShardedNorm(ParallelStyle):
             return output.to_local()
 
         return distribute_module(module, device_mesh, None, distribute, localize)
+
+
+class SummedNorm(ParallelStyle):
+    """`NormOverHeads` on a rank's heads: its weights are sharded, its sums of squares all-reduced.
+
+    Forward and backward each take one all-reduce of two fp32 numbers per token, one of the query
+    and one of the key.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, NormOverHeads)
+
+        def shard(_: str, norm: nn.Module, mesh: DeviceMesh) -> None:
+            for name, weight in list(norm.named_parameters(recurse=False)):
+                own = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
+                norm.register_parameter(name, nn.Parameter(own))
+
+        module.total = partial(sum_over_ranks, mesh=device_mesh)
+        module.own = own_shard
+        return distribute_module(module, device_mesh, shard)
+
+
+def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Sum a tensor over the ranks; backward sums the gradient, of which each rank has a part."""
+    part = DTensor.from_local(x, mesh, [Partial()], run_check=False)
+    total = part.redistribute(placements=[Replicate()]).to_local()
+    # Two steps: a gradient that is a partial sum would pass the redistribution as it is.
+    whole = DTensor.from_local(total, mesh, [Replicate()], run_check=False)
+    return whole.to_local(grad_placements=[Partial()])
+
+
+def own_shard(parameter: Tensor) -> Tensor:
+    """This rank's shard of a parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def shard_logits(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -11,10 +11,9 @@ from torch.distributed.tensor import Replicate, Shard
 from titan_dit.parallel.tensor import (
     ModulationColwise,
     Replicated,
-    ShardedNorm,
     TensorPlan,
-    TokenFirst,
     attention_and_mlp,
+    norm_of_tokens,
     on_tokens,
 )
 
@@ -27,7 +26,7 @@ def plan(sequence_parallel: bool) -> TensorPlan:
     Those of the caption and those of the picture are sharded apart: a rank holds a share of each.
     """
     shard = Shard(1) if sequence_parallel else None
-    norm = TokenFirst(ShardedNorm(dim=0)) if sequence_parallel else Replicated()
+    norm = norm_of_tokens(sequence_parallel)
     unmodulated = {**dict.fromkeys(NORMS, norm), **attention_and_mlp(sequence_parallel)}
     return TensorPlan(
         stream=(shard, shard, Replicate()),
