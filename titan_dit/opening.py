@@ -67,6 +67,14 @@ OF_A_HOST = (("pipeline", "network"),)
 """Keys that may differ between ranks: each host names its own."""
 
 
+def settled(config: JobConfig) -> JobConfig:
+    """The config with keys of [model] that are not set taken from the data, before any plan.
+
+    Raises UserError if the data is not there.
+    """
+    return replace(config, model=config.objective.settled_model(config.model, config.data))
+
+
 def plan_run(
     config: JobConfig,
     num_ranks: int,
@@ -414,6 +422,7 @@ def open_evaluation(
 
 def open_run(config: JobConfig, world: World) -> OpenedRun:
     """Resolve, check and open everything; does not write to the run directory. Collective."""
+    config = settled(config)
     check_same_config(config, world.gather)
     kept = kept_keys.settled(config.job, config.ema, config.checkpoint)
     config = replace(config, job=kept[0], ema=kept[1])

@@ -17,7 +17,7 @@ from titan_dit.config import catalog, config_file, flags
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
 from titan_dit.observe import console
-from titan_dit.opening import bucket_lines, example_of, open_objective, plan_run
+from titan_dit.opening import bucket_lines, example_of, open_objective, plan_run, settled
 from titan_dit.plan import resolve
 from titan_dit.planner import hardware, links, report
 from titan_dit.planner.candidates import KEYS, Space, all_on_dp_shard
@@ -128,7 +128,7 @@ def config_of(options: PlanFlags, keys: Sequence[str]) -> tuple[JobConfig, list[
             raise UserError(f"--fix {fix}: write section.key=value, such as parallel.tp=4.")
         words.append(f"--{key.strip().lstrip('-')}={value.strip()}")
     _, given = flags.split(words, (*config_file.plain_sections(), *config_file.CHOSEN_BY_NAME))
-    return config_file.load(words, catalog.variant), [
+    return settled(config_file.load(words, catalog.variant)), [
         key for key in given if key in (*KEYS, "pipeline.split")
     ]
 

@@ -5,6 +5,7 @@ Nothing here imports torch when it is imported, so that `--help` is quick.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -81,6 +82,13 @@ class DataConfig(Named):
         captions, buckets have 0 tokens.
         """
         return {}
+
+    def sample_shape(self) -> tuple[int, ...] | None:
+        """Shape of the largest samples of data that is there; None for other data.
+
+        A [model] without sizes takes them from it. It must be quick.
+        """
+        return None
 
     def at(self, path: str) -> DataConfig:
         """Return this section for a dataset at another path, for [validation] path."""
@@ -194,6 +202,19 @@ class Latents(DataConfig):
                     counts[shape, 0] = counts.get((shape, 0), 0) + bucket["count"] * rate
             counts = {shape: max(1, round(count)) for shape, count in counts.items()}
         return counts if len(counts) > 1 else {}
+
+    def sample_shape(self) -> tuple[int, ...] | None:
+        """See `DataConfig.sample_shape`; reads the manifests of shards."""
+        from titan_dit.data.manifest import SHARD_FORMATS, read_json, read_manifest
+
+        folders = [Path(part.path) for part in self.parts]
+        if any(read_json(folder).get("format") not in SHARD_FORMATS for folder in folders):
+            return None
+        shapes = [
+            bucket["shape"] for folder in folders for bucket in read_manifest(folder)["buckets"]
+        ]
+        largest: tuple[int, ...] = max(shapes, key=math.prod)
+        return largest
 
     def _text_group_counts(self, text_multiple: int) -> Mapping[BucketShape, int]:
         from titan_dit.data.buckets import BucketOrder

@@ -78,6 +78,18 @@ class SizedModel(Protocol):
 
 
 @runtime_checkable
+class UnsizedModel(Protocol):
+    """What a `SizedModel` has besides that may be given no size, and takes it from the data."""
+
+    @property
+    def has_size(self) -> bool:
+        """False if a size is not set: then `sample_shape` and what follows from it raise."""
+
+    def with_size(self, *size: int) -> Any:
+        """The section with the sizes that are not set filled in; `size` as in `at_size`."""
+
+
+@runtime_checkable
 class PaddedModel(Protocol):
     """What a model has besides whose `tokenize` pads: tokens behind the real ones have no loss."""
 

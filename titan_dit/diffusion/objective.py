@@ -30,6 +30,7 @@ from titan_dit.data.latent_facts import (
     shown,
 )
 from titan_dit.data.listing import few
+from titan_dit.data.sections import DataConfig
 from titan_dit.diffusion.base import (
     CaptionedModel,
     Corrupted,
@@ -40,6 +41,7 @@ from titan_dit.diffusion.base import (
     SizedModel,
     TextGroupedModel,
     TextPaddedModel,
+    UnsizedModel,
 )
 from titan_dit.diffusion.conditions import (
     Captions,
@@ -91,8 +93,10 @@ def what_fits(facts: LatentFacts, model: LatentModel) -> str:
     largest = " in its largest bucket" if facts.bucket_shapes else ""
     if size[-2] != size[-1] and not isinstance(model, SizedModel):
         return f"{held}{largest}. Latents must be square."
-    fits = show(size) if isinstance(model, SizedModel) or len(size) > 2 else size[0]
-    return f"{held}{largest}. Set in_channels = {c}, latent_size = {fits}{other}."
+    fits = show(size[-2:]) if isinstance(model, SizedModel) else size[-1]
+    frames = f", latent_frames = {size[0]}" if len(size) > 2 else ""
+    leave = "" if not isinstance(model, UnsizedModel) else ", or leave the size out"
+    return f"{held}{largest}. Set in_channels = {c}{frames}, latent_size = {fits}{leave}{other}."
 
 
 def sized_models(model: ModelConfig, facts: DataFacts) -> Sequence[tuple[str, ModelConfig]]:
@@ -113,6 +117,21 @@ def sized_models(model: ModelConfig, facts: DataFacts) -> Sequence[tuple[str, Mo
             found.append((name, resized(model, shape[1:], tokens)))
         except UserError as error:
             raise UserError(f"bucket {name}: {error}") from None
+    return found
+
+
+def settled_model(model: ModelConfig, data: DataConfig) -> ModelConfig:
+    """See `ObjectiveConfig.settled_model`: the size of the largest samples, if none is set."""
+    if not isinstance(model, UnsizedModel) or model.has_size:
+        return model
+    shape = data.sample_shape()
+    if shape is None:
+        raise UserError(
+            f"[model] latent_size is not set, and cannot be taken from [data] name="
+            f"{show(data.name)}: there are no shards. Set [height, width] of a latent, of a model "
+            "of clips latent_frames, too."
+        )
+    found: ModelConfig = model.with_size(*shape[1:])
     return found
 
 
@@ -177,9 +196,10 @@ def check_data(facts: DataFacts, model: LatentModel, objective: str) -> LatentFa
     check_kind(facts, model)
     shape = model.sample_shape
     if shape not in facts.latent_shapes:
-        size = show(shape[1:]) if isinstance(model, SizedModel) else shape[1]
+        size = show(shape[-2:]) if isinstance(model, SizedModel) else shape[-1]
+        frames = f", latent_frames={shape[1]}" if facts.has_clips else ""
         raise UserError(
-            f"[model] in_channels={shape[0]} and latent_size={size} make samples of "
+            f"[model] in_channels={shape[0]}{frames} and latent_size={size} make samples of "
             f"{list(shape)}, but [data] holds {what_fits(facts, model)}"
         )
     condition_of(model, facts, objective)

@@ -93,6 +93,12 @@ class DiffusionConfig(ObjectiveConfig):
 
         return text_multiple(model)
 
+    def settled_model(self, model: ModelConfig, data: DataConfig) -> ModelConfig:
+        """See `ObjectiveConfig.settled_model`."""
+        from titan_dit.diffusion.objective import settled_model
+
+        return settled_model(model, data)
+
     def takes_clips(self, model: ModelConfig) -> bool:
         """See `ObjectiveConfig.takes_clips`."""
         from titan_dit.diffusion.objective import has_clips

@@ -18,6 +18,7 @@ from titan_dit.opening import (
     largest_bucket,
     open_objective,
     plan_run,
+    settled,
 )
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.plan import RunPlan
@@ -28,7 +29,7 @@ def dry_run(config: JobConfig, world_size: int | None) -> None:
 
     The last line names a simpler layout that fits the same device, if there is one.
     """
-    world_size = world_size or smallest_world(config.parallel)
+    world_size, config = world_size or smallest_world(config.parallel), settled(config)
     config = largest_bucket(config, plan_run(config, world_size))
     plan = plan_run(config, world_size)
     data = example_of(config)

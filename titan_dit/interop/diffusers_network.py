@@ -282,7 +282,7 @@ class TextToImage(Counterpart):
             "model": {"name": self.config.name, **{k: v for k, v in keys.items() if v is not None}},
             "data": {
                 "name": "synthetic",
-                "latent_size": self.config.latent_size[0],
+                "latent_size": self.config.sides[0],
                 "channels": self.config.in_channels,
                 "num_classes": 1,
             },

@@ -30,8 +30,9 @@ class TextToImageConfig(Section):
     section = "model"
     name: ClassVar[str]
 
-    latent_size: HeightWidth
-    """[height, width] of a latent; one number for a square."""
+    latent_size: HeightWidth | None = None
+    """[height, width] of a latent; one number for a square. Unset: that of the data, of its largest
+    bucket."""
     in_channels: Few
     """Channels of a latent."""
     text_tokens: Dim
@@ -78,7 +79,7 @@ class TextToImageConfig(Section):
     def check_latent_size(self) -> None:
         """Raise UserError unless patches divide a latent."""
         patch = self.shape[3]
-        if any(side % patch for side in self.latent_size):
+        if self.latent_size and any(side % patch for side in self.latent_size):
             fit = [-(-side // patch) * patch for side in self.latent_size]
             raise UserError(
                 f"[model] latent_size={show(self.latent_size)} is not divisible by "
@@ -86,9 +87,29 @@ class TextToImageConfig(Section):
             )
 
     @property
+    def sides(self) -> tuple[int, int]:
+        """Height and width of a latent. Raises UserError if they are not set."""
+        if self.latent_size is None:
+            raise UserError(
+                f"[model] name={show(self.name)}: latent_size is not set. Set [height, width] of a "
+                "latent."
+            )
+        height, width = self.latent_size
+        return height, width
+
+    @property
+    def has_size(self) -> bool:
+        """See `diffusion.base.UnsizedModel`."""
+        return self.latent_size is not None
+
+    def with_size(self, *size: int) -> Self:
+        """See `diffusion.base.UnsizedModel`."""
+        return replace(self, latent_size=self.latent_size or size[-2:])
+
+    @property
     def grid(self) -> tuple[int, ...]:
         """Rows and columns of a picture's tokens; of a clip its frames before them."""
-        height, width = self.latent_size
+        height, width = self.sides
         return height // self.shape[3], width // self.shape[3]
 
     def at_size(self, *size: int) -> Self:
@@ -102,7 +123,7 @@ class TextToImageConfig(Section):
     @property
     def sample_shape(self) -> tuple[int, ...]:
         """[c, h, w] of one latent; [c, f, h, w] of a clip."""
-        return self.in_channels, *self.latent_size
+        return self.in_channels, *self.sides
 
     @property
     def token_shape(self) -> tuple[int, int]:
@@ -179,7 +200,7 @@ class TextToImageConfig(Section):
         """Tokens to latents; a learned sigma adds channels after the first in_channels."""
         from titan_dit.models.layers import unpatchify
 
-        return unpatchify(tokens, self.shape[3], self.latent_size[0])
+        return unpatchify(tokens, self.shape[3], self.sides[0])
 
 
 def default_axes(shape: tuple[int, int, int, int]) -> tuple[int, int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from titan_dit.config.section import Dim, Few, Layers, PositiveFloat
+from titan_dit.config.section import Dim, Few, Layers, PositiveFloat, UserError
 from titan_dit.models.named_sizes import fill_in, shape_of
 from titan_dit.models.text_to_image_config import TextToImageConfig, check_axes
 
@@ -44,9 +44,9 @@ class WanConfig(TextToImageConfig):
     """Width of the MLP."""
     patch_size: Few = 2
     """Latent pixels per token side; a token is of one latent frame."""
-    latent_frames: Few
+    latent_frames: Few | None = None
     """Frames of a latent: an autoencoder that makes one of four keeps the first frame, so 81 frames
-    are 21. 1 is a picture."""
+    are 21. 1 is a picture. Unset: those of the data, of its largest bucket."""
     in_channels: Few = 16
     """Channels of a latent."""
     text_tokens: Dim = 512
@@ -98,7 +98,24 @@ class WanConfig(TextToImageConfig):
     @property
     def grid(self) -> tuple[int, ...]:
         """Frames, rows and columns of a clip's tokens."""
-        return self.latent_frames, *super().grid
+        return self.frames, *super().grid
+
+    @property
+    def frames(self) -> int:
+        """Frames of a latent. Raises UserError if they are not set."""
+        if self.latent_frames is None:
+            raise UserError('[model] name="wan": latent_frames is not set. Set those of a latent.')
+        return self.latent_frames
+
+    @property
+    def has_size(self) -> bool:
+        """See `diffusion.base.UnsizedModel`."""
+        return super().has_size and self.latent_frames is not None
+
+    def with_size(self, *size: int) -> Self:
+        """See `diffusion.base.UnsizedModel`; a picture is a clip of one frame."""
+        sized = super().with_size(*size)
+        return replace(sized, latent_frames=self.latent_frames or (1, *size)[-3])
 
     def at_size(self, *size: int) -> Self:
         """See `TextToImageConfig.at_size`."""
@@ -108,7 +125,7 @@ class WanConfig(TextToImageConfig):
     @property
     def sample_shape(self) -> tuple[int, ...]:
         """[c, f, h, w] of one latent."""
-        return self.in_channels, self.latent_frames, *self.latent_size
+        return self.in_channels, self.frames, *self.sides
 
     def flops(self, output_channels: int, text_tokens: int, tokens: int) -> Mapping[str, int]:
         """See `TextToImageConfig.flops`.
@@ -159,7 +176,7 @@ class WanConfig(TextToImageConfig):
 
     def detokenize(self, tokens: Float[Tensor, "b n d"]) -> Float[Tensor, "b c f h w"]:
         """Tokens to latents; a learned sigma adds channels after the first in_channels."""
-        frames = tokens.view(len(tokens) * self.latent_frames, -1, tokens.shape[2])
+        frames = tokens.view(len(tokens) * self.frames, -1, tokens.shape[2])
         latents = super().detokenize(frames)
         return latents.view(len(tokens), -1, *latents.shape[1:]).transpose(1, 2)
 

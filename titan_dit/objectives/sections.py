@@ -81,6 +81,13 @@ class ObjectiveConfig(Named):
         """
         return 0
 
+    def settled_model(self, model: ModelConfig, data: DataConfig) -> ModelConfig:
+        """The model, with keys that are not set taken from data that is there.
+
+        Raises UserError if there is none.
+        """
+        return model
+
     def takes_clips(self, model: ModelConfig) -> bool:
         """True if samples are clips: pictures of the data are clips of one frame then."""
         return False
