@@ -55,3 +55,25 @@ def save_flux2_vae(folder, seed=0, **config):
     vae.bn.running_var.uniform_(0.5, 2)
     vae.save_pretrained(folder)
     return str(folder)
+
+
+def save_wan_vae(folder, seed=0, **config):
+    """A random AutoencoderKLWan: 4x in space and in time, 4 channels with units of their own."""
+    if find_spec("diffusers") is None:
+        pytest.skip("needs diffusers")
+    torch.manual_seed(seed)
+    sizes = {
+        "base_dim": 4,
+        "z_dim": 4,
+        "dim_mult": [1, 1, 1],
+        "num_res_blocks": 1,
+        "temperal_downsample": [True, True],
+        "latents_mean": [0.1, -0.2, 0.3, 0.0],
+        "latents_std": [0.5, 1.0, 2.0, 1.5],
+        "scale_factor_spatial": 4,
+    }
+    vae = library.diffusers("the tests").AutoencoderKLWan(**(sizes | config))
+    with torch.no_grad():
+        vae.quant_conv.bias[vae.config.z_dim :] = -3
+    vae.save_pretrained(folder)
+    return str(folder)

@@ -121,7 +121,7 @@ def test_the_autoencoder_has_batches_queued_while_the_host_takes_the_rows_of_one
             return super().encode(pictures)
 
     noting = Noting(**{f.name: getattr(vae, f.name) for f in dataclasses.fields(vae)})
-    batches = encode.decoded(plan, noting, [0, 1], threads=1)
+    batches = encode.decoded(plan, noting, [0, 1], 1, encode.Waited())
     for _ in encode.encoded(plan, noting, batches):
         seen.append("rows")
     ahead = encode.AHEAD

@@ -1,4 +1,4 @@
-"""`python -m titan_dit data encode`: pictures to shards of latents, by an autoencoder.
+"""`python -m titan_dit data encode`: pictures or clips to shards of latents, by an autoencoder.
 
     python -m titan_dit data encode --input PICTURES --out SET --vae DIR --image-size 256
     NGPU=8 python -m titan_dit data encode ...
@@ -29,13 +29,14 @@ from titan_dit.observe import console
 from titan_dit.pictures import autoencoder, encode, text_encoder, text_job
 from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.pictures.bucket_job import BucketJob, make_bucket_job
-from titan_dit.pictures.encode import EncodeJob, make_job
+from titan_dit.pictures.clip_job import ClipJob, ClipOptions, make_clip_job
+from titan_dit.pictures.encode import EncodeJob, Waited, make_job
 from titan_dit.pictures.picture_set import ListingOptions, PictureSet, captions_in
-from titan_dit.pictures.picture_sizes import check_multiples
+from titan_dit.pictures.picture_sizes import Size, check_lengths, check_multiples
 from titan_dit.pictures.pixels import NO_VAE, Pixels, check_stored
 from titan_dit.pictures.readers import open_input
 from titan_dit.pictures.report import by_bucket, read_report
-from titan_dit.pictures.survey import Survey, survey_share
+from titan_dit.pictures.survey import Looks, Survey, survey_share
 from titan_dit.pictures.text_encoder import TextEncoder
 from titan_dit.ranks import process_group
 from titan_dit.ranks.process_group import Ranks
@@ -51,6 +52,7 @@ MOST_WORKERS = 16
 def main(options: DataEncodeFlags) -> None:
     """Launch the ranks, or be one of them."""
     options.sizes()  # Refused before anything starts.
+    options.lengths()
     options.check_text()
     options.check_prefix()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -73,6 +75,7 @@ def run(options: DataEncodeFlags, device: torch.device) -> None:
         max_text_bytes=options.max_text_bytes,
         max_file_bytes=options.max_file_bytes,
         max_rows=options.max_rows,
+        clips=options.frames is not None,
     )
     pictures = open_input(source, asked)
     encoder = text_encoder_of(options, pictures, device, ranks)
@@ -93,7 +96,7 @@ def vae_of(options: DataEncodeFlags, device: torch.device) -> Autoencoder | Pixe
     if options.vae == NO_VAE:
         check_stored(options.posterior, options.dtype, options.units)
         return Pixels(device)
-    vae = autoencoder.load(options.vae, device)
+    vae = autoencoder.load(options.vae, device, dtype=options.vae_dtype, tiles=options.vae_tiles)
     vae.check_encodes("--vae")
     return vae
 
@@ -115,15 +118,20 @@ def encode_pictures(
             return
         if ranks.is_first:
             by = f" by {vae.facts}" if vae.entry else ""
+            what = "pictures"
+            if isinstance(plan, ClipJob):
+                what = f"clips and pictures of {len(plan.listed):,} files"
             console.say(
-                f"encoding {len(pictures):,} pictures ({pictures.kind}) of "
+                f"encoding {len(pictures):,} {what} ({pictures.kind}) of "
                 f"{pictures.num_classes:,} classes into {plan.num_chunks:,} shards of "
                 f"{plan.dtype} {shapes_of(plan)}{by}, {ranks.count} ranks"
             )
-        encode_share(plan, vae, output, todo, ranks, options.workers)
+        waited = encode_share(plan, vae, output, todo, ranks, options.workers)
         found = ranks.run_on_first(lambda: encode.finish(plan, output))
     if ranks.is_first:
         report(plan, output, *found)
+        if vae.entry:
+            console.say(f"the autoencoder waited for decoded pictures {waited} of the time")
 
 
 def text_encoder_of(
@@ -223,11 +231,40 @@ def plan_of(
     }
     if isinstance(vae, Pixels):
         how |= {"posterior": "mean", "dtype": "uint8"}
+    if options.frames is not None or vae.is_of_clips:
+        return plan_of_clips(options, pictures, vae, ranks, how)
     if options.image_size is not None:
         return make_job(pictures, source, output, vae, image_size=options.image_size, **how)
     check_multiples(sizes, vae.facts.factor, vae.source)
     survey = survey_of(pictures, ranks, threads_of(options.workers))
     return make_bucket_job(pictures, source, output, vae, sizes=sizes, survey=survey, **how)
+
+
+def plan_of_clips(
+    options: DataEncodeFlags,
+    pictures: PictureSet,
+    vae: Autoencoder | Pixels,
+    ranks: Ranks,
+    how: dict[str, Any],
+) -> EncodeJob:
+    """Plan the shards of clips; looks at all files first. Collective."""
+    sizes = options.sizes()
+    if options.image_size is not None:
+        sizes = (Size(options.image_size, options.image_size),)
+    asked = ClipOptions(
+        lengths=options.lengths() or (1,),
+        fps=options.fps,
+        choice=options.clip,
+        scenes=options.scenes,
+        max_pixels=options.max_pixels,
+    )
+    check_multiples(sizes, vae.facts.factor, vae.source)
+    check_lengths(asked.lengths, vae.facts.frames_factor, vae.source)
+    survey = survey_of(pictures, ranks, threads_of(options.workers), asked)
+    root, output = Path(options.input), Path(options.out)
+    return make_clip_job(
+        pictures, root, output, vae, sizes=sizes, survey=survey, asked=asked, **how
+    )
 
 
 def threads_of(workers: int | None) -> int:
@@ -236,9 +273,14 @@ def threads_of(workers: int | None) -> int:
     return workers or max(1, min(MOST_WORKERS, train.num_cores() // local))
 
 
-def survey_of(pictures: PictureSet, ranks: Ranks, threads: int) -> Survey:
-    """The sizes of all pictures; each rank reads its share of the headers. Collective."""
-    progress = ProgressLine(len(pictures), "pictures", what="measured")
+def survey_of(
+    pictures: PictureSet, ranks: Ranks, threads: int, videos: Looks | None = None
+) -> Survey:
+    """The sizes of all pictures, and the clips of `videos`. Collective.
+
+    Each rank reads its share of the headers, and decodes its share of the videos.
+    """
+    progress = ProgressLine(len(pictures), "files" if videos else "pictures", what="measured")
 
     def share() -> Survey:
         with progress:
@@ -248,6 +290,7 @@ def survey_of(pictures: PictureSet, ranks: Ranks, threads: int) -> Survey:
                 lambda count: progress.add(count * ranks.count),
                 ranks.rank,
                 ranks.count,
+                videos,
             )
 
     return Survey.joined(on_all(ranks, share))
@@ -296,8 +339,11 @@ def encode_share(
     todo: list[int],
     ranks: Ranks,
     workers: int | None,
-) -> None:
-    """Encode this rank's chunks; a UserError of one rank is raised on all. Collective."""
+) -> Waited:
+    """Encode this rank's chunks; a UserError of one rank is raised on all. Collective.
+
+    Returns how long the ranks waited for decoded pictures.
+    """
     mine = todo[ranks.rank :: ranks.count]
     total = len(plan.pictures)
     left, own = (sum(len(plan.rows(chunk)) for chunk in chunks) for chunks in (todo, mine))
@@ -313,11 +359,11 @@ def encode_share(
 
     progress(total - left)
 
-    def encode_mine() -> None:
+    def encode_mine() -> Waited:
         with progress:
-            encode.encode_chunks(plan, vae, output, mine, threads, report)
+            return encode.encode_chunks(plan, vae, output, mine, threads, report)
 
-    on_all(ranks, encode_mine)
+    return Waited.joined(on_all(ranks, encode_mine))
 
 
 def report(
@@ -339,15 +385,27 @@ def report(
     if beside := plan.pictures.beside:
         console.say(f"{len(beside):,} other files were not read: {few([x for x, _ in beside])}")
     if plan.survey is not None:
-        for bucket, about in by_bucket(list(read_report(output))).items():
-            console.say(f"bucket {bucket}: {about}")
-        console.say(f"{output / pack.PICTURES} lists every file: data report {output}")
+        report_files(plan, output)
     what = "latents" if plan.about["vae"] else "pixels"
     console.say(f"{what}: mean {shown(tuple(mean))}, std {shown(tuple(std))} of each channel")
     if num := pack.num_converted(output):
         console.say(f"converted the colours of {num:,} pictures to sRGB, by their ICC profiles")
     manifest = read_json(output)
     console.say(f"wrote {manifest['count']:,} rows to {output}")
+
+
+def report_files(plan: EncodeJob, output: Path) -> None:
+    """Print the buckets, and what became of the files."""
+    lines = list(read_report(output))
+    for bucket, about in by_bucket(lines).items():
+        console.say(f"bucket {bucket}: {about}")
+    if isinstance(plan, ClipJob):
+        lost = sum(bool(line.reason) for line in lines)
+        console.say(
+            f"{len(lines):,} files: {len(lines) - lost:,} encoded, {lost:,} left out; "
+            f"{sum(len(line.frames) for line in lines):,} clips of videos"
+        )
+    console.say(f"{output / pack.PICTURES} lists every file: data report {output}")
 
 
 def report_done(output: Path) -> None:

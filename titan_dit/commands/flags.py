@@ -24,6 +24,7 @@ from titan_dit.config.section import (
     FilePath,
     Finite,
     Fraction,
+    FrameRate,
     FromHome,
     GuidanceScale,
     NonNegativeFloat,
@@ -42,7 +43,7 @@ from titan_dit.config.section import (
 )
 from titan_dit.data.tokenizing.chunks import Limits
 from titan_dit.models.dit_config import SIZES
-from titan_dit.pictures.picture_sizes import Size, parse_sizes, sizes_within
+from titan_dit.pictures.picture_sizes import Size, parse_lengths, parse_sizes, sizes_within
 
 MAX_LAYER = 512
 """Largest number of a hidden state."""
@@ -204,13 +205,13 @@ class ConvertFlags(Flags):
 
 @dataclass(frozen=True, kw_only=True)
 class DataEncodeFlags(Flags):
-    """Encode pictures by an autoencoder into shards of latents. NGPU=n: ranks that share it."""
+    """Encode pictures or clips by an autoencoder into shards. NGPU=n: ranks that share it."""
 
     section = "data encode"
 
     input: FilePath
     """Pictures: folders with NAME.txt beside NAME.jpg, a folder for each class, a folder with
-    metadata.jsonl, .csv or .parquet, or parquet or tar files."""
+    metadata.jsonl, .csv or .parquet, or parquet or tar files. With --frames also video files."""
     out: Annotated[OutputPath, Aliases("--output")]
     """New folder for the shards, which take its name. Interrupted encoding resumes."""
     vae: FilePath
@@ -225,6 +226,16 @@ class DataEncodeFlags(Flags):
     """In place of --buckets: all sizes of at most so many pixels, up to 4:1."""
     multiple: Few = 32
     """With --pixels: sides are multiples of it."""
+    frames: str | None = None
+    """Frames of the clips that are cut from video files: 17,49,81. Each file goes to the longest
+    bucket that it fills; a picture is a clip of one frame."""
+    fps: FrameRate = 16.0
+    """Frames per second of a clip, taken by the timestamps of the file's frames."""
+    clip: Literal["first", "middle", "uniform", "all"] = "first"
+    """Clips of a file: one from its begin or its middle; uniform: all frames, in clips that overlap
+    evenly; all: one after another, without the rest."""
+    scenes: bool = False
+    """True: cut files where neighbouring frames differ, and take clips of each scene."""
     flip: bool = False
     """True: the mirror image of each picture is a row of its own."""
     posterior: Literal["both", "mean"] = "both"
@@ -233,7 +244,12 @@ class DataEncodeFlags(Flags):
     """Scale and shift of the model's input: the autoencoder's, or 1 / std and mean of each channel
     over the data."""
     batch_size: BatchSize = 32
-    """Rows that are encoded at once. Another number changes last bits."""
+    """Rows that are encoded at once, of clips frames. Another number changes last bits."""
+    vae_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the autoencoder."""
+    vae_tiles: Literal["auto", "always", "never"] = "auto"
+    """Encode in overlapping tiles, which take less memory and differ slightly: always, never, or
+    once a batch does not fit into the GPU's."""
     dtype: Literal["float16", "float32"] = "float16"
     """Dtype of stored latents."""
     classes: FilePath | None = None
@@ -270,9 +286,10 @@ class DataEncodeFlags(Flags):
     workers: Workers | None = None
     """Threads of a rank that decode pictures. Default: up to 16, by cores. Bytes are the same."""
     max_pixels: PositiveInt | None = None
-    """Pixels of a picture. Larger ones are dropped. Default: those that 512 MiB decode."""
+    """Pixels of a picture, or of a frame. Larger ones are dropped. Default: those that 512 MiB
+    decode; of a frame 8192 x 8192."""
     max_file_bytes: PositiveInt = 256 << 20
-    """Bytes of a picture's file. Larger ones are dropped."""
+    """Bytes of a picture's file. Larger ones are dropped. Videos are not limited."""
     max_text_bytes: PositiveInt = 1 << 20
     """Bytes of a row of metadata, or of a text beside a picture."""
     max_rows: PositiveInt | None = None
@@ -301,6 +318,21 @@ class DataEncodeFlags(Flags):
         if self.buckets is not None:
             return parse_sizes(self.buckets)
         return () if self.pixels is None else sizes_within(self.pixels, self.multiple)
+
+    def lengths(self) -> tuple[int, ...]:
+        """The numbers of `frames`, in order; () without it.
+
+        Raises UserError, also for a flag about clips without it.
+        """
+        if self.frames is not None:
+            return parse_lengths(self.frames)
+        default = {f.name: f.default for f in fields(self)}
+        for name in ("fps", "clip", "scenes"):
+            if getattr(self, name) != default[name]:
+                raise UserError(
+                    f"[data encode] --{name} is about clips. Give --frames, or leave it out."
+                )
+        return ()
 
     def layers(self) -> tuple[int, ...]:
         """The hidden states of `text_layer`; () without it. Raises UserError."""

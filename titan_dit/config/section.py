@@ -142,6 +142,7 @@ HeightWidth = Annotated[tuple[Few, ...], Sides(2)]
 Layers = Annotated[int, Bound(least=1, most=2000)]
 """Number of layers. Each layer's modules are built, even to count bytes only: 5 ms each."""
 MOST_SAMPLES = 2**20
+FrameRate = Annotated[float, Bound(least=0.1, most=1000)]
 BatchSize = Annotated[int, Bound(least=1, most=MOST_SAMPLES)]
 Tokens = Annotated[int, Bound(least=1, most=2**36)]
 """Tokens of many samples."""

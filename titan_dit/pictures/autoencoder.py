@@ -1,10 +1,13 @@
-"""An autoencoder of diffusers: pictures to latents and back.
+"""An autoencoder of diffusers: pictures, or clips, to latents and back.
 
 Stored latents are the autoencoder's own, unscaled; the dataset's scale and shift make them the
 model's input. Pictures are uint8 RGB, which the autoencoder sees in [-1, 1].
 
 FLUX.2's networks take 2x2 latent pixels as one, with four times the channels. They are normalised
 by the running mean and variance of the autoencoder's `bn`, which its `encode` leaves out.
+
+Wan's and Qwen-Image's are of clips: the first frame becomes a latent frame, and every four after it
+another one. A picture is a clip of one frame. An autoencoder of pictures encodes each frame alone.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +25,15 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from titan_dit.config import user_text
-from titan_dit.config.section import Finite, PositiveFloat, PositiveInt, UserError, conform, show
+from titan_dit.config.section import (
+    Bound,
+    Finite,
+    PositiveFloat,
+    PositiveInt,
+    UserError,
+    conform,
+    show,
+)
 from titan_dit.data.latent_facts import LatentFacts, Units, VAEFacts
 from titan_dit.pictures.library import diffusers
 from titan_dit.system import stdio
@@ -33,8 +44,18 @@ INSIDE = "vae"
 """Folder of the autoencoder in a pipeline of diffusers."""
 PREFIX = "Autoencoder"
 """Prefix of the diffusers classes that can be used."""
+MAX_LAYERS = 64
+"""Maximum layers of a block. diffusers would build any number before it reads the weights."""
+MAX_LEVELS = 16
+"""Maximum levels of an autoencoder of clips: each but the last one may halve the sides."""
+Layers: TypeAlias = Annotated[int, Bound(least=1, most=MAX_LAYERS)]
 CONFIG_KEYS = {
-    "latent_channels": PositiveInt,
+    "latent_channels": PositiveInt | None,
+    "z_dim": PositiveInt | None,
+    "base_dim": PositiveInt | None,
+    "dim_mult": tuple[PositiveInt, ...] | None,
+    "num_res_blocks": Layers | None,
+    "temperal_downsample": tuple[bool, ...] | None,
     "block_out_channels": tuple[PositiveInt, ...] | None,
     "scaling_factor": Finite | None,
     "shift_factor": Finite | None,
@@ -44,13 +65,17 @@ CONFIG_KEYS = {
 """Config keys whose values are checked here; diffusers checks none."""
 PACKED, PATCH = "AutoencoderKLFlux2", 2
 """The class whose latents are cut into squares, and their side in latent pixels."""
-MAX_LAYERS = 64
-"""Maximum layers of a block. diffusers would build any number before it reads the weights."""
+OF_CLIPS = ("AutoencoderKLWan", "AutoencoderKLQwenImage")
+"""The classes for clips."""
+FRAMES_AT_ONCE = 4
+"""Frames that they take at once, after the first one."""
+Precision: TypeAlias = Literal["float32", "bfloat16"]
+Tiles: TypeAlias = Literal["auto", "always", "never"]
 
 
 @dataclass(frozen=True)
 class Autoencoder:
-    """An autoencoder with its weights, in fp32 and eval mode."""
+    """An autoencoder with its weights, in eval mode."""
 
     module: nn.Module
     facts: VAEFacts
@@ -64,6 +89,9 @@ class Autoencoder:
     """A model should see (latent - shift) * scale, as the autoencoder's config says."""
     patch: int = 1
     """Latent pixels of `module` per side that are one of ours: channels are (c, row, column)."""
+    tiles: Tiles = "auto"
+    """Whether it encodes and decodes in overlapping tiles, which take less memory and give slightly
+    other values: always, never, or from the first batch on that does not fit into a GPU's."""
 
     value_range: ClassVar[None] = None
     """Latents have none."""
@@ -71,53 +99,114 @@ class Autoencoder:
     @property
     def entry(self) -> dict[str, Any]:
         """`vae` of a manifest."""
-        return {
+        found: dict[str, Any] = {
             "class": self.facts.kind,
             "source": self.source,
             "digest": self.facts.digest,
             "factor": self.facts.factor,
         }
+        if self.is_of_clips:
+            found["frames_factor"] = self.facts.frames_factor
+        if self.dtype != torch.float32:
+            found["dtype"] = str(self.dtype).removeprefix("torch.")
+        if self.tiles == "always":
+            found["tiles"] = True
+        return found
+
+    @property
+    def is_of_clips(self) -> bool:
+        """True if the autoencoder is one of clips, to which a picture is a clip of one frame."""
+        return self.facts.kind in OF_CLIPS
 
     @torch.no_grad()
     def encode(
-        self, pictures: UInt8[Tensor, "b 3 h w"]
-    ) -> tuple[Float[Tensor, "b c p q"], Float[Tensor, "b c p q"]]:
-        """Mean and std of the posterior of every picture."""
-        pixels = pictures.to(self.device, non_blocking=True).float() / 127.5 - 1
-        posterior = self.module.encode(pixels).latent_dist  # type: ignore[operator]
-        mean, std = (F.pixel_unshuffle(x, self.patch) for x in (posterior.mean, posterior.std))
-        return mean, std
+        self, pictures: UInt8[Tensor, "b 3 *size"]
+    ) -> tuple[Float[Tensor, "b c *found"], Float[Tensor, "b c *found"]]:
+        """Mean and std of the posterior of every picture [b, 3, h, w] or clip [b, 3, f, h, w].
+
+        Those of clips, and all that an autoencoder of clips gives, are [b, c, f, h, w].
+        """
+        clips = pictures.unsqueeze(2) if pictures.ndim == 4 else pictures
+        size = clips.shape[2:]
+        if not self.is_of_clips:
+            clips = clips.transpose(1, 2).flatten(0, 1)  # Each frame alone.
+        pixels = clips.to(self.device, non_blocking=True).float() / 127.5 - 1
+        posterior = self.tiled_if_needed(self.module.encode, pixels.to(self.dtype)).latent_dist
+        found = []
+        for values in (posterior.mean, posterior.std):
+            values = values.float()
+            if not self.is_of_clips:
+                values = F.pixel_unshuffle(values, self.patch)
+                if pictures.ndim == 5:
+                    values = values.view(-1, size[0], *values.shape[1:]).transpose(1, 2)
+            found.append(values)
+        return found[0], found[1]
 
     @torch.no_grad()
-    def decoded(self, latents: Float[Tensor, "b c p q"]) -> Float[Tensor, "b 3 h w"]:
-        """Pictures of stored latents, in [-1, 1]."""
-        own = F.pixel_shuffle(latents.to(self.device).float(), self.patch)
-        found: Tensor = self.module.decode(own).sample  # type: ignore[operator]
+    def decoded(self, latents: Float[Tensor, "b c *size"]) -> Float[Tensor, "b 3 *found"]:
+        """Pictures of stored latents [b, c, h, w], or clips of [b, c, f, h, w], in [-1, 1]."""
+        is_clip = latents.ndim == 5
+        own = latents.to(self.device)
+        if self.is_of_clips:
+            own = own if is_clip else own.unsqueeze(2)
+        else:
+            frames = own.transpose(1, 2).flatten(0, 1) if is_clip else own
+            own = F.pixel_shuffle(frames, self.patch)
+        found: Tensor = self.tiled_if_needed(self.module.decode, own.to(self.dtype)).sample
+        found = found.float()
+        if self.is_of_clips:
+            return found if is_clip else found[:, :, 0]
+        if is_clip:
+            found = found.view(-1, latents.shape[2], *found.shape[1:]).transpose(1, 2)
         return found
 
-    def decode(self, latents: Float[Tensor, "b c p q"]) -> UInt8[Tensor, "b 3 h w"]:
-        """Pictures of stored latents."""
+    def decode(self, latents: Float[Tensor, "b c *size"]) -> UInt8[Tensor, "b 3 *found"]:
+        """Pictures, or clips, of stored latents."""
         return as_pixels(self.decoded(latents))
+
+    def tiled_if_needed(self, call: Any, values: Tensor) -> Any:
+        """Call the module, in tiles if it has to; once it did not fit, always."""
+        if self.tiles != "auto" or getattr(self.module, "use_tiling", True):
+            return call(values)
+        try:
+            return call(values)
+        except torch.OutOfMemoryError:
+            pass  # Outside of the block its tensors are freed.
+        stdio.write(
+            sys.stderr,
+            f"{self.source}: [{', '.join(map(str, values.shape))}] does not fit into the GPU's "
+            "memory: in tiles from here on, whose values differ slightly. --vae-tiles always gives "
+            "the same ones everywhere\n",
+        )
+        torch.cuda.empty_cache()
+        self.module.enable_tiling()  # type: ignore[operator]
+        return call(values)
 
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
         return next(self.module.parameters()).device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return next(self.module.parameters()).dtype
+
     def check_encodes(self, where: str) -> None:
-        """Raise UserError unless pictures have a mean and std: a tiny or a video autoencoder."""
+        """Raise UserError unless pictures, or clips, have a mean and std of the expected size."""
         side = 2 * self.facts.factor
+        pixels = torch.zeros(1, 3, 1 + self.facts.frames_factor, side, side, dtype=torch.uint8)
         try:
-            mean, std = self.encode(torch.zeros(1, 3, side, side, dtype=torch.uint8))
+            mean, std = self.encode(pixels)
             # A config can describe other latents than its layers give.
-            found = mean.shape == std.shape == (1, self.channels, 2, 2)
+            found = mean.shape == std.shape == (1, self.channels, 2, 2, 2)
         except Exception:  # Of diffusers or torch.
             found = False
         if not found:
             raise UserError(
                 f"{where} {self.source} is {self.facts.kind}, which gives no mean and std of a "
                 "picture, or not of the size that its config says. Give another one, such as "
-                "AutoencoderKL."
+                "AutoencoderKL, or AutoencoderKLWan for clips."
             )
 
     def check_fits(self, data: LatentFacts, where: str, channels: int | None = None) -> None:
@@ -147,15 +236,22 @@ class Autoencoder:
             )
 
 
-def as_pixels(decoded: Float[Tensor, "b 3 h w"]) -> UInt8[Tensor, "b 3 h w"]:
-    """Pictures in [-1, 1] as 8-bit RGB."""
+def as_pixels(decoded: Float[Tensor, "b 3 *size"]) -> UInt8[Tensor, "b 3 *size"]:
+    """Pictures or clips in [-1, 1] as 8-bit RGB."""
     return ((decoded + 1) * 127.5).clamp(0, 255).round().byte()
 
 
-def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder:
+def load(
+    source: str,
+    device: torch.device,
+    where: str = "--vae",
+    dtype: Precision = "float32",
+    tiles: Tiles = "auto",
+) -> Autoencoder:
     """Load an autoencoder: a diffusers folder, a pipeline's folder, or a name on the hub.
 
-    `where` names the flag or key in errors. Raises UserError if there is none.
+    `where` names the flag or key in errors. `dtype`: of weights and activations; latents and
+    decoded pixels are fp32. Raises UserError if there is none.
     """
     library = diffusers(where)
     folder = Path(source).expanduser()
@@ -178,16 +274,8 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
         module, report = kind.from_pretrained(
             named, torch_dtype=torch.float32, output_loading_info=True
         )
-        # With its class's defaults: older releases wrote no scaling_factor.
-        config = dict(module.config)  # type: ignore[arg-type]
-        patch = 1 if kind.__name__ != PACKED else PATCH
-        if patch > 1:
-            missing = [name for name in report["missing_keys"] if name.startswith("bn.")]
-            scale, shift = units_of_packed(module, config, missing, f"{where} {source}")
-        else:
-            scale, shift = units_of(config)
-        channels = int(config["latent_channels"]) * patch**2
-        factor = factor_of(module, config) * patch
+        missing = [name for name in report["missing_keys"] if name.startswith("bn.")]
+        found = facts_of(module, kind.__name__, missing, f"{where} {source}")
     except UserError:
         raise
     except Exception as error:  # A config with values of wrong types can raise anything.
@@ -197,12 +285,41 @@ def load(source: str, device: torch.device, where: str = "--vae") -> Autoencoder
         raise UserError(
             f"{where} {source}: {nowhere}no autoencoder can be loaded from it ({reason})."
         ) from None
-    facts = VAEFacts(
-        kind=kind.__name__, digest=digest_of_weights(module.state_dict()), factor=factor
-    )
-    module = module.to(device).eval().requires_grad_(False)
+    module = module.to(device, getattr(torch, dtype)).eval().requires_grad_(False)
+    if tiles == "always":
+        enable: Any = getattr(module, "enable_tiling", None)
+        if enable is None:
+            raise UserError(f"{where} {source}: {kind.__name__} has no tiles. Leave them out.")
+        enable()
     kept = str(folder.resolve()) if folder.is_dir() else source
-    return Autoencoder(module, facts, kept, channels, scale, shift, patch)
+    return Autoencoder(module=module, source=kept, tiles=tiles, **found)
+
+
+def facts_of(module: Any, kind: str, missing: Sequence[str], where: str) -> dict[str, Any]:
+    """Fields of an `Autoencoder`: its facts, channels, units and patch.
+
+    `missing`: tensors of `bn` that its files lack. Raises UserError for a config that contradicts
+    itself.
+    """
+    # With its class's defaults: older releases wrote no scaling_factor.
+    config = dict(module.config)
+    patch, frames_factor = 1, 1
+    if kind == PACKED:
+        patch = PATCH
+        scale, shift = units_of_packed(module, config, missing, where)
+    else:
+        scale, shift = units_of(config)
+    if kind in OF_CLIPS:
+        frames_factor = check_of_clips(config, f"{where}: {CONFIG}")
+    facts = VAEFacts(
+        kind=kind,
+        digest=digest_of_weights(module.state_dict()),  # In fp32, whatever it runs in.
+        factor=factor_of(module, config) * patch,
+        frames_factor=frames_factor,
+    )
+    channels = int(config[channels_key(kind)]) * patch**2
+    units = {"scale": scale, "shift": shift}
+    return {"facts": facts, "channels": channels, "patch": patch, **units}
 
 
 def first_cause(error: BaseException) -> BaseException:
@@ -216,7 +333,7 @@ def class_of(library: Any, config: Mapping[str, Any], where: str) -> Any:
     """The diffusers class of a config; UserError unless it is an autoencoder with valid values."""
     name = config.get("_class_name") if isinstance(config, Mapping) else None
     kind = getattr(library, str(name), None)
-    if not str(name).startswith(PREFIX) or kind is None or "latent_channels" not in config:
+    if not str(name).startswith(PREFIX) or kind is None or channels_key(str(name)) not in config:
         raise UserError(f"{where} is {show(name)}. Give an autoencoder such as AutoencoderKL.")
     if config.get("quantization_config"):
         # diffusers would import the library that it names.
@@ -227,7 +344,41 @@ def class_of(library: Any, config: Mapping[str, Any], where: str) -> Any:
         layers = value if isinstance(value, list | tuple) else [value]
         if "layers" in key and any(isinstance(n, int | float) and n > MAX_LAYERS for n in layers):
             raise UserError(f"{where}: {CONFIG}: {key}={show(value)} is above {MAX_LAYERS}.")
+    if name in OF_CLIPS and len(config.get("dim_mult") or ()) > MAX_LEVELS:
+        raise UserError(f"{where}: {CONFIG}: dim_mult has more than {MAX_LEVELS} levels.")
     return kind
+
+
+def channels_key(kind: str) -> str:
+    """The key of a config that holds the channels of a latent."""
+    return "z_dim" if kind in OF_CLIPS else "latent_channels"
+
+
+def check_of_clips(config: Mapping[str, Any], where: str) -> int:
+    """Frames per latent frame of an autoencoder of clips, by its config with all defaults.
+
+    Raises UserError unless its sizes agree with each other.
+    """
+    if (found := 2 ** sum(config["temperal_downsample"])) != FRAMES_AT_ONCE:
+        raise UserError(
+            f"{where}: temperal_downsample makes a latent frame of {found} frames. diffusers "
+            f"encodes {FRAMES_AT_ONCE} frames at once: two of its values must be true."
+        )
+    patch = conform(config.get("patch_size"), Layers | None, f"{where}: patch_size") or 1
+    levels = 2 ** (len(config["dim_mult"]) - 1) * patch
+    said = config.get("scale_factor_spatial") or levels
+    if said != levels:
+        raise UserError(
+            f"{where}: scale_factor_spatial={said}, but the levels of dim_mult divide a side by "
+            f"{levels}. Restore the file."
+        )
+    for key in ("latents_mean", "latents_std"):
+        if len(config.get(key) or ()) != config["z_dim"]:
+            raise UserError(
+                f"{where}: {key} holds {len(config.get(key) or ())} numbers for z_dim="
+                f"{config['z_dim']} channels. Restore the file."
+            )
+    return int(found)
 
 
 def check_parameters_fit(kind: Any, config: Mapping[str, Any], folder: Path, where: str) -> None:

@@ -43,7 +43,7 @@ class BucketJob(EncodeJob):
     surveyed: Survey
     """Sizes of the pictures, and why some are left out."""
     bucket_sizes: tuple[Size, ...]
-    bucket_shapes: tuple[tuple[int, int, int], ...]
+    bucket_shapes: tuple[tuple[int, ...], ...]
     """Shape of a row of each bucket."""
     chosen: NDArray[np.int32]
     """Bucket of each picture. One that is left out stands in any."""
@@ -72,7 +72,7 @@ class BucketJob(EncodeJob):
         """Listing indices of a chunk's pictures."""
         return self.chunks[chunk][1]
 
-    def shape_of(self, chunk: int) -> tuple[int, int, int]:
+    def shape_of(self, chunk: int) -> tuple[int, ...]:
         """Shape of the rows of a chunk's bucket."""
         return self.bucket_shapes[self.chunks[chunk][0]]
 

@@ -1,4 +1,4 @@
-"""A folder of captioned pictures: NAME.txt beside NAME.jpg, flat or with folders at any depth.
+"""A folder of captioned pictures or clips: NAME.txt beside NAME.jpg or NAME.mp4, at any depth.
 
 It is the layout of the tools for fine-tuning. Its folders are no classes.
 """
@@ -16,6 +16,7 @@ from titan_dit.config.user_text import BadTextError
 from titan_dit.data.files import read_whole, stamp_of
 from titan_dit.data.listing import IMAGE_SUFFIXES, few, is_folder, kind_of, natural, suffix_of
 from titan_dit.data.manifest import CLAIM, MANIFEST
+from titan_dit.pictures import clips
 from titan_dit.pictures.picture_set import (
     Caption,
     ListingOptions,
@@ -53,7 +54,8 @@ class FolderFiles:
         """
         if MANIFEST in self.others or CLAIM in self.others:
             return False
-        return bool(self.captions) or any(name.count("/") != 1 for name in self.pictures)
+        is_sorted = all(name.count("/") == 1 for name in self.pictures)
+        return bool(self.captions) or not is_sorted or any(map(is_video, self.pictures))
 
 
 def stem_of(name: str) -> str:
@@ -61,10 +63,15 @@ def stem_of(name: str) -> str:
     return name[: len(name) - len(suffix_of(name))]
 
 
-def files_of(root: Path) -> FolderFiles:
+def is_video(name: str) -> bool:
+    """True for a file that is a video by its name."""
+    return suffix_of(name) in clips.SUFFIXES
+
+
+def files_of(root: Path, with_videos: bool = False) -> FolderFiles:
     """List a folder and those below it, without hidden files. Each folder is read once.
 
-    Raises UserError for a folder that cannot be read.
+    `with_videos`: videos are among the pictures. Raises UserError for a folder that cannot be read.
     """
     try:
         names = list(walk(root, "", set()))
@@ -73,9 +80,10 @@ def files_of(root: Path) -> FolderFiles:
             f"[data encode] {error.filename} cannot be read: {error.strerror}. Restore it, or "
             "remove it."
         ) from None
-    pictures = [name for name in names if suffix_of(name) in IMAGE_SUFFIXES]
+    suffixes = (*IMAGE_SUFFIXES, *clips.SUFFIXES) if with_videos else IMAGE_SUFFIXES
+    pictures = [name for name in names if suffix_of(name) in suffixes]
     texts = frozenset(name for name in names if suffix_of(name) == CAPTION)
-    others = [name for name in names if suffix_of(name) not in (*IMAGE_SUFFIXES, CAPTION)]
+    others = [name for name in names if suffix_of(name) not in (*suffixes, CAPTION)]
     return FolderFiles(tuple(sorted(pictures, key=by_parts)), texts, tuple(sorted(others)))
 
 
@@ -169,6 +177,8 @@ def beside(files: FolderFiles, used: set[str]) -> Sequence[tuple[str, str]]:
 
 def reason_of(name: str) -> str:
     """Why a file is not read."""
+    if is_video(name):
+        return "a video, of which --frames makes clips"
     return (kind_of(name.rpartition("/")[2]) or "not a picture").partition(":")[0]
 
 

@@ -26,7 +26,6 @@ from PIL import Image
 from torch import Tensor
 
 from titan_dit.config import limits
-from titan_dit.config.section import UserError
 from titan_dit.data.files import NO_FILE, BadFileError
 from titan_dit.data.packing.images import THINNEST, Crop, center_crop, on_white, sides_of
 from titan_dit.pictures.library import video
@@ -437,36 +436,6 @@ def picture_of(frame: Any, aspect: Fraction, crop: Crop) -> UInt8[np.ndarray, "h
     return np.array(center_crop(image, crop))
 
 
-MAX_FPS = 1000.0
-
-
 def rate_of(fps: float) -> Fraction:
     """A rate as a fraction: 23.976 is 2997/125."""
     return Fraction(fps).limit_denominator(1001)
-
-
-def parse_lengths(text: str) -> tuple[int, ...]:
-    """The lengths of `--frames 17,49,81`, in order. Raises UserError."""
-    where = f"[data encode] frames={text}"
-    lengths = []
-    for word in text.split(","):
-        if not word.strip().isdecimal() or not word.isascii() or not 0 < int(word[:9]) <= 10**4:
-            raise UserError(
-                f"{where}: {word.strip()!r} is no number of frames from 1 to 10,000. Give numbers "
-                "with commas between: 17,49,81."
-            )
-        lengths.append(int(word))
-    if len(set(lengths)) < len(lengths):
-        raise UserError(f"{where}: a number stands twice. Keep one of them.")
-    return tuple(sorted(lengths))
-
-
-def check_lengths(lengths: Sequence[int], factor: int, vae: str) -> None:
-    """Raise UserError unless an autoencoder of this factor takes clips of these lengths."""
-    for length in lengths:
-        if (length - 1) % factor:
-            near = max(1, round((length - 1) / factor)) * factor + 1
-            raise UserError(
-                f"[data encode] frames={length}: {vae} makes a latent frame of the first frame and "
-                f"of every {factor} frames after it, so it takes {factor}k + 1. Set {near}."
-            )

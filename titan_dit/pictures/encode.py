@@ -1,4 +1,4 @@
-"""Encode pictures into shards, chunk by chunk; threads decode ahead of the autoencoder.
+"""Encode pictures, or clips, into shards; threads decode ahead of the autoencoder.
 
 The job's fields are everything that determines a chunk's bytes.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,9 +54,10 @@ MIN_SHARD_PICTURES, MAX_CHUNKS = 256, 64
 
 
 class DecodedPicture(NamedTuple):
-    """A picture, decoded and cropped."""
+    """A picture, or a clip, decoded and cropped."""
 
-    pixels: UInt8[Tensor, "3 h w"]
+    pixels: UInt8[Tensor, "3 *size"]
+    """[3, h, w]; [3, f, h, w] of a clip."""
     digest: bytes
     """SHA-256 of its file."""
     is_converted: bool
@@ -76,7 +78,8 @@ class EncodeJob(Chunks):
     """The input."""
     name: str
     """Prefix of the files: NAME-00000.safetensors."""
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
+    """[c, h, w] of a picture's row, [c, f, h, w] of a clip's; the largest one."""
     dtype: str
     batch_size: int
     """Rows that are encoded at once, mirror images included. Another number changes bits."""
@@ -116,7 +119,7 @@ class EncodeJob(Chunks):
         """The sizes that pictures are cropped to."""
         return (Size(self.image_size, self.image_size),)
 
-    def shape_of(self, chunk: int) -> tuple[int, int, int]:
+    def shape_of(self, chunk: int) -> tuple[int, ...]:
         """Shape of a chunk's rows."""
         return self.shape
 
@@ -130,8 +133,16 @@ class EncodeJob(Chunks):
 
     def batches(self, chunk: int) -> list[Sequence[int]]:
         """The pictures of each batch of a chunk."""
-        rows, size = self.rows(chunk), max(1, self.batch_size // self.copies)
+        rows, size = self.rows(chunk), self.pictures_at_once(chunk)
         return [rows[first : first + size] for first in range(0, len(rows), size)]
+
+    def pictures_at_once(self, chunk: int) -> int:
+        """Pictures of a batch."""
+        return max(1, self.batch_size // self.copies)
+
+    def batches_ahead(self, chunk: int, threads: int) -> int:
+        """Batches that are decoded, or being decoded, while one is encoded."""
+        return 2 + 4 * threads // self.pictures_at_once(chunk)
 
     def digest(self) -> str:
         """SHA-256 of the job, independent of the folders of input, output and autoencoder."""
@@ -166,10 +177,18 @@ class EncodeJob(Chunks):
         for row in self.rows(chunk):
             if row not in lost:
                 try:
-                    sha.update(hashlib.sha256(self.pictures.read(row)).digest())
+                    sha.update(self.digest_of(row))
                 except BadFileError:
                     return False
         return sha.hexdigest() == record.extra.get(PICTURES)
+
+    def digest_of(self, row: int) -> bytes:
+        """SHA-256 of a picture's file. Raises BadFileError."""
+        return hashlib.sha256(self.pictures.read(row)).digest()
+
+    def report_lines(self, records: Sequence[ChunkRecord]) -> Iterator[bytes]:
+        """The lines of pictures.jsonl; none without a survey."""
+        return iter(()) if self.survey is None else picture_lines(self, self.survey, records)
 
     def picture(self, row: int, budget: DecodingBudget) -> DecodedPicture:
         """Decode and crop a picture. Raises BadFileError."""
@@ -214,12 +233,17 @@ class EncodeOptions:
                 f"pictures and their mirror images. Set --batch-size {self.batch_size + 1}."
             )
 
-    def shape(self, vae: Autoencoder | Pixels, size: Size) -> tuple[int, int, int]:
-        """Shape of a row of a picture of this size."""
+    def shape(
+        self, vae: Autoencoder | Pixels, size: Size, frames: int | None = None
+    ) -> tuple[int, ...]:
+        """Shape of a row of a picture of this size; of a clip with `frames`."""
         channels = vae.channels * (2 if self.posterior == "both" else 1)
-        return channels, size.height // vae.facts.factor, size.width // vae.facts.factor
+        sides = size.height // vae.facts.factor, size.width // vae.facts.factor
+        if frames is None:
+            return channels, *sides
+        return channels, 1 + (frames - 1) // vae.facts.frames_factor, *sides
 
-    def pictures_per_shard(self, shape: tuple[int, int, int], count: int) -> int:
+    def pictures_per_shard(self, shape: tuple[int, ...], count: int) -> int:
         """Pictures of a shard of rows of this shape, of `count` in all."""
         bytes_each = math.prod(shape) * STORED_DTYPES[self.dtype].itemsize * self.copies
         size = max(MIN_SHARD_PICTURES, -(-count // MAX_CHUNKS))
@@ -290,6 +314,26 @@ Drops = list[tuple[int, str]]
 Reading = Future[DecodedPicture]
 AHEAD = 2
 """Batches queued on the device behind the one that the host waits for."""
+MAX_AHEAD = 512 << 20
+"""Maximum bytes of decoded pictures that wait for the autoencoder, with a batch for each thread."""
+
+
+@dataclass
+class Waited:
+    """How long the autoencoder waited for decoded pictures."""
+
+    seconds: float = 0.0
+    total: float = 0.0
+    """Seconds of encoding, with the waiting."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Waited]) -> Waited:
+        """That of all ranks."""
+        return cls(sum(part.seconds for part in parts), sum(part.total for part in parts))
+
+    def __str__(self) -> str:
+        """A share, for the console."""
+        return f"{self.seconds / max(self.total, 1e-9):.0%}"
 
 
 @dataclass(frozen=True)
@@ -301,7 +345,7 @@ class PictureBatch:
     """Numbers of the pictures that could be decoded."""
     digests: list[bytes]
     """SHA-256 of their files."""
-    pictures: UInt8[Tensor, "b 3 h w"] | None
+    pictures: UInt8[Tensor, "b 3 *size"] | None
     """None if all were dropped."""
     dropped: Drops
     num_converted: int
@@ -335,13 +379,14 @@ def encode_chunks(
     chunks: Sequence[int],
     threads: int,
     report: Callable[[int, int], None],
-) -> None:
+) -> Waited:
     """Encode and write chunks; `report` gets increments of (pictures done, of which dropped)."""
     digest = job.digest()
     chunk: EncodedChunk | None = None
+    waited, begun = Waited(), time.perf_counter()
     try:
         with same_bits():
-            for batch, stored in encoded(job, vae, decoded(job, vae, chunks, threads)):
+            for batch, stored in encoded(job, vae, decoded(job, vae, chunks, threads, waited)):
                 if chunk is None or chunk.number != batch.chunk:
                     if chunk:
                         write(job, digest, output, chunk)
@@ -354,6 +399,8 @@ def encode_chunks(
             write(job, digest, output, chunk)
     except OSError as error:
         raise UserError(f"[data encode] {error}") from None
+    waited.total = time.perf_counter() - begun
+    return waited
 
 
 @contextmanager
@@ -369,9 +416,13 @@ def same_bits() -> Iterator[None]:
 
 
 def decoded(
-    job: EncodeJob, vae: Autoencoder | Pixels, chunks: Sequence[int], threads: int
+    job: EncodeJob,
+    vae: Autoencoder | Pixels,
+    chunks: Sequence[int],
+    threads: int,
+    waited: Waited,
 ) -> Iterator[PictureBatch]:
-    """Decode the pictures of all chunks in threads, some batches ahead."""
+    """Decode the pictures of all chunks in threads, some batches ahead. Counts what is `waited`."""
     pinned = vae.device.type == "cuda"
     waiting: deque[tuple[int, Sequence[int], list[Reading]]] = deque()
     budget = DecodingBudget(job.max_pixels, flag="--max-pixels")
@@ -381,16 +432,21 @@ def decoded(
                 for rows in job.batches(chunk):
                     readings = [pool.submit(job.picture, row, budget) for row in rows]
                     waiting.append((chunk, rows, readings))
-                    if len(waiting) > 2 + 4 * threads // len(rows):
-                        yield joined(*waiting.popleft(), pinned)
+                    if len(waiting) > job.batches_ahead(chunk, threads):
+                        yield joined(*waiting.popleft(), pinned, waited)
             while waiting:
-                yield joined(*waiting.popleft(), pinned)
+                yield joined(*waiting.popleft(), pinned, waited)
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def joined(chunk: int, rows: Sequence[int], readings: list[Reading], pinned: bool) -> PictureBatch:
+def joined(
+    chunk: int, rows: Sequence[int], readings: list[Reading], pinned: bool, waited: Waited
+) -> PictureBatch:
     """A batch of the pictures that could be decoded."""
+    begun = time.perf_counter()
+    wait(readings)
+    waited.seconds += time.perf_counter() - begun
     kept, found, dropped = [], [], []
     for row, reading in zip(rows, readings, strict=True):
         try:
@@ -409,7 +465,7 @@ def joined(chunk: int, rows: Sequence[int], readings: list[Reading], pinned: boo
 def encoded(
     job: EncodeJob, vae: Autoencoder | Pixels, batches: Iterator[PictureBatch]
 ) -> Iterator[tuple[PictureBatch, Tensor | None]]:
-    """Each batch with its rows on the CPU: [pictures, copies, c, h, w].
+    """Each batch with its rows on the CPU: [pictures, copies, c, h, w], or [..., c, f, h, w].
 
     AHEAD batches are queued behind the one that is waited for. A GPU works on them while the host
     adds rows, writes shards and joins the next batch.
@@ -432,8 +488,8 @@ def rows_of(batch: PictureBatch, stored: HostCopy | None) -> tuple[PictureBatch,
 
 
 def latents_of(
-    job: EncodeJob, vae: Autoencoder | Pixels, pictures: UInt8[Tensor, "b 3 h w"]
-) -> Shaped[Tensor, "b k c h w"]:
+    job: EncodeJob, vae: Autoencoder | Pixels, pictures: UInt8[Tensor, "b 3 *size"]
+) -> Shaped[Tensor, "b k c *found"]:
     """The rows of pictures: unscaled mean and std of each, or the mean alone, or the pixels."""
     images = pictures.to(vae.device, non_blocking=True)
     copies = [images, images.flip(-1)] if job.flip else [images]
@@ -471,17 +527,19 @@ def write(job: EncodeJob, digest: str, output: Path, chunk: EncodedChunk) -> Non
     write_chunk(job, digest, output, chunk.number, chunk.rows, latents, chunk.dropped, extra)
 
 
-def sums(job: EncodeJob, rows: Shaped[Tensor, "n c h w"]) -> dict[str, list[float]]:
+def sums(job: EncodeJob, rows: Shaped[Tensor, "n c *size"]) -> dict[str, list[float]]:
     """Sum and sum of squares of each channel of drawn latents, in fp64.
 
     A drawn latent is mean + std * noise, so its expected square is mean^2 + std^2.
     """
     # numpy: its sums do not depend on the number of threads.
     total, squares = np.zeros(job.channels), np.zeros(job.channels)
-    for part in torch.split(rows, 1024):
+    others = (0, *range(2, rows.ndim))
+    frames = rows.shape[2] if rows.ndim == 5 else 1
+    for part in torch.split(rows, max(1, 1024 // frames)):
         values = part.double().numpy()
-        per_channel = np.square(values).sum((0, 2, 3))
-        total += values[:, : job.channels].sum((0, 2, 3))
+        per_channel = np.square(values).sum(others)
+        total += values[:, : job.channels].sum(others)
         squares += per_channel.reshape(-1, job.channels).sum(0)
     return {"sum": total.tolist(), "squares": squares.tolist()}
 
@@ -525,7 +583,7 @@ def finish(job: EncodeJob, output: Path) -> tuple[Drops, list[float], list[float
         more["captions"] = {"file": pack.CAPTIONS, "sha256": hashlib.sha256(data).hexdigest()}
     if job.survey is not None:
         with writing(output / pack.PICTURES, job.command):
-            write_whole(output / pack.PICTURES, b"".join(picture_lines(job, job.survey, records)))
+            write_whole(output / pack.PICTURES, b"".join(job.report_lines(records)))
     with writing(output / MANIFEST, job.command):
         pack.write_all(job, output, digest, records, more)
     return [drop for record in records for drop in record.dropped], mean, std

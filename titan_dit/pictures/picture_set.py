@@ -57,6 +57,8 @@ class ListingOptions:
     caption_prefix: str = ""
     """Text in front of every caption, such as a trigger word. It stands alone where `no_caption`
     keeps a picture without a caption."""
+    clips: bool = False
+    """True: video files are listed, too."""
     max_rows: int | None = None
     """Maximum rows of parquet files. None: MAX_ROWS, or one row per BYTES_PER_ROW bytes if more."""
 

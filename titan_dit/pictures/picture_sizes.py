@@ -1,4 +1,4 @@
-"""Sizes of pictures in pixels: those of buckets, which one fits a picture, what the crop costs."""
+"""Sizes of pictures and lengths of clips: those of buckets, which one fits, what a crop costs."""
 
 from __future__ import annotations
 
@@ -126,3 +126,30 @@ def fit(sizes: tuple[Size, ...], picture: Size) -> Fit:
     size = sizes[number]
     scale = max(size.width / picture.width, size.height / picture.height)
     return Fit(number, size.pixels / (picture.pixels * scale * scale), scale)
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """The lengths of `--frames 17,49,81`, in order. Raises UserError."""
+    where = f"[data encode] frames={text}"
+    lengths = []
+    for word in text.split(","):
+        if not word.strip().isdecimal() or not word.isascii() or not 0 < int(word[:9]) <= 10**4:
+            raise UserError(
+                f"{where}: {word.strip()!r} is no number of frames from 1 to 10,000. Give numbers "
+                "with commas between: 17,49,81."
+            )
+        lengths.append(int(word))
+    if len(set(lengths)) < len(lengths):
+        raise UserError(f"{where}: a number stands twice. Keep one of them.")
+    return tuple(sorted(lengths))
+
+
+def check_lengths(lengths: Sequence[int], factor: int, vae: str) -> None:
+    """Raise UserError unless an autoencoder of this factor takes clips of these lengths."""
+    for length in lengths:
+        if (length - 1) % factor:
+            near = max(1, round((length - 1) / factor)) * factor + 1
+            raise UserError(
+                f"[data encode] frames={length}: {vae} makes a latent frame of the first frame and "
+                f"of every {factor} frames after it, so it takes {factor}k + 1. Set {near}."
+            )

@@ -29,13 +29,14 @@ class Pixels:
     shift: ClassVar[float] = 127.5
     """A model sees black as -1 and white as 1."""
     value_range: ClassVar[tuple[float, float]] = (0.0, 255.0)
+    is_of_clips: ClassVar[bool] = False
     entry: ClassVar[None] = None
     """The manifest's `vae`."""
 
     def encode(
-        self, pictures: UInt8[Tensor, "b 3 h w"]
-    ) -> tuple[UInt8[Tensor, "b 3 h w"], UInt8[Tensor, "b 3 h w"]]:
-        """The pictures as the mean of a posterior, and its std, 0."""
+        self, pictures: UInt8[Tensor, "b 3 *size"]
+    ) -> tuple[UInt8[Tensor, "b 3 *size"], UInt8[Tensor, "b 3 *size"]]:
+        """The pictures, or clips, as the mean of a posterior, and its std, 0."""
         return pictures, torch.zeros_like(pictures)
 
 

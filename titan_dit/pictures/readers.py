@@ -659,7 +659,7 @@ def open_any(path: Path, asked: ListingOptions) -> PictureSet:
     if (found := open_listed(path, asked)) is not None:
         return found
     refuse_split(asked, f"{path} holds no parquet or tar files")
-    if (files := files_of(path)).is_captioned:
+    if (files := files_of(path, asked.clips)).is_captioned:
         return open_captioned(path, files, asked)
     return open_folder(path, asked)
 

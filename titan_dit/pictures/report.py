@@ -1,6 +1,6 @@
 """pictures.jsonl: what became of every file of the input of `data encode`.
 
-A line for each picture in the order of the listing, then one for each other file.
+A line for each picture or video in the order of the listing, then one for each other file.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from titan_dit.config import schema, user_text
 from titan_dit.config.schema import Maybe
-from titan_dit.config.section import Finite, UserError
+from titan_dit.config.section import Finite, NonNegativeInt, PositiveInt, UserError
 from titan_dit.data.manifest import read_json
 from titan_dit.data.packing.pack import CAPTIONS, DROPPED, PICTURES, ChunkRecord, reasons_of
 from titan_dit.pictures.picture_sizes import Size, fit
 from titan_dit.pictures.survey import Survey
 
 if TYPE_CHECKING:
+    from titan_dit.pictures.clip_job import ClipJob
     from titan_dit.pictures.encode import EncodeJob
 
 ROUNDING = 4
@@ -45,15 +46,32 @@ class FileReport:
     """Share of its area that was cropped."""
     scale: float = 1.0
     """Its sides after the resize, relative to the file's; above 1 it was enlarged."""
+    frames: tuple[int, ...] = ()
+    """Frames of each of its clips."""
+    starts: tuple[float, ...] = ()
+    """When each clip begins, in seconds."""
+    rows: tuple[int, ...] = ()
+    """The first row of each clip."""
+    decoded: int = 0
+    """Frames of a video that decode."""
+    notes: tuple[str, ...] = ()
+    """What a user should know of it: cut off, turned upright, of a variable rate."""
 
     def __str__(self) -> str:
         """A line of `data report`."""
         if self.reason:
             return f"{self.name}: left out, {self.reason}"
         parts = [f"{self.name}:"]
+        if self.decoded:
+            count = f"{len(self.frames)} clips" if len(self.frames) > 1 else "1 clip"
+            each = (
+                "+".join(map(str, self.frames)) if len(self.frames) < 9 else f"{self.frames[0]}..."
+            )
+            parts.append(f"{count} of {each} frames, {self.decoded:,} in the file,")
         if self.bucket:
             parts.append(f"{self.size} to {self.bucket}, crop {self.crop:.1%},")
             parts.append(f"enlarged {self.scale:.2f}x," if self.scale > 1 else "not enlarged,")
+        parts += [f"{note}," for note in self.notes]
         parts.append(json.dumps(self.text, ensure_ascii=False) if self.text else "no caption")
         return " ".join(parts)
 
@@ -67,6 +85,11 @@ SCHEMA = {
     "bucket": Maybe(str),
     "crop": Maybe(Finite),
     "scale": Maybe(Finite),
+    "frames": Maybe(tuple[PositiveInt, ...]),
+    "starts": Maybe(tuple[Finite, ...]),
+    "rows": Maybe(tuple[NonNegativeInt, ...]),
+    "decoded": Maybe(PositiveInt),
+    "notes": Maybe(tuple[str, ...]),
 }
 """Schema of a line."""
 
@@ -82,18 +105,52 @@ def picture_lines(
         if picture in dropped:
             line["reason"] = dropped[picture]
         elif (size := survey.size(picture)).pixels:
-            found = fit(job.sizes, size)
-            line |= {
-                "row": rows[picture],
-                "size": str(size),
-                "bucket": str(job.sizes[found.bucket]),
-                "crop": max(0.0, round(1 - found.kept, ROUNDING)),
-                "scale": round(found.scale, ROUNDING),
-            }
+            line |= {"row": rows[picture], **crop_of(job.sizes, size)}
         if job.pictures.texts:
             line["text"] = job.pictures.texts[picture]
         yield as_line(line)
     for name, reason in job.pictures.beside:
+        yield as_line({"file_name": name, "reason": reason})
+
+
+def crop_of(sizes: tuple[Size, ...], size: Size) -> dict[str, Any]:
+    """The keys of a line about size and crop."""
+    found = fit(sizes, size)
+    return {
+        "size": str(size),
+        "bucket": str(sizes[found.bucket]),
+        "crop": max(0.0, round(1 - found.kept, ROUNDING)),
+        "scale": round(found.scale, ROUNDING),
+    }
+
+
+def clip_lines(job: ClipJob, records: Sequence[ChunkRecord]) -> Iterator[bytes]:
+    """The lines of pictures.jsonl of a job of clips: one for each file, whatever became of it."""
+    dropped = {row: reason for record in records for row, reason in record.dropped}
+    firsts = first_rows(job, records)
+    sizes = tuple(dict.fromkeys(job.bucket_sizes))
+    rows_of_file: dict[int, list[int]] = {}
+    for row, file in enumerate(job.files):
+        rows_of_file.setdefault(file, []).append(row)
+    for file, rows in rows_of_file.items():
+        line: dict[str, Any] = {"file_name": job.listed.names[file]}
+        kept = [row for row in rows if row not in dropped]
+        if kept:
+            line |= {"row": firsts[kept[0]], **crop_of(sizes, job.looked.size(file))}
+        else:
+            line["reason"] = dropped[rows[0]]
+        if (found := job.looked.clips.get(file)) is not None and kept:
+            at = [row - rows[0] for row in kept]
+            line["frames"] = [found.clips[number].frames for number in at]
+            line["starts"] = [round(found.starts[number], ROUNDING) for number in at]
+            line["rows"] = [firsts[row] for row in kept]
+            line["decoded"] = found.num_frames
+            lost = sorted({dropped[row] for row in rows if row in dropped})
+            line["notes"] = [*found.notes, *(f"clips left out: {reason}" for reason in lost)]
+        if job.listed.texts:
+            line["text"] = job.listed.texts[file]
+        yield as_line(line)
+    for name, reason in job.listed.beside:
         yield as_line({"file_name": name, "reason": reason})
 
 
@@ -151,8 +208,9 @@ def read_lines(file: Path) -> Iterator[FileReport]:
 
 @dataclass
 class BucketReport:
-    """The pictures of a bucket."""
+    """The pictures, or the clips, of a bucket."""
 
+    what: str = "pictures"
     count: int = 0
     crops: list[float] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
@@ -168,16 +226,24 @@ class BucketReport:
         larger = [scale for scale in self.scales if scale > 1]
         enlarged = f"{len(larger):,} enlarged" + (f" up to {max(larger):.2f}x" if larger else "")
         mean, most = sum(self.crops) / len(self.crops), max(self.crops)
-        return f"{self.count:,} pictures, crop {mean:.1%} up to {most:.1%}, {enlarged}"
+        return f"{self.count:,} {self.what}, crop {mean:.1%} up to {most:.1%}, {enlarged}"
 
 
 def by_bucket(reports: Sequence[FileReport]) -> dict[str, BucketReport]:
-    """The report of each bucket that has pictures, by its size; narrow ones first."""
-    found: dict[str, BucketReport] = {}
+    """The report of each bucket that has pictures, by its size; narrow ones first.
+
+    Those of clips, "17 x 832x480", come after them, short ones first.
+    """
+    found: dict[tuple[int, str], BucketReport] = {}
     for report in reports:
         if report.bucket and not report.reason:
-            found.setdefault(report.bucket, BucketReport()).add(report)
-    return dict(sorted(found.items(), key=lambda item: ratio_of(item[0])))
+            for frames in report.frames or (0,):
+                what = "clips" if frames else "pictures"
+                found.setdefault((frames, report.bucket), BucketReport(what)).add(report)
+    return {
+        f"{frames} x {bucket}" if frames else bucket: found[frames, bucket]
+        for frames, bucket in sorted(found, key=lambda key: (key[0], ratio_of(key[1])))
+    }
 
 
 def ratio_of(bucket: str) -> tuple[float, str]:

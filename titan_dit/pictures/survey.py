@@ -1,4 +1,7 @@
-"""The size of every picture, from the header of its file: it chooses the bucket."""
+"""What every file holds, which chooses its bucket: the size of a picture, the clips of a video.
+
+A picture's size is that of its header. A video is decoded: its header does not say what decodes.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import BinaryIO
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +20,9 @@ from PIL import Image
 
 from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError
+from titan_dit.data.listing import suffix_of
 from titan_dit.data.packing.images import ORIENTATION, TURNED, TURNS, known_formats
+from titan_dit.pictures.clips import SUFFIXES, Clip
 from titan_dit.pictures.picture_set import UNLABELLED, PictureSet
 from titan_dit.pictures.picture_sizes import MIN_KEPT, Fit, Size, fit
 
@@ -26,14 +32,35 @@ READ_AHEAD = 1024
 """Pictures that threads are given at once."""
 
 
+class FoundClips(NamedTuple):
+    """The clips of a video file."""
+
+    clips: tuple[Clip, ...]
+    starts: tuple[float, ...]
+    """When each begins, in seconds from the begin of the file."""
+    num_frames: int
+    """Frames of the file that decode."""
+    notes: tuple[str, ...]
+    """What a user should know of the file."""
+
+
+class Looks(Protocol):
+    """Finds the clips of video files."""
+
+    def look(self, path: Path) -> tuple[Size, FoundClips]:
+        """The size of a video, and its clips. Raises BadFileError if it has none."""
+
+
 @dataclass(frozen=True)
 class Survey:
-    """Width and height of every picture of a set."""
+    """Width and height of every picture of a set, and the clips of every video."""
 
     sizes: NDArray[np.int32]
     """[n, 2]: width and height, upright; 0 for a picture that is left out."""
     reasons: dict[int, str]
     """Row -> why the picture is left out."""
+    clips: dict[int, FoundClips] = field(default_factory=dict)
+    """Row -> the clips of a video."""
 
     def size(self, row: int) -> Size:
         """The size of a picture; (0, 0) if it is left out."""
@@ -44,11 +71,13 @@ class Survey:
     def joined(cls, parts: Sequence[Survey]) -> Survey:
         """The survey of a set from those of its parts, in their order."""
         reasons: dict[int, str] = {}
+        clips: dict[int, FoundClips] = {}
         first = 0
         for part in parts:
             reasons |= {first + at: reason for at, reason in part.reasons.items()}
+            clips |= {first + at: found for at, found in part.clips.items()}
             first += len(part.sizes)
-        return cls(np.concatenate([part.sizes for part in parts]), reasons)
+        return cls(np.concatenate([part.sizes for part in parts]), reasons, clips)
 
 
 def survey_share(
@@ -57,17 +86,26 @@ def survey_share(
     report: Callable[[int], None],
     rank: int = 0,
     num_ranks: int = 1,
+    videos: Looks | None = None,
 ) -> Survey:
-    """Read the sizes of a rank's share of the pictures. `report` gets increments of pictures."""
+    """Read the sizes of a rank's share of the pictures, and look at its videos.
+
+    `report` gets increments of files.
+    """
     # Neighbours: a row group of parquet is unpacked as a whole.
     first, end = (len(pictures) * share // num_ranks for share in (rank, rank + 1))
     rows = range(first, end)
     sizes = np.zeros((len(rows), 2), np.int32)
     reasons: dict[int, str] = {}
+    clips: dict[int, FoundClips] = {}
 
-    def found(row: int) -> Size | str:
+    def found(row: int) -> tuple[Size, FoundClips | None] | str:
         try:
-            return size_of(pictures, row)
+            check_used(pictures, row)
+            if videos is not None and is_video(pictures, row):
+                assert pictures.path is not None
+                return videos.look(pictures.path(row))
+            return size_of(pictures, row), None
         except BadFileError as error:
             return str(error)
 
@@ -75,23 +113,34 @@ def survey_share(
         with ThreadPoolExecutor(threads) as pool:
             for first in range(0, len(rows), READ_AHEAD):
                 some = rows[first : first + READ_AHEAD]
-                for at, size in enumerate(pool.map(found, some), first):
-                    if isinstance(size, str):
-                        reasons[at] = size
+                for at, result in enumerate(pool.map(found, some), first):
+                    if isinstance(result, str):
+                        reasons[at] = result
                     else:
-                        sizes[at] = size
-                report(len(some))
+                        sizes[at], of_video = result
+                        if of_video is not None:
+                            clips[at] = of_video
+                    report(1)
     except OSError as error:
         raise UserError(f"[data encode] {error}") from None
-    return Survey(sizes, reasons)
+    return Survey(sizes, reasons, clips)
 
 
-def size_of(pictures: PictureSet, row: int) -> Size:
-    """The upright size of a picture. Raises BadFileError if it is left out."""
+def is_video(pictures: PictureSet, row: int) -> bool:
+    """True if a row of a set is a video file, by its name."""
+    return pictures.path is not None and suffix_of(pictures.names[row]) in SUFFIXES
+
+
+def check_used(pictures: PictureSet, row: int) -> None:
+    """Raise BadFileError if a picture is left out."""
     if reason := pictures.left_out.get(row):
         raise BadFileError(reason)
     if int(pictures.labels[row]) < 0:
         raise BadFileError(UNLABELLED)
+
+
+def size_of(pictures: PictureSet, row: int) -> Size:
+    """The upright size of a picture. Raises BadFileError if it cannot be read."""
     path = None if pictures.path is None else pictures.path(row)
     if path is not None and path.is_file() and is_small(path.stat().st_size, pictures):
         with suppress(PermissionError), path.open("rb") as file:

@@ -128,7 +128,7 @@ class ShardJob(Protocol):
         """Prefix of the shards' names."""
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """Shape of a row."""
 
     @property
@@ -327,7 +327,7 @@ def write_chunk(
     output: Path,
     chunk: int,
     kept: Sequence[int],
-    latents: Shaped[Tensor, "n c h w"],
+    latents: Shaped[Tensor, "n c *size"],
     dropped: list[tuple[int, str]],
     extra: dict[str, Any] | None = None,
 ) -> None:
@@ -349,7 +349,7 @@ def write_chunk(
         write_json(output / f"{stem}.json", asdict(record))
 
 
-def shard_of(job: ShardJob, kept: Sequence[int], latents: Shaped[Tensor, "n c h w"]) -> bytes:
+def shard_of(job: ShardJob, kept: Sequence[int], latents: Shaped[Tensor, "n c *size"]) -> bytes:
     """The bytes of a shard."""
     labels = job.labels[torch.tensor(kept)].repeat_interleave(job.copies)
     # Not save_file: its files have mode 0600, and if killed it leaves a temporary file.

@@ -1,0 +1,277 @@
+"""A job of `data encode` with clips of video files; a picture is a clip of one frame.
+
+A bucket is a number of frames and a size. Every row is a clip: a file may give several, or none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan_dit.config.section import UserError
+from titan_dit.data.files import BadFileError
+from titan_dit.data.listing import Names
+from titan_dit.data.packing.images import DecodingBudget
+from titan_dit.data.packing.pack import ChunkRecord
+from titan_dit.pictures import clips
+from titan_dit.pictures.autoencoder import Autoencoder
+from titan_dit.pictures.bucket_job import CROP, BucketJob
+from titan_dit.pictures.clips import Choice, Clip
+from titan_dit.pictures.encode import MAX_AHEAD, DecodedPicture, EncodeJob, EncodeOptions
+from titan_dit.pictures.picture_set import PictureSet
+from titan_dit.pictures.picture_sizes import Size, check_lengths, check_multiples
+from titan_dit.pictures.pixels import Pixels
+from titan_dit.pictures.report import clip_lines
+from titan_dit.pictures.survey import FoundClips, Survey, fit_of
+
+TIMES = "frame j is the one shown (j + 1/2) / fps after the clip's begin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipOptions:
+    """Which clips are cut from video files."""
+
+    lengths: tuple[int, ...] = (1,)
+    """Frames of clips, in order."""
+    fps: float = 16.0
+    """Frames per second of a clip."""
+    choice: Choice = "first"
+    scenes: bool = False
+    """True: each scene of a file is cut as a file of its own."""
+    max_pixels: int | None = None
+    """Maximum pixels of a frame; None: those of `clips.MAX_PIXELS`."""
+
+    @property
+    def rate(self) -> Fraction:
+        """Frames per second, as a fraction."""
+        return clips.rate_of(self.fps)
+
+    def look(self, path: Path) -> tuple[Size, FoundClips]:
+        """The size of a video file, and its clips. Raises BadFileError if it has none."""
+        found = clips.look(path, scenes=self.scenes, max_pixels=self.max_pixels)
+        cut = found.clips(self.lengths, self.rate, self.choice)
+        starts = tuple(found.seconds(clip, self.rate) for clip in cut)
+        return found.size, FoundClips(tuple(cut), starts, len(found.times), found.notes)
+
+    def about(self) -> dict[str, Any]:
+        """Keys of the manifest."""
+        return {
+            "frames": list(self.lengths),
+            "fps": self.fps,
+            "clip": self.choice,
+            "scenes": self.scenes,
+            "times": TIMES,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipJob(BucketJob):
+    """Clips, and the bucket of each. `pictures` and `surveyed` have a row for each clip."""
+
+    asked: ClipOptions
+    listed: PictureSet
+    """The files."""
+    looked: Survey
+    """What the files hold."""
+    files: tuple[int, ...]
+    """Listing index of the file of each row, in order."""
+    cut: tuple[Clip | None, ...]
+    """The clip of each row; None for a picture, and for a file that is left out."""
+    bucket_frames: tuple[int, ...]
+    bucket_sizes_of_shards: tuple[int, ...]
+    """Rows of a shard of each bucket."""
+
+    @cached_property
+    def chunks(self) -> list[tuple[int, Sequence[int]]]:
+        """(bucket, rows) of each chunk."""
+        found: list[tuple[int, Sequence[int]]] = []
+        for bucket, size in enumerate(self.bucket_sizes_of_shards):
+            rows = np.flatnonzero(self.chosen == bucket).tolist()
+            found += [(bucket, rows[first : first + size]) for first in range(0, len(rows), size)]
+        return found
+
+    def frames_of(self, chunk: int) -> int:
+        """Frames of the clips of a chunk."""
+        return self.bucket_frames[self.chunks[chunk][0]]
+
+    def pictures_at_once(self, chunk: int) -> int:
+        """Clips of a batch, whose frames are `batch_size`; one clip at least."""
+        return max(1, self.batch_size // (self.copies * self.frames_of(chunk)))
+
+    def batches_ahead(self, chunk: int, threads: int) -> int:
+        """Batches that are decoded while one is encoded: few if clips are large."""
+        at_once = self.pictures_at_once(chunk)
+        size = self.bucket_sizes[self.chunks[chunk][0]]
+        fitting = MAX_AHEAD // (3 * size.pixels * self.frames_of(chunk) * at_once)
+        return max(1 + -(-threads // at_once), min(fitting, super().batches_ahead(chunk, threads)))
+
+    def digest(self) -> str:
+        """SHA-256 of the job, with the clip of every row."""
+        rows = json.dumps([self.files, self.cut])
+        return hashlib.sha256(f"{super().digest()} {rows}".encode()).hexdigest()
+
+    def digest_of(self, row: int) -> bytes:
+        """SHA-256 of a row's file. Raises BadFileError."""
+        if self.cut[row] is None:
+            return super().digest_of(row)
+        return file_digest(self.path(row), self.stamp(row))
+
+    def path(self, row: int) -> Path:
+        """The file of a row that is a clip of a video."""
+        assert self.pictures.path is not None
+        return self.pictures.path(row)
+
+    def picture(self, row: int, budget: DecodingBudget) -> DecodedPicture:
+        """Decode and crop a clip. Raises BadFileError."""
+        clip = self.cut[row]
+        if clip is None:
+            found = super().picture(row, budget)
+            return found._replace(pixels=found.pixels[:, None])
+        crop = self.crop_of(row)
+        pixels = clips.read_clip(self.path(row), clip, self.asked.rate, crop, self.asked.max_pixels)
+        return DecodedPicture(pixels, self.digest_of(row), False, self.surveyed.size(row))
+
+    def report_lines(self, records: Sequence[ChunkRecord]) -> Iterator[bytes]:
+        """The lines of pictures.jsonl: one for each file."""
+        return clip_lines(self, records)
+
+
+@lru_cache(1024)
+def file_digest(path: Path, stamp: tuple[int, int]) -> bytes:
+    """SHA-256 of a file: its clips ask one after another. `stamp`: its length and time."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+    except FileNotFoundError as error:
+        raise BadFileError(f"cannot be opened: {error.strerror}") from None
+
+
+def make_clip_job(
+    pictures: PictureSet,
+    root: Path,
+    output: Path,
+    vae: Autoencoder | Pixels,
+    *,
+    sizes: Sequence[Size],
+    survey: Survey,
+    asked: ClipOptions,
+    **how: Any,
+) -> EncodeJob:
+    """Plan the shards of clips of these sizes; `how`: fields of EncodeOptions.
+
+    Raises UserError if the autoencoder cannot encode a size or a number of frames, and if no file
+    can be encoded.
+    """
+    check_multiples(sizes, vae.facts.factor, vae.source)
+    check_lengths(asked.lengths, vae.facts.frames_factor, vae.source)
+    options = EncodeOptions(**how)
+    options.check()
+    files, cut = rows_of(pictures, survey)
+    frames = tuple(sorted({1, *asked.lengths}))
+    buckets = [(length, size) for length in frames for size in sizes]
+    chosen, reasons = choose_buckets(files, cut, survey, frames, tuple(sizes))
+    if (chosen < 0).all():
+        raise UserError(
+            f"[data encode] none of the {len(pictures):,} files can be encoded. Restore them, or "
+            f"lower --frames; the first is {root / pictures.names[0]}: {reasons[0]}."
+        )
+    chosen[chosen < 0] = chosen[chosen >= 0].min()
+    expanded = with_rows(pictures, files, cut)
+    of_rows = Survey(survey.sizes[list(files)], dict(sorted(reasons.items())))
+    shapes = tuple(options.shape(vae, size, length) for length, size in buckets)
+    largest = max(shapes, key=lambda shape: int(np.prod(shape)))
+    keys = {"sizes": list(map(str, sizes)), "crop": CROP, **asked.about()}
+    return ClipJob(
+        expanded,
+        root,
+        output.resolve().name,
+        largest,
+        options.dtype,
+        options.batch_size,
+        0,
+        options.flip,
+        options.posterior,
+        options.units,
+        options.about(expanded, root, vae, keys),
+        options.max_pixels,
+        of_rows,
+        shard_size=options.pictures_per_shard(largest, len(files)),
+        surveyed=of_rows,
+        bucket_sizes=tuple(size for _, size in buckets),
+        bucket_shapes=shapes,
+        chosen=chosen,
+        asked=asked,
+        listed=pictures,
+        looked=survey,
+        files=files,
+        cut=cut,
+        bucket_frames=tuple(length for length, _ in buckets),
+        bucket_sizes_of_shards=tuple(options.pictures_per_shard(s, len(files)) for s in shapes),
+    )
+
+
+def rows_of(
+    pictures: PictureSet, survey: Survey
+) -> tuple[tuple[int, ...], tuple[Clip | None, ...]]:
+    """(file, clip) of each row: a row for each clip, and for each file without one."""
+    files: list[int] = []
+    cut: list[Clip | None] = []
+    for file in range(len(pictures)):
+        found = survey.clips.get(file)
+        of_file: Sequence[Clip | None] = found.clips if found else (None,)
+        files += [file] * len(of_file)
+        cut += of_file
+    return tuple(files), tuple(cut)
+
+
+def choose_buckets(
+    files: Sequence[int],
+    cut: Sequence[Clip | None],
+    survey: Survey,
+    frames: Sequence[int],
+    sizes: tuple[Size, ...],
+) -> tuple[NDArray[np.int32], dict[int, str]]:
+    """(bucket of each row, -1 for one that is left out; the reasons, by row)."""
+    chosen = np.full(len(files), -1, np.int32)
+    reasons: dict[int, str] = {}
+    for row, (file, clip) in enumerate(zip(files, cut, strict=True)):
+        if (reason := survey.reasons.get(file)) is not None:
+            reasons[row] = reason
+            continue
+        length = frames.index(clip.frames if clip else 1)
+        try:
+            chosen[row] = length * len(sizes) + fit_of(sizes, survey.size(file)).bucket
+        except BadFileError as error:
+            reasons[row] = str(error)
+    return chosen, reasons
+
+
+def with_rows(pictures: PictureSet, files: Sequence[int], cut: Sequence[Clip | None]) -> PictureSet:
+    """The set with a row for each clip; those of a file with several have a number in the name."""
+    of_path = pictures.path
+    several = np.bincount(files) > 1
+    places = np.arange(len(files)) - np.searchsorted(files, files)
+    names = [
+        f"{pictures.names[file]}#{place + 1}" if several[file] else pictures.names[file]
+        for file, place in zip(files, places.tolist(), strict=True)
+    ]
+    left_out = {row: pictures.left_out[f] for row, f in enumerate(files) if f in pictures.left_out}
+    return replace(
+        pictures,
+        names=Names(names),
+        labels=pictures.labels[list(files)],
+        texts=[pictures.texts[file] for file in files] if pictures.texts else [],
+        read=lambda row: pictures.read(files[row]),
+        stamp=lambda row: pictures.stamp(files[row]),
+        left_out=left_out,
+        path=None if of_path is None else lambda row: of_path(files[row]),
+    )
