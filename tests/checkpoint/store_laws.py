@@ -1,12 +1,14 @@
 """Checks of checkpoints in any store; the tests of each store call them."""
 
+import base64
+
 import pytest
 import records
 import torch
 
 from titan_dit.checkpoint import torch_files
 from titan_dit.checkpoint.checkpoint import load
-from titan_dit.checkpoint.record import read_record
+from titan_dit.checkpoint.record import EMPTY_CAPTION, read_record
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, find_checkpoint, step_of
 from titan_dit.checkpoint.store import URL, location, store_of
 from titan_dit.commands import checkpoint_list, checkpoint_verify
@@ -19,8 +21,12 @@ def state(value):
     return {"model": {"w": torch.full((64, 8), value)}, "ema": {"0.9": {"w": torch.ones(3)}}}
 
 
+NULL = base64.b64encode(bytes(range(256)) * 128).decode()
+"""The empty caption of a record, of 32 KiB: a file of its own."""
+
+
 def record_of(step):
-    return records.of_run(step)
+    return records.of_run(step, data={"text": {"null": NULL}})
 
 
 def value_of(path):
@@ -38,6 +44,8 @@ def check_store(url, monkeypatch, capsys):
         path = checkpoints.save(step, state(float(step)), record_of(step))
     checkpoints.finish()
     assert str(path) == f"{url}/step-00000030"
+    assert read_record(path)["data"]["text"] == {"null": NULL}
+    assert store_of(path).size(path / EMPTY_CAPTION) == 32 << 10
     assert [line for line in checkpoints.poll() if "not saved" in line] == []
     assert [step_of(found) for found in checkpoints.complete()] == [20, 30]
     assert value_of(path) == 30.0
@@ -79,7 +87,7 @@ def check_store(url, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         checkpoint_verify.main(checkpoint_verify.CheckpointVerifyFlags(path=url))
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith(f"{path}: whole, 3 files")
+    assert said[0].startswith(f"{path}: whole, 4 files")
     assert said[1] == f"{again}: damaged: __0_0.distcp"
     checkpoint_list.main(checkpoint_list.CheckpointListFlags(run=url))
     assert len(capsys.readouterr().out.splitlines()) == 4

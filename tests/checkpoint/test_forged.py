@@ -44,6 +44,29 @@ def seal(folder, change=lambda manifest: None, **files):
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
+def test_what_a_record_says_about_the_empty_caption_is_checked(saved, monkeypatch):
+    """It may name the file without one, another one, or one that is too large."""
+    null = b"\0" * record.LONG
+
+    def name(manifest):
+        manifest["data"]["text"] = {"null": record.EMPTY_CAPTION}
+
+    seal(saved, name)
+    with pytest.raises(UserError, match=r"empty_caption\.f32 is missing or has another size"):
+        read_record(saved)
+    seal(saved, name, **{record.EMPTY_CAPTION: null})
+    assert len(read_record(saved)["data"]["text"]["null"]) > record.LONG
+    (saved / record.EMPTY_CAPTION).write_bytes(null[:-1] + b"\1")
+    with pytest.raises(UserError, match=r"the digest of empty_caption\.f32 differs"):
+        read_record(saved)
+    monkeypatch.setattr(record, "MOST", 1 << 10)
+    with pytest.raises(UserError, match=r"empty_caption\.f32 has more than 0 MiB"):
+        read_record(saved)
+    for text in ([], "x", {"null": 3}, {"null": None}):
+        seal(saved, lambda manifest, text=text: manifest["data"].update(text=text))
+        assert read_record(saved)["data"]["text"] == text
+
+
 def as_older(folder, data=None):
     """Make the checkpoint one of an older version, which has no tensors.json."""
     data = (folder / PICKLE).read_bytes() if data is None else data

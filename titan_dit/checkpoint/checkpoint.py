@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_dit.checkpoint.planning import Digests, Plans
-from titan_dit.checkpoint.record import FORMAT, digest_of, read_manifest
+from titan_dit.checkpoint.record import FORMAT, digest_of, read_manifest, set_aside
 from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.checkpoint.store import MANIFEST, Location, Store, store_of
 from titan_dit.checkpoint.torch_files import METADATA, Reader, Writer, WrongTable
@@ -93,11 +93,15 @@ def commit(
     written: Mapping[str, Any],
     metadata: Mapping[str, bytes],
 ) -> None:
-    """Write the metadata and the manifest, then commit the folder as `final` (rename it)."""
+    """Write the metadata and the manifest, then commit the folder as `final` (rename it).
+
+    A long embedding of the empty caption is a file, see `record.set_aside`.
+    """
     store = store_of(aside)
     check_shared(store, aside, written)
     writer = Writer(aside)
-    for name, data in metadata.items():
+    record, beside = set_aside(record)
+    for name, data in {**metadata, **beside}.items():
         writer.write_whole(name, data)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     files = {**written, **writer.written}

@@ -1,7 +1,11 @@
-"""manifest.json of a checkpoint: its files with their digests, and the record of the run."""
+"""manifest.json of a checkpoint: its files with their digests, and the record of the run.
+
+A long embedding of the empty caption is a file of its own, so that a manifest stays small.
+"""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Mapping
@@ -16,6 +20,12 @@ from titan_dit.config.section import Finite, PositiveInt, UserError
 
 FORMAT = "titan_dit.checkpoint/1"
 HEX = frozenset("0123456789abcdef")
+EMPTY_CAPTION = "empty_caption.f32"
+"""File of the record's `data.text.null`, as little-endian float32 values; its name stands there."""
+LONG = 1 << 15
+"""Bytes of an embedding from which on it is a file."""
+MOST = 1 << 28
+"""Maximum bytes of the file: 17 times those of FLUX.2 klein."""
 
 
 class Damaged(UserError):
@@ -126,7 +136,40 @@ def read_record(path: Location) -> dict[str, Any]:
     record = read_manifest(path)
     check(path, record, RECORD)
     check(path, record, {"config": Each(Each(schema.PLAIN))})
+    put_back(path, record)
     return record
+
+
+def set_aside(record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """(a record for a manifest, the files beside it): inverse of `put_back`."""
+    data = record.get("data", {})
+    text = data.get("text") or {}
+    try:
+        null = base64.b64decode(text.get("null", ""), validate=True)
+    except ValueError:  # It is refused where it is read.
+        null = b""
+    if len(null) < LONG:
+        return dict(record), {}
+    short = {**data, "text": {**text, "null": EMPTY_CAPTION}}
+    return {**record, "data": short}, {EMPTY_CAPTION: null}
+
+
+def put_back(path: Location, record: dict[str, Any]) -> None:
+    """Read the file of the empty caption into a record that names it. Raises Damaged."""
+    text = record["data"].get("text")
+    if not isinstance(text, dict) or text.get("null") != EMPTY_CAPTION:
+        return
+    file, entry = path / EMPTY_CAPTION, record["files"].get(EMPTY_CAPTION)
+    store = store_of(file)
+    if entry is None or not store.has(file) or store.size(file) != entry["bytes"]:
+        raise Damaged(path, f"{EMPTY_CAPTION} is missing or has another size")
+    if entry["bytes"] > MOST:
+        raise Damaged(path, f"{EMPTY_CAPTION} has more than {MOST >> 20} MiB")
+    with store.open(file) as opened:
+        null = opened.read()
+    if hashlib.sha256(null).hexdigest() != entry["sha256"]:
+        raise Damaged(path, f"the digest of {EMPTY_CAPTION} differs")
+    text["null"] = base64.b64encode(null).decode()
 
 
 def check(path: Location, record: Mapping[str, Any], keys: Mapping[str, Any]) -> None:
