@@ -68,3 +68,23 @@ def save_encoder(folder, kind="T5EncoderModel", captions=CAPTIONS, seed=0, **siz
     getattr(transformers, kind)(config).save_pretrained(folder)
     fast.save_pretrained(folder)
     return str(folder)
+
+
+CHAT = (
+    "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %} <|im_start|> assistant"
+    "{% if enable_thinking is false %} <think> </think>{% endif %}{% endif %}"
+)
+"""A chat template of Qwen3's form, for words."""
+WORDS_OF_CHAT = "<|im_start|> user assistant <|im_end|> <think> </think>"
+
+
+def save_chat_encoder(folder, captions=CAPTIONS, **sizes):
+    """A random Qwen3ForCausalLM whose tokenizer has CHAT; its class of transformers, and that."""
+    captions = [*captions, WORDS_OF_CHAT]
+    save_encoder(folder, "Qwen3ForCausalLM", captions=captions, **sizes)
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    return transformers.Qwen3ForCausalLM.from_pretrained(folder).eval(), tokenizer

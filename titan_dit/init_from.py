@@ -33,6 +33,8 @@ from titan_dit.recovery import resume, run_identity
 
 UNITS = ("vae", "scale", "shift", "value_range")
 """Facts of a dataset that define the units of the model's inputs."""
+TEXT = ("kind", "digest", "tokenizer", "layer", "template", "padding")
+"""Facts of embeddings of captions that say what they mean."""
 SHIFTS = ("shift", "shift_by_tokens")
 """Keys of [objective] by which weights are sampled; an import has those of its pipeline."""
 FREE = ("[model] num_classes:", *run_identity.OF_TRAINING)
@@ -228,17 +230,31 @@ def check_trained(
         raise Misfit(f"{listed(lost)} would get new values and never be trained: {what}.")
 
 
+def text_in(data: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the embeddings of captions mean; None without any, and if it was not recorded."""
+    text = data.get("text")
+    if not text or not text["kind"]:
+        return None
+    return {key: text.get(key, "removed") for key in TEXT}
+
+
 def differences(record: Mapping[str, Any], identity: run_identity.Identity) -> list[str]:
     """Changes of facts and keys that change the meaning of inputs, weights or prediction."""
     before, now = record["data"], identity.data
-    facts = run_identity.changed_facts(before, {key: now[key] for key in UNITS if key in now})
-    was, own = (
+    own = {key: now[key] for key in UNITS if key in now}
+    texts = text_in(before), text_in(now)
+    if all(texts):
+        before, own = {**before, "text": texts[0]}, {**own, "text": texts[1]}
+    facts = run_identity.changed_facts(before, own)
+    was, is_now = (
         {section: config[section] for section in ("model", "objective")}
         for config in (record["config"], identity.config)
     )
     for section, table in was.items():
-        if table["name"] == own[section]["name"]:
+        if table["name"] == is_now[section]["name"]:
             was[section] = filled(section, table)
     meaning = (*run_identity.WHAT_WEIGHTS_ARE, *SHIFTS)
     kept = ("[model] ", *(f"[objective] {key}:" for key in meaning))
-    return facts + [x for x in changes(was, own) if x.startswith(kept) and not x.startswith(FREE)]
+    return facts + [
+        x for x in changes(was, is_now) if x.startswith(kept) and not x.startswith(FREE)
+    ]

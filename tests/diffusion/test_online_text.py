@@ -272,8 +272,8 @@ def test_an_import_has_no_prompts_and_says_why(root):
     facts = LatentShards(root / "kept").facts
     imported = replace(facts, text=replace(facts.text, kind="", digest="", tokenizer=""))
     said = refused(lambda: open_encoder(["a"], imported, str(root / "t5"), 12, CPU, "x"))
-    assert said.startswith("the weights were imported, and no captions")
-    assert "Train from them ([checkpoint] init)" in said
+    assert said.startswith("the weights were imported without a text encoder")
+    assert "convert --text-encoder PIPELINE" in said
 
 
 def test_prompts_are_padded_as_the_captions_were(root):

@@ -290,6 +290,25 @@ def test_other_units_networks_or_predictions_are_named():
     assert '[objective] name: "ddpm" -> "rectified_flow"' in found
 
 
+def test_captions_that_were_embedded_otherwise_are_named():
+    tables = config_file.to_tables(tiny_config())
+    text = {"kind": "Qwen3Model", "digest": "0", "tokenizer": "1", "layer": [9, 18], "width": 64}
+    text |= {"template": "a {}", "tokens": 8, "dtype": "float32", "null": "AAAA"}
+
+    def differences(**changes):
+        now = {"text": text | {"layer": (9, 18), "null": "BBBB", "tokens": 9} | changes}
+        record = {"data": {"text": text}, "config": tables}
+        return init_from.differences(record, Identity(tables, now, 0))
+
+    assert differences() == differences(dtype="none") == []
+    (line,) = differences(layer=(9, 19))
+    assert line.startswith("[data] text: {")
+    assert "layer = [9, 18]" in line.partition(" -> ")[0]
+    assert len(differences(padding="kept")) == len(differences(template="{}")) == 1
+    # Of placeholders nothing is known.
+    assert differences(kind="", layer=0) == []
+
+
 def test_a_key_that_an_old_run_lacks_or_names_otherwise_is_no_difference():
     def differences(old, **objective):
         now = config_file.to_tables(tiny_config(objective=objective))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from refusals import refused
-from tiny_text import CAPTIONS, CONFIGS, save_encoder
+from tiny_text import CAPTIONS, CONFIGS, save_chat_encoder, save_encoder
 
 from titan_dit.data.latent_facts import TextFacts
 from titan_dit.pictures import text_encoder
@@ -223,25 +223,11 @@ def test_a_damaged_null_embedding_is_refused():
     assert replace(facts, null="").null_embedding.shape == (0, 3)
 
 
-CHAT = (
-    "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %} <|im_start|> assistant"
-    "{% if enable_thinking is false %} <think> </think>{% endif %}{% endif %}"
-)
-"""A chat template of Qwen3's form, for words."""
-
-
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
     """A random Qwen3 of five layers with a chat template, and its class of transformers."""
     folder = tmp_path_factory.mktemp("chat") / "qwen"
-    words = "<|im_start|> user assistant <|im_end|> <think> </think>"
-    save_encoder(folder, "Qwen3ForCausalLM", captions=[*CAPTIONS, words], num_hidden_layers=5)
-    transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(folder)
-    return folder, transformers.Qwen3ForCausalLM.from_pretrained(folder).eval(), tokenizer
+    return folder, *save_chat_encoder(folder, num_hidden_layers=5)
 
 
 def test_layers_side_by_side_with_padding_are_those_of_flux_2_klein(qwen):

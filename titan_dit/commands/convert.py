@@ -35,7 +35,7 @@ from titan_dit.interop import (
     tensor_file,
     tensor_layouts,
 )
-from titan_dit.interop.diffusers_network import Counterpart
+from titan_dit.interop.diffusers_network import Counterpart, TextToImage
 from titan_dit.interop.imported import new_output
 from titan_dit.interop.original_dit import Original
 from titan_dit.interop.tensor_file import OnDemand, dtypes, numel, writing
@@ -196,6 +196,8 @@ def with_adapters(run: SavedNetwork, adapters: Mapping[str, Tensor]) -> OnDemand
 FILES = (diffusers_network.WEIGHTS, "diffusion_pytorch_model.bin")
 NO_VAE = "none"
 """--vae of an export of the transformer alone."""
+NO_TEXT = "none"
+"""--text-encoder of an import that draws no prompts."""
 
 
 def is_of_diffusers(path: Path) -> bool:
@@ -209,7 +211,7 @@ def is_of_diffusers(path: Path) -> bool:
     return "_class_name" in config
 
 
-def read_diffusers(source: Path, target: Path, scale: float | None) -> None:
+def read_diffusers(source: Path, target: Path, options: ConvertFlags) -> None:
     """Import a folder as a checkpoint."""
     try:
         pipeline = source / diffusers_network.INDEX
@@ -230,18 +232,46 @@ def read_diffusers(source: Path, target: Path, scale: float | None) -> None:
         objective = found.objective_of(hugging_face.read_json(scheduler) if index else None)
         has_vae = bool(index) and (source / diffusers_network.VAE).is_dir()
         vae = autoencoder.load(str(source), torch.device("cpu"), "vae") if has_vae else None
-        facts = found.facts(vae, scale)
+        facts = with_text(found.facts(vae, options.scale), found, source, options.text_encoder)
         record = imported.record_of({**found.tables(), "objective": objective}, facts)
     except UserError as error:
         raise UserError(f"--input {source}: {error}") from None
     classes = "" if facts.text else f", {facts.about}"
     console.say(f"read    {source}: {found.kind}, {numel(ours):,} parameters{classes}")
     console.say(f"        objective: {', '.join(f'{k} {v}' for k, v in objective.items())}")
+    if facts.text and facts.text.kind:
+        console.say(f"        prompts: {facts.text} in {facts.text_source}")
     for line in diffusers_network.warnings_of(values, index, source):
         console.say(f"warning: --input {source}: {line}")
     tensors = {"model": ours, "ema": {imported.EMA_DECAY: ours}}
     imported.save(target, tensors, record)
-    console.say(f"wrote   {target}. Train from it with --checkpoint.resume {target}")
+    draw = f"Draw from it: sample --run {target} --prompt TEXT. " if facts.text_source else ""
+    console.say(f"wrote   {target}. {draw}Train from it with --checkpoint.resume {target}")
+
+
+def with_text(facts: LatentFacts, found: Counterpart, source: Path, chosen: str) -> LatentFacts:
+    """Facts with those of the text encoder that draws prompts: --text-encoder's, or the pipeline's.
+
+    Unchanged if there is none, with --text-encoder none, and where the class is not known.
+    """
+    prompts = found.prompts if isinstance(found, TextToImage) else None
+    if prompts is None:
+        if chosen:
+            raise UserError(
+                f"--text-encoder {chosen}: the prompts of a {found.kind} are not drawn from an "
+                "import. Leave it out."
+            )
+        return facts
+    assert isinstance(found, TextToImage)
+    has_own = (source / diffusers_network.INDEX).is_file() and (source / "text_encoder").is_dir()
+    if chosen == NO_TEXT or not (chosen or has_own):
+        return facts
+    where = "--text-encoder" if chosen else "text_encoder"
+    try:
+        text, folder = found.text_of(prompts, chosen or str(source), where)
+    except UserError as error:
+        raise UserError(f"{error} Without prompts: --text-encoder {NO_TEXT}.") from None
+    return replace(facts, text=text, text_source=folder)
 
 
 def write_diffusers(target: Path, run: SavedNetwork, options: ConvertFlags) -> None:
@@ -266,7 +296,7 @@ def write_diffusers(target: Path, run: SavedNetwork, options: ConvertFlags) -> N
         folder = folder_of_vae(vae, diffusion.data, found)
         scheduler = found.scheduler_json(diffusion.config)
         chosen = options.text_encoder
-        encoder = diffusers_network.text_parts(chosen) if chosen else {}
+        encoder = diffusers_network.text_parts(chosen, "--text-encoder") if chosen else {}
         with writing(target, outline.values()), new_output(target) as place:
             hugging_face.write_folder(place / diffusers_network.TRANSFORMER, *parts)
             diffusers_network.write_parts(place, found, scheduler, folder, encoder, diffusion.data)
@@ -609,7 +639,7 @@ class Kind(NamedTuple):
 RUN = Kind("folder", "an export", WRITING)
 FILE = Kind("file", "an import", READING)
 ADAPTERS = Kind("set of LoRA adapters", "its import", ("base", *OF_RUNS))
-DIFFUSERS = Kind("folder of diffusers", "its import", ("scale",))
+DIFFUSERS = Kind("folder of diffusers", "its import", ("scale", "text_encoder"))
 TRANSFORMERS = Kind("folder of transformers", "its import")
 FLAGS = dict.fromkeys(flag for kind in (FILE, RUN, ADAPTERS, DIFFUSERS) for flag in kind.flags)
 
@@ -636,7 +666,7 @@ def main(options: ConvertFlags) -> None:
     elif kind is ADAPTERS:
         read_adapter(source, target, options)
     elif kind is DIFFUSERS:
-        read_diffusers(source, target, options.scale)
+        read_diffusers(source, target, options)
     elif kind is TRANSFORMERS:
         read_language_model(source, target)
     else:

@@ -190,8 +190,9 @@ class ConvertFlags(Flags):
     """Export to diffusers: folder of the autoencoder, for a whole pipeline; "none" writes the
     transformer alone. Unset: the one that made the run's latents, if it is a folder."""
     text_encoder: FilePath = ""
-    """Export of a pipeline that takes captions: a pipeline's folder, whose text_encoder and
-    tokenizer are copied. Unset: from_pretrained(OUT, text_encoder=None, tokenizer=None)."""
+    """A pipeline's folder with text_encoder and tokenizer. Import: prompts are drawn by it; unset:
+    by the pipeline's own; none: no prompts. Export: both are copied; unset:
+    from_pretrained(OUT, text_encoder=None, tokenizer=None)."""
     as_is: bool = False
     """Export to diffusers: also where it computes other timestep frequencies."""
     base: RunPath = ""

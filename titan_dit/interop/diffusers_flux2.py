@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from titan_dit.config.section import Bound, Dim, Few, Layers, PositiveFloat, UserError
 from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.interop.diffusers_network import TextToImage, check_fixed, checked
+from titan_dit.interop.diffusers_network import Prompts, TextToImage, check_fixed, checked
 from titan_dit.interop.tensor_layouts import FusedGate, Part, RowsOfQKV, Same, SplitQKV
 from titan_dit.models.flux2_config import Flux2Config
 
@@ -120,6 +120,7 @@ class DiffusersFlux2(TextToImage):
 
     kind, pipeline, named = "Flux2Transformer2DModel", "Flux2KleinPipeline", "FLUX.2"
     trained_on, direction, version = Flux2Config, "to_noise", "0.37.0"
+    prompts = Prompts((9, 18, 27), "chat_without_thinking", "kept")
     by_tokens = "flux2"
     config: Flux2Config
 

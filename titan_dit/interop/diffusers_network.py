@@ -10,7 +10,7 @@ import importlib
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from titan_dit.config.section import UserError, conform_made, show
-from titan_dit.data.latent_facts import LatentFacts, shown
+from titan_dit.config.section import Dim, Layers, UserError, conform_made, show
+from titan_dit.data.latent_facts import LatentFacts, Padding, TextFacts, shown
 from titan_dit.diffusion.objective import text_example
 from titan_dit.diffusion.sections import FEW_MU, FEW_TOKENS, MANY_MU, MANY_TOKENS
 from titan_dit.interop import hugging_face, tensor_layouts
@@ -202,10 +202,38 @@ UNSHIFTED = (
 """Keys of a scheduler that must be false: times that no [objective] has."""
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """How a pipeline embeds prompts by its text encoder."""
+
+    layers: tuple[int, ...]
+    """The hidden states, negative from the end; several lie side by side."""
+    template: str
+    """One of `text_encoder.CHATS`."""
+    padding: Padding
+
+    def check_fits(self, values: Mapping[str, Any], width: int, pipeline: str) -> None:
+        """Raise UserError unless an encoder has these layers, and the width of the embeddings.
+
+        `values`: its config.json. `width`: of the network's captions.
+        """
+        found = checked(values, {"hidden_size": Dim, "num_hidden_layers": Layers})
+        hidden, layers = found["hidden_size"], found["num_hidden_layers"]
+        least = max(layer if layer >= 0 else -layer - 1 for layer in self.layers)
+        if layers < least or hidden * len(self.layers) != width:
+            raise UserError(
+                f"{CONFIG}: num_hidden_layers={layers} and hidden_size={hidden}, but {pipeline} "
+                f"reads the hidden states {', '.join(map(str, self.layers))}, together of width "
+                f"{width}. Give the text encoder of the release."
+            )
+
+
 class TextToImage(Counterpart):
     """A network that takes captions, of a flow; its pipeline's scheduler is `FLOW_SCHEDULER`."""
 
     config: TextToImageConfig
+    prompts: ClassVar[Prompts | None] = None
+    """None: the facts of an import's text encoder are placeholders."""
     direction: ClassVar[str]
     """[objective] direction of the released weights."""
     by_tokens: ClassVar[str] = "exponential"
@@ -262,7 +290,7 @@ class TextToImage(Counterpart):
         return objective | shift_of(given, self.by_tokens)
 
     def facts(self, vae: Autoencoder | None, scale: float | None) -> LatentFacts:
-        """See `Counterpart.facts`. The text encoder is not read: its facts are placeholders."""
+        """See `Counterpart.facts`. Those of the text encoder are placeholders, see `text_of`."""
         c, height, width = self.config.sample_shape
         if vae is not None and vae.channels != c:
             raise UserError(
@@ -274,6 +302,34 @@ class TextToImage(Counterpart):
             facts = {**units, "vae": vae.facts, "vae_source": vae.source}
         text = text_example(self.config)
         return LatentFacts(shape=(c, height, width), count=0, num_classes=1, text=text, **facts)
+
+    def text_of(self, use: Prompts, folder: str, where: str) -> tuple[TextFacts, str]:
+        """Facts of the embeddings that the pipeline makes of prompts, and the encoder's folder.
+
+        `folder`: a pipeline's. `where` begins errors. Loads the encoder in fp32, which embeds the
+        empty prompt. Raises UserError for an encoder of another width or number of layers.
+        """
+        from titan_dit.pictures import text_encoder  # Needs transformers, as few imports do.
+        from titan_dit.pictures.encode import same_bits
+
+        config = self.config
+        place, _ = text_parts(folder, where)["text_encoder"]
+        try:
+            use.check_fits(hugging_face.read_json(place / CONFIG), config.text_dim, self.pipeline)
+        except UserError as error:
+            raise UserError(f"{where} {place}: {error}") from None
+        encoder = text_encoder.load(
+            folder,
+            torch.device("cpu"),
+            layers=use.layers,
+            template=use.template,
+            max_tokens=config.text_tokens,
+            padding=use.padding,
+            where=where,
+        )
+        with same_bits():
+            (null,) = encoder.without_unused().encode([""])
+        return encoder.facts(config.text_tokens, "float32", null), encoder.source
 
     def tables(self) -> dict[str, dict[str, Any]]:
         """See `Counterpart.tables`."""
@@ -334,24 +390,27 @@ COPIED = (".json", ".safetensors", ".bin", ".txt", ".model", ".jinja")
 """Suffixes of files that are copied with a part."""
 
 
-def text_parts(folder: str) -> dict[str, tuple[Path, str]]:
-    """Folder and class of text encoder and tokenizer of a pipeline. UserError if one is missing."""
+def text_parts(folder: str, where: str) -> dict[str, tuple[Path, str]]:
+    """Folder and class of text encoder and tokenizer of a pipeline. UserError if one is missing.
+
+    `where` begins errors, such as "--text-encoder".
+    """
     found = {}
     for part, key in TEXT_PARTS.items():
         place = Path(folder).expanduser() / part
         if not place.is_dir():
             raise UserError(
-                f"--text-encoder {folder}: it has no folder {part}. Give the folder of a pipeline "
+                f"{where} {folder}: it has no folder {part}. Give the folder of a pipeline "
                 "of diffusers."
             )
         try:
             named = hugging_face.read_json(place / TEXT_CONFIGS[part]).get(key)
         except UserError as error:
-            raise UserError(f"--text-encoder {folder}: {part}: {error}") from None
+            raise UserError(f"{where} {folder}: {part}: {error}") from None
         name = named[0] if isinstance(named, list) and len(named) == 1 else named
         if not isinstance(name, str):
             raise UserError(
-                f"--text-encoder {folder}: {part}: {TEXT_CONFIGS[part]} names no class ({key})."
+                f"{where} {folder}: {part}: {TEXT_CONFIGS[part]} names no class ({key})."
             )
         found[part] = place, name
     return found

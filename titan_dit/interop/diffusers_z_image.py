@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from titan_dit.config.section import Dim, Few, Layers, PositiveFloat
-from titan_dit.interop.diffusers_network import TextToImage, check_fixed, checked
+from titan_dit.interop.diffusers_network import Prompts, TextToImage, check_fixed, checked
 from titan_dit.interop.tensor_layouts import Row, Same, SplitGate, SplitQKV
 from titan_dit.models.z_image_config import ZImageConfig
 
@@ -97,6 +97,7 @@ class DiffusersZImage(TextToImage):
 
     kind, pipeline, named = "ZImageTransformer2DModel", "ZImagePipeline", "Z-Image"
     trained_on, direction, version = ZImageConfig, "to_data", "0.36.0"
+    prompts = Prompts((-2,), "chat", "removed")
     config: ZImageConfig
 
     @classmethod

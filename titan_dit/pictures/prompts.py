@@ -93,9 +93,9 @@ def open_encoder(
             raise UserError(f"the prompt {prompt[:60]!a} is not UTF-8. Write it as such.")
     if not text.kind:
         raise UserError(
-            "the weights were imported, and no captions have been embedded for them: their text "
-            "encoder is not known. Train from them ([checkpoint] init) on captions and draw from "
-            "that run, or draw in the pipeline that they came from."
+            "the weights were imported without a text encoder, so no prompts can be embedded. "
+            "Import them with that of their pipeline (convert --text-encoder PIPELINE), or train "
+            "from them ([checkpoint] init) on captions and draw from that run."
         )
     # The empty prompt's embedding is stored with the data.
     if not source and not any(prompt.strip() for prompt in prompts):
