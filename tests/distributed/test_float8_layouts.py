@@ -21,7 +21,7 @@ from test_layout_checkpoints import tensors_of
 from tiny import distance, gradients, randomize, tiny_config, torch_rng
 
 from titan_dit.checkpoint.checkpoint import load
-from titan_dit.parallel.float8 import load_torchao
+from titan_dit.system.quiet_torchao import load_torchao
 from titan_dit.trainer import Trainer
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")

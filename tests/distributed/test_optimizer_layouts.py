@@ -19,14 +19,22 @@ GROUPED = MUON | {
     + [{"pattern": "head.*", "lr_factor": 0.5, "weight_decay": 0.0}]
 }
 LION = {"name": "examples.lion:LionConfig", "weight_decay": 0.1}
+QUANTIZED = {
+    bits: {"name": f"small_blocks:{bits}", "lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    for bits in ("Small8bit", "Small4bit", "SmallFp8")
+}
+EIGHT, FOUR, FP8 = QUANTIZED.values()
 ZERO_BUBBLE = schedule("zbv_zero_bubble")
+KINDS = [MUON, GROUPED, LION, EIGHT, FOUR, FP8]
 CASES = {
     2: [
         (DP, {}, MUON),
         (TP, {}, GROUPED),
         (PP, ZERO_BUBBLE, GROUPED),
+        (TP, {}, EIGHT),
+        (DP, {}, FOUR),
     ],
-    4: [(HSDP, {}, GROUPED)],
+    4: [(HSDP, {}, GROUPED), (DP | TP, {}, EIGHT)],
 }
 # For ./run_tests.sh --long: layouts of GROUPED, then other optimizers.
 LONG = {
@@ -34,7 +42,11 @@ LONG = {
     4: [(DP | CP, {}), (TP | CP, {}), (DP | PP, ZERO_BUBBLE), (TP | PP, ZERO_BUBBLE)],
     8: [(PP | DP | TP, schedule("interleaved_1f1b", 2)), (HSDP | TP, {}), (DP | CP | TP, {})],
 }
-OTHERS = {2: [(CP, {}, MUON)], 4: [(DP | TP, {}, MUON), (DP | TP, {}, LION)]}
+OTHERS = {
+    2: [(CP, {}, MUON), (TP, {}, FP8), (CP, {}, EIGHT), (PP, ZERO_BUBBLE, FOUR)],
+    4: [(DP | TP, {}, MUON), (DP | TP, {}, LION), (DP | TP, {}, FOUR), (HSDP, {}, EIGHT)],
+    8: [(PP | DP | TP, schedule("interleaved_1f1b", 2), EIGHT), (HSDP | TP, {}, FP8)],
+}
 STEPS = 3
 
 
@@ -74,11 +86,11 @@ def all_cases(world, cases):
     return [trained(world, *case) for case in cases]
 
 
-def moved(world, folder):
-    """States of Muon, whole: saved over dp_shard 2, loaded over tp 2, and before that."""
+def moved(world, folder, optimizer):
+    """States, whole: saved over dp_shard 2, loaded over tp 2, and before that."""
     found = []
     for parallel in (DP, TP):
-        config = tiny_config(parallel=parallel, optimizer=MUON, job={"dir": folder})
+        config = tiny_config(parallel=parallel, optimizer=optimizer, job={"dir": folder})
         trainer = Trainer(config, world)
         if parallel is DP:
             randomize(trainer.parameters)  # Gates of 0 would leave most momenta at 0.
@@ -96,13 +108,14 @@ def moved(world, folder):
 
 
 def all_and_moved(world, cases, folder):
-    return all_cases(world, cases), moved(world, folder) if world.size == 2 else None
+    kinds = {"momentum_buffer": MUON, "exp_avg_scale": FOUR} if world.size == 2 else {}
+    found = {key: moved(world, f"{folder}/{key}", kind) for key, kind in kinds.items()}
+    return all_cases(world, cases), found
 
 
 @pytest.fixture(scope="module")
 def references():
-    kinds = [({}, {}, MUON), ({}, {}, GROUPED), ({}, {}, LION)]
-    return on_ranks(1, all_cases, kinds)[0]
+    return on_ranks(1, all_cases, [({}, {}, kind) for kind in KINDS])[0]
 
 
 @pytest.fixture(scope="module")
@@ -131,16 +144,19 @@ def test_replicas_have_the_same_weights_and_states_to_the_bit(launched):
                 assert torch.equal(other_states[name][key], values), (name, key)
 
 
-def test_momentum_is_saved_over_dp_shard_and_loaded_over_tp_to_the_bit(launched):
-    for _, (saved, before, loaded) in launched[2]:
+# Muon takes the blocks' matrices; codes take those of embed, too.
+@pytest.mark.parametrize(("key", "count"), [("momentum_buffer", 15), ("exp_avg_scale", 19)])
+def test_states_are_saved_over_dp_shard_and_loaded_over_tp_to_the_bit(launched, key, count):
+    for _, found in launched[2]:
+        saved, before, loaded = found[key]
         assert saved.keys() == loaded.keys()
-        momenta = [name for name, state in saved.items() if "momentum_buffer" in state]
-        assert len(momenta) == 3 * 5
+        momenta = [name for name, state in saved.items() if key in state]
+        assert len(momenta) == count
         for name, state in saved.items():
-            for key, values in state.items():
-                assert not before[name][key].any()
-                assert torch.equal(loaded[name][key], values), (name, key)
-        assert all(saved[name]["momentum_buffer"].any() for name in momenta)
+            for part, values in state.items():
+                assert not before[name][part].any()
+                assert torch.equal(loaded[name][part], values), (name, part)
+        assert all(saved[name][key].any() for name in momenta)
 
 
 @pytest.mark.long
@@ -157,9 +173,13 @@ def layouts(num_ranks):
 
 
 def check_steps(by_rank, cases, references):
-    """That weights are within 1e-5 of one process, and frozen ones have not moved."""
+    """That weights are within 1e-5 of one process, and frozen ones have not moved.
+
+    With quantised moments a rounding may give an element the next code: of 10,000 elements at most
+    five may be 2e-6 off, in none by more than a tenth of three steps.
+    """
     for number, (parallel, _, optimizer) in enumerate(cases):
-        _, expected, *_ = references[[MUON, GROUPED, LION].index(optimizer)]
+        _, expected, *_ = references[KINDS.index(optimizer)]
         seen, frozen = {}, set(frozen_of(expected) if optimizer is GROUPED else ())
         for ranks in by_rank:
             before, found, _, states = ranks[number]
@@ -168,12 +188,14 @@ def check_steps(by_rank, cases, references):
             for name in frozen & set(found):
                 assert torch.equal(found[name], before[name]), f"{parallel} {name}"
         assert seen.keys() == expected.keys()
-        for name, values in seen.items():
-            # The true gradient of the keys' bias is 0, and AdamW makes steps of its rounding.
-            if "attn.qkv.bias" not in name:
-                torch.testing.assert_close(
-                    values, expected[name], rtol=0, atol=1e-5, msg=f"{parallel} {name}"
-                )
+        # The true gradient of the keys' bias is 0, and AdamW makes steps of its rounding.
+        off = {n: (w - expected[n]).abs() for n, w in seen.items() if "attn.qkv.bias" not in n}
+        is_quantized = optimizer in QUANTIZED.values()
+        for name, values in off.items():
+            assert values.max() <= (3e-5 if is_quantized else 1e-5), f"{parallel} {name}"
+        if is_quantized:
+            total = torch.cat([values.flatten() for values in off.values()])
+            assert (total > 2e-6).double().mean() < 5e-4, f"{parallel} {optimizer}"
 
 
 def frozen_of(names):

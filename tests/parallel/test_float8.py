@@ -159,7 +159,7 @@ def test_torchao_is_loaded_where_it_is_used_and_in_silence(tmp_path):
     code = (
         "import sys, titan_dit.trainer\n"
         "assert 'torchao' not in sys.modules\n"
-        "from titan_dit.parallel.float8 import load_torchao\n"
+        "from titan_dit.system.quiet_torchao import load_torchao\n"
         "load_torchao()\n"
         "assert 'torchao' in sys.modules\n"
     )

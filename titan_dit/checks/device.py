@@ -104,11 +104,11 @@ def state_bytes(
     The mean over ranks, so a lower bound for the largest one: pipeline ends hold more, and tensor
     parallelism shards only the blocks.
     """
-    elements = 0
+    elements = 0.0
     for name, shape in shapes.items():
         learning = 1 + optimizer.num_moments(name, shape) + num_averages
         elements += shape.numel() * (1 + learning * (name in trained))
-    return elements * FP32 // num_shards
+    return int(elements * FP32 / num_shards)
 
 
 def rank_memory() -> tuple[int | None, str]:

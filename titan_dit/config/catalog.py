@@ -44,6 +44,9 @@ SECTIONS = {
     },
     "optimizer": {
         "adamw": "titan_dit.optim.sections:AdamWConfig",
+        "adamw8bit": "titan_dit.optim.sections:AdamW8bitConfig",
+        "adamw4bit": "titan_dit.optim.sections:AdamW4bitConfig",
+        "adamw_fp8": "titan_dit.optim.sections:AdamWFp8Config",
         "muon": "titan_dit.optim.sections:MuonConfig",
     },
 }

@@ -36,7 +36,7 @@ USABLE = 0.9
 DEVICE_WORDS = {
     StorageKind.PARAMETERS: "this rank's shards of the weights, fp32",
     StorageKind.GRADIENTS: "gradients of the shards, fp32",
-    StorageKind.OPTIMIZER: "the optimizer's state, fp32",
+    StorageKind.OPTIMIZER: "the optimizer's state",
     StorageKind.EMA: "averages of the weights, fp32",
     StorageKind.GATHERED: "weights gathered from other ranks, or copies in the compute dtype",
     StorageKind.UNREDUCED: "gradients before they are summed over ranks or cast to fp32",

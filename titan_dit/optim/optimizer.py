@@ -33,18 +33,26 @@ def shards_of(tensors: Iterable[Tensor]) -> list[Tensor]:
 def sharded_like(shard: Tensor, parameter: Tensor) -> Tensor:
     """Wrap a tensor of a parameter's local shape with the parameter's placements; no copy.
 
-    A plain parameter has plain shards.
+    The last dim may be shorter, as by a block's scale. A plain parameter has plain shards.
     """
     if not isinstance(parameter, DTensor):
         return shard
+    local = parameter._local_tensor.shape
+    # Shards may be uneven: the whole shape cannot be computed from one.
+    shape, stride = parameter.shape, parameter.stride()
+    if shard.shape != local:
+        shape = torch.Size((*shape[:-1], shape[-1] * shard.shape[-1] // local[-1]))
+        stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        # Shards may be uneven: the whole shape cannot be computed from one.
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        shard, parameter.device_mesh, parameter.placements, shape=shape, stride=stride
     )
+
+
+def follows(state: Sequence[int], weight: Sequence[int]) -> bool:
+    """True if a state can be cut where its weight is: equal shapes, or fewer columns."""
+    if len(state) < 2 or state[-1] == 0:
+        return tuple(state) == tuple(weight)
+    return tuple(state[:-1]) == tuple(weight[:-1]) and weight[-1] % state[-1] == 0
 
 
 State = dict[str, Tensor]
@@ -61,7 +69,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     whole_states: ClassVar[tuple[str, ...]] = ()
     """Keys of states that are equal on all ranks, such as a count of steps. All others are shards:
-    tensors of the shape of the parameter's shard."""
+    tensors of the shape of the parameter's shard, whose last dim may be divided."""
 
     def __init__(self, groups: Iterable[Group], defaults: Mapping[str, Any]) -> None:
         super().__init__(groups, dict(defaults))
@@ -75,7 +83,8 @@ class Optimizer(torch.optim.Optimizer, ABC):
     def new_states(self, weights: Sequence[Tensor], group: Group) -> list[State]:
         """The states of a group's parameters before the first step, for their shards `weights`.
 
-        A key outside `whole_states` must have the shape of its weight.
+        A key outside `whole_states` must have the shape of its weight; its last dim may be
+        shorter by a whole factor, the same on all ranks.
         """
 
     @abstractmethod
@@ -105,7 +114,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         made = zip(group["params"], weights, self.new_states(weights, group), strict=True)
         for parameter, weight, states in made:
             for key, state in states.items():
-                if key not in self.whole_states and state.shape != weight.shape:
+                if key not in self.whole_states and not follows(state.shape, weight.shape):
                     raise UserError(
                         f"[optimizer] {type(self).__name__}: the state {key} has the shape "
                         f"{list(state.shape)}, its parameter's shard {list(weight.shape)}. Name it "

@@ -5,6 +5,7 @@ Nothing here imports torch when it is imported, so that `--help` is quick.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -56,8 +57,11 @@ class OptimizerConfig(Named):
         """The optimizer of these parameters of a rank: all that are trained, plain or sharded."""
         raise NotImplementedError
 
-    def num_moments(self, name: str, shape: Sequence[int]) -> int:
-        """Tensors of a parameter's shape in its state, to refuse early what cannot fit."""
+    def num_moments(self, name: str, shape: Sequence[int]) -> float:
+        """fp32 tensors of a parameter's shape that its state takes as much memory as.
+
+        What cannot fit is refused by it.
+        """
         return 1
 
     def check(self, shapes: Mapping[str, torch.Size], model_spec: ModelSpec) -> None:
@@ -124,7 +128,7 @@ class AdamWConfig(OptimizerConfig):
 
         return AdamW(self.grouped(parameters), self.defaults)
 
-    def num_moments(self, name: str, shape: Sequence[int]) -> int:
+    def num_moments(self, name: str, shape: Sequence[int]) -> float:
         """The first and the second moment."""
         return 2
 
@@ -133,6 +137,83 @@ class AdamWConfig(OptimizerConfig):
         """Settings of all groups."""
         keys = ("lr", "betas", "eps", "fused")
         return {key: getattr(self, key) for key in keys}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedAdamWConfig(AdamWConfig):
+    """AdamW whose moments of matrices are quantised, by blocks with a scale."""
+
+    fused: bool = True
+    """On a GPU, one compiled kernel for the update of a matrix; the fused one for other tensors."""
+
+    bits: ClassVar[Literal["8", "4", "float8"]]
+    """Format of a moment's codes."""
+    largest_block: ClassVar[int] = 256
+    """Maximum elements of a block."""
+    least_elements: ClassVar[int] = 4096
+    """Elements from which a matrix is quantised."""
+    least_block: ClassVar[int] = 16
+    """Matrices whose blocks would be smaller are not quantised."""
+
+    def build(self, parameters: Parameters, model_spec: ModelSpec) -> Optimizer:
+        """Quantised AdamW over plain or sharded parameters."""
+        from titan_dit.optim import quantized_adamw
+
+        return quantized_adamw.build(self, parameters)
+
+    def block(self, shape: Sequence[int]) -> int:
+        """Elements of a parameter that share a scale; 0 if its moments stay fp32.
+
+        `shape`: that of the whole parameter. Every layout has the same blocks: they divide the
+        columns that a rank has with any tp from 1 to 8 that divides the columns.
+        """
+        if len(shape) < 2 or math.prod(shape) < self.least_elements:
+            return 0
+        least = shape[-1] // math.lcm(*(size for size in range(1, 9) if shape[-1] % size == 0))
+        fitting = (n for n in range(self.least_block, self.largest_block + 1) if least % n == 0)
+        return max(fitting, default=0)
+
+    def num_moments(self, name: str, shape: Sequence[int]) -> float:
+        """Two moments of one byte or half a byte an element, and their scales."""
+        block = self.block(shape)
+        return 2 * ((0.125 if self.bits == "4" else 0.25) + 1 / block) if block else 2
+
+    def lines(self, shapes: Mapping[str, torch.Size]) -> Iterator[str]:
+        """Console line: what is quantised, and the memory of all moments."""
+        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+        done = [name for name, shape in shapes.items() if self.block(shape)]
+        held = sum(self.num_moments(name, shapes[name]) * size for name, size in sizes.items())
+        whole = 2 * sum(sizes.values())
+        yield (
+            f"{self.name}  moments of {len(done)} matrices, "
+            f"{sum(sizes[name] for name in done) / max(1, sum(sizes.values())):.1%} of the "
+            f"elements; {whole / max(1e-9, held):.1f} times smaller than in fp32"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW8bitConfig(QuantizedAdamWConfig):
+    """AdamW with moments in 8 bits (arXiv:2110.02861)."""
+
+    name = "adamw8bit"
+    bits = "8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW4bitConfig(QuantizedAdamWConfig):
+    """AdamW with moments in 4 bits (arXiv:2309.01507)."""
+
+    name = "adamw4bit"
+    bits = "4"
+    largest_block = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWFp8Config(QuantizedAdamWConfig):
+    """AdamW with moments in float8, e4m3."""
+
+    name = "adamw_fp8"
+    bits = "float8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +261,7 @@ class MuonConfig(AdamWConfig):
         """True if a parameter takes Muon."""
         return len(shape) == 2 and any(fnmatchcase(name, p) for p in self.matrices)
 
-    def num_moments(self, name: str, shape: Sequence[int]) -> int:
+    def num_moments(self, name: str, shape: Sequence[int]) -> float:
         """One momentum, or AdamW's two."""
         return 1 if self.takes(name, shape) else super().num_moments(name, shape)
 

@@ -2,7 +2,7 @@
 
 Weights, gradients and optimizer states keep their dtypes and names, so checkpoints do not depend on
 float8. Only the operands of matmuls are cast: just before the matmul, or before their all-gather.
-`apply` converts the layers that get faster. Only this file imports torchao, and only if needed.
+`apply` converts the layers that get faster. torchao is imported only if needed.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -35,6 +33,7 @@ from titan_dit.parallel import fsdp, transformer_engine
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.parallel.tensor import TensorPlan, TokenFirst, inner
 from titan_dit.parallel.transformer_engine import is_transformer_engine
+from titan_dit.system.quiet_torchao import load_torchao
 
 UNIT = 16
 """Every dimension of a float8 matmul must be a multiple of this."""
@@ -230,19 +229,6 @@ def float8_linear() -> Any:
     from torchao.float8.float8_linear import Float8Linear
 
     return Float8Linear
-
-
-def load_torchao() -> ModuleType:
-    """Import torchao.float8 without its warnings about missing CUDA libraries."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import torchao.float8
-    finally:
-        logging.disable(logging.NOTSET)
-    module: ModuleType = torchao.float8
-    return module
 
 
 TABLE = Path(__file__).with_name("float8_shapes.json")

@@ -1,0 +1,172 @@
+"""AdamW with quantised moments, against torchao's."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torchao import optim as torchao
+
+from titan_dit.config.section import UserError
+from titan_dit.optim.optimizer import apply_gradients, build_optimizer
+from titan_dit.optim.sections import (
+    AdamW4bitConfig,
+    AdamW8bitConfig,
+    AdamWConfig,
+    AdamWFp8Config,
+)
+
+THEIRS = {
+    AdamW8bitConfig: torchao.AdamW8bit,
+    AdamW4bitConfig: torchao.AdamW4bit,
+    AdamWFp8Config: torchao.AdamWFp8,
+}
+GO, STOP = torch.tensor(False), torch.tensor(True)
+SETTINGS = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+
+
+def parameters():
+    """A matrix and a bias."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "blocks.0.weight": nn.Parameter(torch.randn(24, 2048, generator=generator)),
+        "blocks.0.bias": nn.Parameter(torch.randn(24, generator=generator)),
+    }
+
+
+def with_gradients(named, step):
+    generator = torch.Generator().manual_seed(step)
+    for p in named.values():
+        # Rows of very different sizes, as gradients have.
+        size = torch.logspace(-4, 1, len(p)).view(-1, *[1] * (p.ndim - 1))
+        p.grad = torch.randn(p.shape, generator=generator) * size
+
+
+def stepped(optimizer, named, steps):
+    for step in steps:
+        with_gradients(named, step)
+        apply_gradients(optimizer, SETTINGS["lr"], GO)
+
+
+@pytest.mark.parametrize("config", THEIRS)
+def test_steps_are_torchaos(config):
+    named = parameters()
+    optimizer = build_optimizer(named, config(**SETTINGS), None)
+    stepped(optimizer, named, range(5))
+    reference = parameters()
+    # Their blocks are the largest; ours are as many elements here.
+    theirs = THEIRS[config](reference.values(), **SETTINGS)
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(5):
+            with_gradients(reference, step)
+            theirs.step()
+    for name, p in named.items():
+        torch.testing.assert_close(p, reference[name], rtol=0, atol=1e-6)
+    weight, bias = named.values()
+    state = theirs.state[reference["blocks.0.weight"]]
+    for key in ("exp_avg", "exp_avg_sq"):
+        # A sum that is ordered otherwise may round to the next code.
+        same = optimizer.shards[weight][key].reshape(-1).view(torch.uint8)
+        assert (same == state[key].codes.reshape(-1).view(torch.uint8)).float().mean() > 0.999
+        assert optimizer.shards[bias][key].dtype == torch.float32
+
+
+@pytest.mark.parametrize("config", THEIRS)
+def test_a_bad_step_changes_no_bit(config):
+    named = parameters()
+    optimizer = build_optimizer(named, config(**SETTINGS), None)
+    stepped(optimizer, named, range(2))
+    before = [t.clone() for s in optimizer.shards.values() for t in s.values()]
+    weights = [p.detach().clone() for p in named.values()]
+    for p in named.values():
+        p.grad = torch.full_like(p, math.nan)
+    apply_gradients(optimizer, 1e-3, STOP)
+    after = [t for s in optimizer.shards.values() for t in s.values()]
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old.reshape(-1).view(torch.uint8), new.reshape(-1).view(torch.uint8))
+    for old, p in zip(weights, named.values(), strict=True):
+        assert torch.equal(old, p)
+    assert [int(s["step"]) for s in optimizer.shards.values()] == [2, 2]
+
+
+@pytest.mark.parametrize("config", THEIRS)
+def test_moments_take_the_memory_that_is_said(config):
+    named = parameters()
+    settings = config(**SETTINGS)
+    optimizer = build_optimizer(named, settings, None)
+    said = sum(4 * settings.num_moments(n, p.shape) * p.numel() for n, p in named.items())
+    held = sum(t.nbytes for s in optimizer.shards.values() for k, t in s.items() if k != "step")
+    assert held == said
+    [line] = settings.lines({name: p.shape for name, p in named.items()})
+    assert line.startswith(f"{config.name}  moments of 1 matrices")
+
+
+def test_pieces_are_updated_as_the_whole(monkeypatch):
+    found = []
+    for piece in (2**22, 3 * 256):
+        monkeypatch.setattr("titan_dit.optim.quantized_adamw.PIECE", piece)
+        named = parameters()
+        optimizer = build_optimizer(named, AdamW8bitConfig(**SETTINGS), None)
+        stepped(optimizer, named, range(2))
+        found.append(named["blocks.0.weight"])
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [
+        ((4096, 4096), 256),
+        ((1152, 4608), 192),
+        ((3840, 3840), 32),
+        ((3840, 10240), 256),
+        ((1152, 16), 0),
+        ((4096,), 0),
+        ((60, 64), 0),
+    ],
+)
+def test_blocks_fit_every_tensor_parallel_size(shape, block):
+    assert AdamW8bitConfig().block(shape) == block
+    for tp in range(1, 9):
+        if block and shape[-1] % tp == 0:
+            assert shape[-1] // tp % block == 0
+
+
+def test_columns_that_cut_a_block_are_refused():
+    named = {"w": nn.Parameter(torch.zeros(8, 4096))}
+    optimizer = build_optimizer(named, AdamW8bitConfig(), None)
+    group = optimizer.param_groups[0]
+    with pytest.raises(UserError, match=r"blocks of 256 .* 128 columns .* tp, up to 8"):
+        optimizer.new_states([torch.zeros(8, 128)], group)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("config", THEIRS)
+def test_the_compiled_step_is_the_eager_one(config, monkeypatch):
+    from titan_dit.optim import quantized_adamw as module
+
+    found = []
+    for step in (module.step_in_place, module.compiled_step()):
+        monkeypatch.setattr(module, "step_in_place", step)
+        named = parameters()
+        stepped(build_optimizer(named, config(**SETTINGS), None), named, range(3))
+        found.append(named["blocks.0.weight"])
+    torch.testing.assert_close(*found, rtol=0, atol=2e-5)
+
+
+def test_it_learns_as_adamw_does():
+    losses = {}
+    for config in (AdamWConfig, *THEIRS):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))
+        target = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+        named = dict(model.named_parameters())
+        optimizer = build_optimizer(named, config(lr=2e-3), None)
+        for _ in range(200):
+            x = torch.randn(64, 64)
+            loss = (model(x) - target(x)).square().mean()
+            loss.backward()
+            apply_gradients(optimizer, 2e-3, GO)
+        losses[config.name] = loss.item()
+    assert losses["adamw"] < 0.02
+    for name, loss in losses.items():
+        assert loss == pytest.approx(losses["adamw"], rel=0.1), name
