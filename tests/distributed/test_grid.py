@@ -55,10 +55,12 @@ POST_PAIRS, PRE_PAIRS = ["post", True], ["pre", True]
 JOINT, TALL = {}, {"latent_size": [8, 4], "text_tokens": 4}
 # Two buckets, whose steps have 8 and 16 samples.
 TWO_SIZES = {"latent_size": [4, 8], "others": [[4, 4]]}
-# Of Z-Image and FLUX.2: keys of [model]; 18 or 32 tokens of 32 are of a picture. And two buckets.
+# Of Z-Image, FLUX.2 and Wan: keys of [model]; 18 or 32 tokens of 32 are of a picture. And two buckets.
 RELEASED = {}
 Z_SIZES = {"latent_size": [8, 16], "others": [[6, 12]]}
 FLUX_SIZES = {"latent_size": [4, 4], "others": [[2, 4]]}
+# Clips of two latent frames, and pictures.
+FRAMES = {"latent_frames": 2, "others": [[1, 4, 8]]}
 # By model and number of ranks: [parallel], [pipeline], the kind, recomputation mode if any.
 CASES = {
     "dit": {
@@ -142,6 +144,10 @@ CASES = {
     "flux2": {
         2: [(TP, {}, FLUX_SIZES), (CP, {}, FLUX_SIZES), (PP, FOLDED, FLUX_SIZES)],
         4: [(PLAIN | CP, {}, FLUX_SIZES, "selective")],
+    },
+    "wan": {
+        2: [(TP, {}, FRAMES), (CP, {}, FRAMES), (PP, FOLDED, FRAMES)],
+        4: [({"tp": 4}, {}, FRAMES), (PLAIN | ULYSSES, {}, FRAMES, "selective")],
     },
 }
 # The whole grid, for ./run_tests.sh --long.
@@ -259,6 +265,34 @@ LONG = {
         ],
         8: [(PP | TP | CP, schedule("1f1b"), FLUX_SIZES), (DP | PP | TP, FOLDED, RELEASED)],
     },
+    "wan": {
+        2: [
+            (ULYSSES, {}, FRAMES),
+            (DP, {}, FRAMES),
+            (COPIES, {}, RELEASED),
+            (PLAIN, {}, FRAMES),
+            (PP, schedule("gpipe"), FRAMES),
+            (PP, schedule("1f1b"), FRAMES),
+            (PP, schedule("looped_bfs", 2), FRAMES),
+            (PP, schedule("interleaved_zero_bubble", 2), FRAMES),
+            (PP, schedule("zbv_zero_bubble"), RELEASED),
+            (PP, schedule("dualpipev"), FRAMES),
+            (PP, schedule("interleaved_zero_bubble", 2, order="run_time", memory=1.5), FRAMES),
+        ],
+        4: [
+            ({"tp": 4, "sequence_parallel": False}, {}, FRAMES),
+            ({"cp": 4}, {}, FRAMES),
+            ({"cp": 4, "cp_method": "ulysses"}, {}, FRAMES),
+            (TP | CP, {}, FRAMES, "full"),
+            (TP | PP, schedule("dualpipev"), FRAMES),
+            (DP | TP, {}, FRAMES, "selective"),
+            (DP | CP, {}, FRAMES),
+            (HSDP, {}, RELEASED),
+            (PP | ULYSSES, FOLDED, FRAMES, "attention"),
+            ({"pp": 4}, FOLDED, FRAMES),
+        ],
+        8: [(PP | TP | CP, schedule("1f1b"), FRAMES), (DP | PP | TP, FOLDED, RELEASED)],
+    },
     "joint_dit": {
         2: [
             (COPIES, {}, TWO_SIZES),
@@ -297,6 +331,7 @@ IN_FP64 = {
     "joint_dit": [TP, PLAIN, ULYSSES, PP, TP | CP, PP | TP | CP, DP | CP, {"cp": 4}],
     "z_image": [TP, CP, ULYSSES, PP, PLAIN],
     "flux2": [TP, CP, ULYSSES, PP, PLAIN],
+    "wan": [TP, CP, ULYSSES, PP, PLAIN, {"tp": 4}, {"cp": 4}],
 }
 
 
@@ -320,7 +355,7 @@ def case_config(model, parallel, pipeline, kind, dtype="fp32", mode="none", laye
         objective = {"mask_end_of_document": bool(ends)}
         return gpt_config(data=ends, objective=objective, model=layers | kind, **sections)
     if model in TOKENS_PER_STEP:
-        if model != "joint_dit":
+        if model in ("z_image", "flux2"):
             layers = blocks_of_kinds(model, layers["num_layers"])
         keys = {key: value for key, value in kind.items() if key != "others"}
         if "others" in kind:
@@ -334,7 +369,7 @@ def case_config(model, parallel, pipeline, kind, dtype="fp32", mode="none", laye
 
 
 # Of text-to-image networks: with two buckets a step has 8 samples or more.
-TOKENS_PER_STEP = {"joint_dit": 64, "z_image": 256, "flux2": 128}
+TOKENS_PER_STEP = {"joint_dit": 64, "z_image": 256, "flux2": 128, "wan": 128}
 
 
 def blocks_of_kinds(model, layers):
@@ -571,7 +606,7 @@ def test_the_grid_has_every_axis_alone_every_pair_and_mixes_of_three():
     assert {"tp": 4} in fours
 
 
-@pytest.mark.parametrize("model", ["z_image", "flux2"])
+@pytest.mark.parametrize("model", ["z_image", "flux2", "wan"])
 def test_released_networks_are_on_every_axis_and_on_most_pairs(model):
     found = set(meshes(model, CASES, LONG))
     assert {frozenset({axis}) for axis in AXES} <= found

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from titan_dit.config import catalog, config_file
-from titan_dit.config.section import HeightWidth, PositiveInt
+from titan_dit.config.section import PositiveInt
 from titan_dit.data.base import DataConfig, Field, Source
 from titan_dit.data.buckets import BucketOrder
 from titan_dit.data.latent_facts import LatentFacts, TextFacts
@@ -40,11 +40,12 @@ class Captioned(DataConfig):
     """64 latents, each with the embeddings of some words, and zeros for removed padding."""
 
     channels: PositiveInt
-    latent_size: HeightWidth
+    latent_size: tuple[PositiveInt, ...]
+    """[height, width], or [frames, height, width] of clips."""
     text_tokens: PositiveInt
     text_dim: PositiveInt
     text_padding: Literal["removed", "kept"] = "removed"
-    others: tuple[HeightWidth, ...] = ()
+    others: tuple[tuple[PositiveInt, ...], ...] = ()
     """Sizes of further buckets, which share the rows evenly."""
 
     def bucket_counts(self):
@@ -161,6 +162,20 @@ NETWORKS = {
         },
         "data": {"channels": 8, "text_padding": "kept"},
     },
+    "wan": {
+        "model": {
+            "name": "wan",
+            "hidden_size": 48,
+            "num_layers": 3,
+            "num_heads": 4,
+            "intermediate_size": 56,
+            "latent_frames": 2,
+            "latent_size": [4, 8],
+            "in_channels": 2,
+            "text_tokens": 8,
+            "text_dim": 12,
+        },
+    },
 }
 """Sections of the released networks, in place of or beside those of TABLES."""
 
@@ -174,6 +189,11 @@ def joint_config(network="joint_dit", **sections):
             tables[name] |= table
     for name, table in sections.items():
         tables.setdefault(name, {}).update(table)
-    sizes = {key: tables["model"][key] for key in ("latent_size", "text_tokens")}
+    model = tables["model"]
+    frames = [model["latent_frames"]] if "latent_frames" in model else []
+    sizes = {
+        "latent_size": [*frames, *model["latent_size"]],
+        "text_tokens": model["text_tokens"],
+    }
     tables["data"] = sizes | tables["data"]
     return config_file.build(tables, catalog.variant)
