@@ -18,7 +18,7 @@ class Elements(TorchDispatchMode):
     def __init__(self, large):
         super().__init__()
         self.large = large
-        self.sent = {"large": 0.0, "small": 0.0}
+        self.sent = {"large": 0.0, "small": 0.0, "messages": 0}
         self.kinds = set()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -34,6 +34,7 @@ class Elements(TorchDispatchMode):
             numel = whole[packet]()
             kind = "large" if numel >= self.large else "small"
             self.sent[kind] += numel * (ranks - 1) / ranks
+            self.sent["messages"] += 1
             self.kinds.add(str(packet))
         return out
 
@@ -77,3 +78,22 @@ def test_a_layer_with_text_sends_as_many_elements_per_token(sequence_parallel):
     assert sent["large"] == 8 * (1 / 2) * BATCH * TOKENS * HIDDEN
     table, norms = 6 * HIDDEN * sequence_parallel, 2 * HIDDEN // 4
     assert sent["small"] == 2 * (1 / 2) * (table + norms)
+
+
+def wan_config(model, **sections):
+    return joint_config("wan", model=model | {"hidden_size": HIDDEN}, **sections)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_layer_with_cross_attention_sends_numbers_of_its_norms_besides(sequence_parallel):
+    """A third pair of products, and two numbers a token in forward and in backward of each norm."""
+    [sent, _] = on_ranks(2, sent_per_layer, sequence_parallel, wan_config)
+    assert sent["large"] == 12 * (1 / 2) * BATCH * TOKENS * HIDDEN
+    # Queries and keys of the clip, queries of the clip and keys of the text's 8 tokens.
+    numbers = 2 * BATCH * (2 * TOKENS + TOKENS + 8)
+    # Gradients of a table and of a norm are sums over the ranks' tokens.
+    small = (6 + 2) * HIDDEN * sequence_parallel
+    assert sent["small"] == 2 * (1 / 2) * (numbers + small)
+    # Three pairs of products, each with a gather and a scatter, or one sum, forward and backward;
+    # one message of each norm, forward and backward; the gradients of the table and of the norm.
+    assert sent["messages"] == (12 + 4 + 3 if sequence_parallel else 6 + 4)
