@@ -696,11 +696,6 @@ class Diffusion(Objective, ABC):
         fit.
         """
         self.check_autoencoder(sampling)
-        if has_clips(self.model):
-            raise UserError(
-                f"[fid] compares pictures, but [model] name={show(self.model.name)} draws clips. "
-                "Set [fid] every = 0: [validation] measures the loss of clips."
-            )
         _, height, width = self.model.sample_shape
         if height != width:
             raise UserError(

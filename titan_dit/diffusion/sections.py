@@ -129,7 +129,13 @@ class DiffusionConfig(ObjectiveConfig):
     def check_evaluation(
         self, model: ModelConfig, sampling: SamplingConfig, evaluation: FIDConfig
     ) -> None:
-        """Check the sampler, as previews do."""
+        """Refuse networks of clips; check the sampler, as previews do."""
+        if evaluation.every and self.takes_clips(model):
+            raise UserError(
+                f"[fid] every={evaluation.every} compares pictures, but [model] "
+                f"name={show(model.name)} draws clips. Set [fid] every = 0: [validation] measures "
+                "the loss of clips."
+            )
         if evaluation.every:
             self.check_sampling(model, sampling)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from titan_dit.config.section import Dim, Few, Layers, PositiveFloat, UserError
 from titan_dit.models.named_sizes import fill_in, shape_of
@@ -34,6 +34,8 @@ class WanConfig(TextToImageConfig):
 
     name = "wan"
     replaces = {"size": ("hidden_size", "num_layers", "num_heads", "intermediate_size")}
+    text_padding: ClassVar[Literal["removed"]] = "removed"
+    """Zeros stand behind a caption, not the encoder's padding."""
 
     size: str | None = None
     """1.3B or 14B (1,419 and 14,288 million parameters)."""
