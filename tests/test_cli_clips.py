@@ -13,6 +13,7 @@ from commands import metrics, only_error, run, train_command
 from PIL import Image
 from safetensors.torch import load_file
 
+from titan_dit.commands import sample_inputs
 from titan_dit.commands.flags import SampleFlags
 from titan_dit.commands.sample import draw
 from titan_dit.config.section import UserError
@@ -71,7 +72,6 @@ class Kill(Hook):
             os.kill(os.getpid(), signal.SIGKILL)
 """
 BUCKETS = ("2x1x4x8", "2x1x8x8", "2x3x4x8", "2x5x4x4")
-VAE = {"class": "AutoencoderKLWan", "source": "vae", "digest": "d" * 64, "factor": 8}
 
 
 @pytest.fixture(scope="module")
@@ -333,3 +333,18 @@ def test_what_does_not_fit_clips_is_one_line_before_the_first_step(case, folder)
     said = only_error(train(folder, "--job.dir", "bad", *flags, ranks=3 if case == "cp" else 1))
     assert words in said
     assert not (folder / "bad").exists()
+
+
+@pytest.mark.parametrize(("frames", "latent"), [(9, 3), (1, 1), (21, 6)])
+def test_frames_are_those_of_pixels_and_not_of_latents(frames, latent):
+    assert sample_inputs.latent_frames(frames, 4) == latent
+    assert sample_inputs.latent_frames(frames, 1) == frames
+
+
+def test_frames_that_the_autoencoder_cannot_make_are_refused_with_those_that_it_can():
+    with pytest.raises(UserError) as error:
+        sample_inputs.latent_frames(80, 4)
+    assert str(error.value) == (
+        "--frames 80: the autoencoder makes a latent frame of the first frame and of each 4 after "
+        "it. Give 4 k + 1 frames: 77 or 81."
+    )
