@@ -1,4 +1,4 @@
-"""`python -m titan_dit data example NAME --out DIR`: example pictures as a user has his own."""
+"""`python -m titan_dit data example NAME --out DIR`: pictures or clips as a user has his own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from titan_dit.commands.flags import DataExampleFlags
 from titan_dit.config.section import UserError
 from titan_dit.observe import console
-from titan_dit.pictures import captioned_digits, output
+from titan_dit.pictures import captioned_digits, moving_digits, output
 from titan_dit.pictures.captioned_folder import CAPTION
 from titan_dit.pictures.library import transformers
 from titan_dit.pictures.output import METADATA
@@ -90,9 +90,25 @@ def write_captioned_digits(place: Path) -> str:
     )
 
 
+def write_moving_digits(place: Path) -> str:
+    """See `pictures.moving_digits`."""
+    library = transformers("data example digits_moving")
+    total = moving_digits.num_clips()
+    with ProgressLine(total, "clips") as progress:
+        moving_digits.write(place, progress.add)
+    encoder = place / moving_digits.ENCODER
+    captioned_digits.save_text_encoder(library, encoder, moving_digits.WORDS)
+    return (
+        f"{total:,} clips with captions ({moving_digits.CLIPS}), a text encoder "
+        f"({encoder.name}), {moving_digits.ABOUT}, {captioned_digits.PROMPTS}, "
+        f"{captioned_digits.HELD_OUT}"
+    )
+
+
 WRITERS = {
     "pictures": write_pictures,
     "emoji_captioned": write_captioned_emoji,
     "digits_captioned": write_captioned_digits,
+    "digits_moving": write_moving_digits,
 }
 """Name of an example -> the function that writes it."""

@@ -382,17 +382,19 @@ class DataReportFlags(Flags):
 
 @dataclass(frozen=True, kw_only=True)
 class DataExampleFlags(Flags):
-    """Write example data as a user has his: pictures with labels, or with captions."""
+    """Write example data as a user has his: pictures or clips with labels or captions."""
 
     section = "data example"
 
     name: Annotated[
-        Literal["pictures", "digits_captioned", "emoji_captioned"], tyro.conf.Positional
+        Literal["pictures", "digits_captioned", "digits_moving", "emoji_captioned"],
+        tyro.conf.Positional,
     ]
     """pictures: 3,786 Noto emoji of 64 x 64 pixels in ten classes. emoji_captioned: the 1,911 of
     them without a skin tone, in a flat folder, their name beside each. digits_captioned: 5,391
     handwritten digits in two colours, on canvases of three shapes, with a caption beside each
-    ("a red seven on blue") and a text encoder of random weights."""
+    ("a red seven on blue") and a text encoder of random weights. digits_moving: 5,391 clips of two
+    digits, 9 frames at 16 per second ("a seven moves left and a two moves up"), with the same."""
     out: OutputPath
     """Folder to make."""
 

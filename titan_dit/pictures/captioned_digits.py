@@ -6,7 +6,7 @@ are held out: no picture has them, so a network that draws them has understood t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +39,8 @@ SIDE = 8
 NUM_HELD_OUT = 3
 """Pairs of colours of each digit that are held out."""
 SEED = 0
+WORDS = ("a", *COLOURS, *DIGITS, "on")
+"""The words of captions."""
 SPECIAL = ("<pad>", "</s>", "<unk>")
 WIDTH = 64
 """Elements of a token's embedding."""
@@ -128,14 +130,13 @@ def write(folder: Path, report: Callable[[int], None]) -> None:
         (folder / file).write_text("".join(f"{caption}\n" for caption in captions(held_out)))
 
 
-def save_text_encoder(library: Any, folder: Path) -> None:
+def save_text_encoder(library: Any, folder: Path, words: Sequence[str] = WORDS) -> None:
     """Write a T5 encoder of random weights, and a tokenizer whose tokens are the captions' words.
 
     Random weights tell words and their places apart, which is all that a network needs here.
     """
     import tokenizers
 
-    words = ["a", *COLOURS, *DIGITS, "on"]
     ids = {word: number for number, word in enumerate([*SPECIAL, *words])}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="<unk>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

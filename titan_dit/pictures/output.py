@@ -215,8 +215,8 @@ CONTACT_SHEET = "contact_sheet.png"
 SHEET_FRAMES, FRAME_SIDE = 9, 128
 """Maximum frames of a clip on a contact sheet, and the longer side of each in pixels."""
 SMALL_SIDE = 128
-"""A clip whose shorter side is below it is enlarged, by a whole number: players show no less, and
-MP4 halves the resolution of colours."""
+"""A clip whose shorter side is below it is enlarged up to it: players show no less, and MP4 halves
+the resolution of colours."""
 CODECS = ("libx264", "mpeg4")
 """Encoders of MP4, the better one first. Not every build of FFmpeg has both."""
 QUALITY = {"libx264": {"crf": "17"}, "mpeg4": {"qscale": "2"}}
@@ -246,7 +246,7 @@ def write_clips(
             for clip in batch:
                 line = line_of(len(lines), ".mp4", labels[len(lines)], names, captioned)
                 file = aside / str(line["file_name"])
-                write_clip(file, clip, fps)
+                save_clip(file, clip, fps)
                 if frames:
                     write_frames(file.with_suffix(""), clip)
                 strips.append(strip_of(clip))
@@ -257,19 +257,26 @@ def write_clips(
 
 
 def write_clip(path: Path, clip: UInt8[Tensor, "f 3 h w"], fps: float) -> None:
-    """Write a clip as MP4 with H.264, else MPEG-4 Part 2, whole or not at all.
+    """As `save_clip`; whole, or not at all."""
+    with replacing(path) as aside:
+        save_clip(aside, clip, fps)
 
-    Equal clips give equal bytes. A small one is enlarged by a whole number; one of odd height or
-    width gets its last row or column twice, since MP4's colours come in squares of four pixels.
+
+def save_clip(path: Path, clip: UInt8[Tensor, "f 3 h w"], fps: float) -> None:
+    """Write a clip as MP4 with H.264, else MPEG-4 Part 2.
+
+    Equal clips give equal bytes. A small one is enlarged by a power of two, of which `data encode`
+    gets its pixels back. One of odd height or width gets its last row or column twice, since MP4's
+    colours come in squares of four pixels.
     """
     av = video("a clip as MP4")
     codec = next(name for name in CODECS if name in av.codecs_available)
-    zoom = max(1, SMALL_SIDE // min(clip.shape[2:]))
+    zoom = 1 << max(0, SMALL_SIDE // min(clip.shape[2:])).bit_length() - 1
     large = clip.repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
     height, width = large.shape[2:]
     pixels = large.permute(0, 2, 3, 1).cpu().numpy()
     pixels = np.pad(pixels, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), "edge")
-    with replacing(path) as aside, av.open(str(aside), "w", format="mp4") as container:
+    with av.open(f"file:{path}", "w", format="mp4") as container:
         stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width = pixels.shape[1:3]
         stream.pix_fmt, stream.options = "yuv420p", QUALITY[codec]
