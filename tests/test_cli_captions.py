@@ -252,6 +252,29 @@ def test_previews_by_another_encoder_are_refused_before_the_first_step(folder):
     assert not (folder / "refused").exists()
 
 
+KILLED = """
+import os
+import signal
+from pathlib import Path
+
+from titan_dit.hooks import Hook
+from titan_dit.pictures.text_encoder import TextEncoder
+
+class WhileItEncodes(Hook):
+    def step_ended(self, run):
+        if (run.step, run.rank) == (2, 1):
+            encode = TextEncoder.encode_padded
+
+            def last(self, ids, lengths):
+                encode(self, ids, lengths)
+                Path("encoded").write_text(f"{len(ids)}")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            TextEncoder.encode_padded = last
+"""
+"""A hook that ends rank 1 in the third step: it has embedded its share, the others wait for it."""
+
+
 def test_text_online_gives_the_losses_of_stored_embeddings_and_resumes(folder):
     for dtype in ("none", "float32"):
         words = ["--input", "pictures", "--out", f"of_{dtype}", "--vae", "vae"]
@@ -275,11 +298,19 @@ def test_text_online_gives_the_losses_of_stored_embeddings_and_resumes(folder):
         for run in ("stored", "online")
     ]
     assert sizes[0] == sizes[1]
-    # Resumed on a pipeline, whose ranks share the work.
-    trained(folder, "--job.dir", "again", "--training.steps", 2, *online)
-    trained(folder, "--job.dir", "again", "--parallel.pp", 2, *online, ranks=2)
-    losses = [[row["loss"] for row in metrics(folder / name)] for name in ("online", "again")]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    # Four ranks share the captions until one is killed while it encodes; then two go on.
+    (folder / "ends.py").write_text(KILLED)
+    four = ("--parallel.tp", 2, "--parallel.cp", 2, "--checkpoint.async_save", "false")
+    flags = ("--job.dir", "again", *online, *four, "--job.hooks", "ends:WhileItEncodes")
+    done = run(train_command(*flags, config="captioned.toml", ranks=4), folder)
+    assert done.returncode != 0
+    assert "SIGKILL" in done.stdout + done.stderr
+    assert (folder / "encoded").read_text() == "2"
+    said = trained(folder, "--job.dir", "again", "--parallel.pp", 2, *online, ranks=2)
+    assert "resumed from again/checkpoints/step-00000002" in said
+    for key in ("step", "loss", "grad_norm"):
+        values = [[row[key] for row in metrics(folder / name)] for name in ("online", "again")]
+        assert values[1] == pytest.approx(values[0], rel=1e-5), key
     drawn = [picture(folder / run / "samples/step-00000004.png") for run in ("stored", "online")]
     assert np.abs(drawn[0] - drawn[1]).max() <= 2
     done = command(folder, "replay", "--run", "online", "--step", 3, "--device", "cpu")
