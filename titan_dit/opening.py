@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -179,14 +180,15 @@ def bucket_facts(config: JobConfig) -> LatentFacts | None:
     example = config.objective.example(config.model) if counts else None
     if not example or not isinstance(example[0], LatentFacts):
         return None
-    text = tuple(tokens for _, tokens in counts)
+    shapes, text = (tuple(each) for each in zip(*counts, strict=True))
     found = replace(
         example[0],
-        bucket_shapes=tuple(shape for shape, _ in counts),
+        shape=max(shapes, key=math.prod),
+        bucket_shapes=shapes,
         bucket_counts=tuple(counts.values()),
         bucket_text=text if any(text) else (),
     )
-    return found.as_clips() if found.has_clips else found
+    return found.as_clips() if config.objective.takes_clips(config.model) else found
 
 
 def largest_bucket(config: JobConfig, plan: RunPlan) -> JobConfig:

@@ -16,18 +16,27 @@ from titan_dit.commands.flags import PlanFlags
 from titan_dit.config import catalog, config_file, flags
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
+from titan_dit.models.base import ModelConfig
 from titan_dit.observe import console
-from titan_dit.opening import bucket_lines, example_of, open_objective, plan_run, settled
-from titan_dit.plan import resolve
+from titan_dit.opening import (
+    bucket_facts,
+    bucket_lines,
+    example_of,
+    open_objective,
+    plan_run,
+    settled,
+)
+from titan_dit.plan import RunPlan, resolve
 from titan_dit.planner import hardware, links, report
 from titan_dit.planner.candidates import KEYS, Space, all_on_dp_shard
-from titan_dit.planner.choice import Recommendation, peak_of, search
+from titan_dit.planner.choice import Recommendation, peak_of, search, with_buckets_timed
 from titan_dit.planner.counts import Derived, Rehearsals
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.measured import beside, outdated
 from titan_dit.planner.memory import memory, state_of
 from titan_dit.planner.rates import OURS
 from titan_dit.planner.search import CostModel
+from titan_dit.planner.step import Estimate
 from titan_dit.ranks import disk_errors
 from titan_dit.system.files import try_to_replace
 
@@ -148,7 +157,17 @@ def plan(
         counts=Derived(exact).counts,
         memory=lambda plan, counts: memory(plan, counts, OURS, state, only_fullest=True),
     )
-    return search(space, model, exact, partial(peak_of, config, data), top, shows=True)
+    found = search(space, model, exact, partial(peak_of, config, data), top, shows=True)
+    facts = bucket_facts(config)
+    if facts is None:
+        return found
+
+    def timed(plan: RunPlan, of_bucket: ModelConfig) -> Estimate:
+        counts = Rehearsals(replace(config, model=of_bucket)).counts(plan)
+        return model.estimate(plan, counts, device)
+
+    models = [each for _, each in config.objective.sized_models(config.model, facts)]
+    return with_buckets_timed(found, models, facts.bucket_counts, timed)
 
 
 def config_alone(config: JobConfig) -> JobConfig:

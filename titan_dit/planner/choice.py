@@ -16,6 +16,7 @@ from titan_dit.config.section import UserError
 from titan_dit.dry_run.fake_step import take_fake_step
 from titan_dit.dry_run.memory import Peak, StorageKind
 from titan_dit.dry_run.simpler import word
+from titan_dit.models.base import ModelConfig
 from titan_dit.opening import DataExample
 from titan_dit.plan import RunPlan
 from titan_dit.planner import memory as memory_of
@@ -35,6 +36,7 @@ from titan_dit.planner.search import (
     memory_key,
     one_line,
 )
+from titan_dit.planner.step import Estimate
 
 
 def peak_of(config: JobConfig, data: DataExample, plan: RunPlan, rank: int) -> Peak:
@@ -182,6 +184,19 @@ MAX_SEARCHES = 5
 """Maximum number of searches. Each one excludes the layouts that turned out too large before."""
 PeakOf = Callable[[RunPlan, int], Peak]
 """Peak memory of a pipeline rank in a whole fake step."""
+TimeOf = Callable[[RunPlan, ModelConfig], Estimate]
+"""The time of a step of one bucket: by its plan, and the model for its samples."""
+
+
+@dataclass(frozen=True)
+class BucketTime:
+    """A step of one bucket with the recommended layout."""
+
+    plan: RunPlan
+    share: float
+    """Share of the run's steps."""
+    estimate: Estimate
+    flops_per_sample: int
 
 
 @dataclass(frozen=True)
@@ -200,11 +215,20 @@ class Recommendation:
     parameters: int
     flops_per_sample: int
     notes: Sequence[str]
+    buckets: Sequence[BucketTime] = ()
+    """A step of every bucket; empty if all data has one shape."""
 
     @property
     def device(self) -> Device:
         """The device that is planned for."""
         return self.space.device
+
+    @property
+    def mean_seconds(self) -> float:
+        """Seconds of a step, in the mean over the buckets."""
+        if not self.buckets:
+            return self.best.estimate.seconds
+        return sum(each.share * each.estimate.seconds for each in self.buckets)
 
 
 @dataclass(frozen=True)
@@ -346,6 +370,31 @@ def recommendation(
         flops_per_sample=network.flops_per_sample(space.base.spec.num_attended_tokens),
         notes=outcome.notes,
     )
+
+
+def with_buckets_timed(
+    choice: Recommendation, models: Sequence[ModelConfig], rows: Sequence[int], timed: TimeOf
+) -> Recommendation:
+    """The result with a step of every bucket by the recommended layout.
+
+    `models`, `rows`: the model for each bucket, and its rows. A sample of twice the tokens takes
+    more than twice the time: attention's is quadratic.
+    """
+    space, found = choice.space, list[BucketTime]()
+    bases = space.base.each_bucket
+    steps = [count / each.global_batch_size for each, count in zip(bases, rows, strict=True)]
+    estimates: dict[tuple[object, ...], Estimate] = {}
+    for base, model, number in zip(bases, models, steps, strict=True):
+        plan = space.plan(choice.best.candidate, base)
+        # Buckets of as many tokens take as long, whatever their sides.
+        work = plan.spec.num_tokens, plan.spec.num_attended_tokens, plan.global_batch_size
+        if work not in estimates:
+            estimates[work] = timed(plan, model)
+        with torch.device("meta"):
+            network = plan.spec.build()
+        flops = network.flops_per_sample(plan.spec.num_attended_tokens)
+        found.append(BucketTime(plan, number / sum(steps), estimates[work], flops))
+    return replace(choice, buckets=found)
 
 
 def preferred(rows: Sequence[PredictedLayout], error: float) -> list[PredictedLayout]:

@@ -9,7 +9,7 @@ from typing import Any
 from titan_dit.dry_run import report
 from titan_dit.dry_run.report import number, plural, table
 from titan_dit.planner.candidates import KEYS
-from titan_dit.planner.choice import Recommendation
+from titan_dit.planner.choice import BucketTime, Recommendation
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.memory import GIB
 from titan_dit.planner.search import PredictedLayout, equally_fast, tp_crosses_nodes
@@ -36,6 +36,7 @@ def lines(choice: Recommendation, top: int, name: str) -> Iterator[str]:
     yield from terms(choice)
     yield from loses(choice)
     yield ""
+    yield from buckets(choice)
     yield from memory(choice)
     yield ""
     yield from cost(choice)
@@ -218,6 +219,32 @@ def loses(choice: Recommendation) -> Iterator[str]:
     )
 
 
+def buckets(choice: Recommendation) -> Iterator[str]:
+    """Lines: the time of a step of each bucket, and their mean; none if all data has one shape."""
+    if not choice.buckets:
+        return
+    yield f"a step by bucket, ms {margin(choice.device)}; a sample's time grows faster than tokens:"
+    header = ["bucket", "tokens", "samples", "steps", "ms", "ms a sample", "MFU"]
+    rows = []
+    for each in choice.buckets:
+        plan, seconds = each.plan, each.estimate.seconds
+        share = mfu(each.estimate, plan, choice.device, each.flops_per_sample)
+        rows.append(
+            [
+                plan.bucket,
+                f"{plan.spec.num_tokens:,}",
+                f"{plan.global_batch_size:,}",
+                f"{each.share:.1%}",
+                milliseconds(seconds),
+                milliseconds(seconds / plan.global_batch_size),
+                f"{share:.3f}",
+            ]
+        )
+    rows.append(["mean", "", "", "100.0%", milliseconds(choice.mean_seconds), "", ""])
+    yield from table(header, rows)
+    yield ""
+
+
 def memory(choice: Recommendation) -> Iterator[str]:
     """Lines: bytes by kind of the fullest rank, and the memory that the device needs."""
     best = choice.best
@@ -240,7 +267,7 @@ def memory(choice: Recommendation) -> Iterator[str]:
 def cost(choice: Recommendation) -> Iterator[str]:
     """GPU-hours, and the fewest GPUs."""
     training, gpus = choice.space.config.training, choice.space.gpus
-    seconds = choice.best.estimate.seconds
+    seconds = choice.mean_seconds
     if training.steps:
         hours = training.steps * seconds / 3600
         days = f" ({hours / 24:,.1f} days)" if hours >= 24 else ""
@@ -288,6 +315,7 @@ def as_json(choice: Recommendation, top: int, name: str) -> dict[str, Any]:
         "search": asdict(choice.outcome.tally),
         "best": of_layout(choice.best, choice),
         "runner_up": of_layout(choice.runner_up, choice) if choice.runner_up else None,
+        "buckets": [of_bucket(each, choice) for each in choice.buckets],
         "layouts": [of_layout(row, choice) for row in choice.rows[:top]],
         "fewest_gpus": choice.fewest.gpus if choice.fewest else None,
         "steps": choice.space.config.training.num_steps,
@@ -302,7 +330,7 @@ def gpu_hours(choice: Recommendation) -> float | None:
     num_steps = choice.space.config.training.num_steps
     if not num_steps:
         return None
-    return num_steps * choice.best.estimate.seconds * choice.space.gpus / 3600
+    return num_steps * choice.mean_seconds * choice.space.gpus / 3600
 
 
 def of_layout(row: PredictedLayout, choice: Recommendation) -> dict[str, Any]:
@@ -323,6 +351,18 @@ def of_layout(row: PredictedLayout, choice: Recommendation) -> dict[str, Any]:
         "reserved_gib": needed.reserved,
         "needed_gib": needed.total,
         "memory_is_rehearsed": row.is_rehearsed,
+    }
+
+
+def of_bucket(one: BucketTime, choice: Recommendation) -> dict[str, Any]:
+    """A bucket, with the time of its step in seconds."""
+    return {
+        "name": one.plan.bucket,
+        "tokens": one.plan.spec.num_tokens,
+        "samples": one.plan.global_batch_size,
+        "steps": one.share,
+        "seconds": one.estimate.seconds,
+        "mfu": mfu(one.estimate, one.plan, choice.device, one.flops_per_sample),
     }
 
 
