@@ -8,14 +8,17 @@ from commands import ROOT
 from hand_made import easy
 from made_up_counts import counts_of
 from tiny import tiny_config
+from tiny_joint import joint_config
 
 from titan_dit.config.section import UserError
+from titan_dit.opening import bucket_facts
 from titan_dit.plan import resolve
 from titan_dit.planner import report
 from titan_dit.planner.candidates import Space
-from titan_dit.planner.choice import search
+from titan_dit.planner.choice import search, with_buckets_timed
 from titan_dit.planner.hardware import device_of
 from titan_dit.planner.search import CostModel, equally_fast, tp_crosses_nodes
+from titan_dit.planner.step import Estimate
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import matrix_plan
@@ -94,3 +97,34 @@ def test_short_times_have_three_digits():
     assert [report.milliseconds(s) for s in (0.00868, 0.013, 0.2834, 2.8)] == [
         "8.68", "13.0", "283", "2,800",
     ]  # fmt: skip
+
+
+def test_a_step_of_each_bucket_is_timed_once_for_as_many_tokens_and_costs_count_their_mean():
+    # 8, 4 and again 8 tokens a sample; 21 rows each.
+    config = joint_config(
+        data={"others": [[4, 4], [8, 4]]},
+        training={"global_batch_size": None, "tokens_per_step": 64, "batch_multiple": 1},
+    )
+    space = Space(config, 1, DEVICE)
+    choice = search(space, MODEL, counts_of, no_fake_step, 1)
+    facts, timed = bucket_facts(config), []
+
+    def time_of(plan, model):
+        timed.append((plan.spec.num_tokens, model.latent_size))
+        seconds = plan.spec.num_tokens**2 / 1e3
+        return Estimate(seconds=seconds, terms={}, critical=0, idle=())
+
+    models = [each for _, each in config.objective.sized_models(config.model, facts)]
+    found = with_buckets_timed(choice, models, facts.bucket_counts, time_of)
+    assert timed == [(8, (4, 8)), (4, (4, 4))]
+    shares = [each.share for each in found.buckets]
+    assert shares == pytest.approx([2 / 5, 1 / 5, 2 / 5])  # Steps of 8, 16 and 8 samples.
+    assert found.mean_seconds == pytest.approx((2 * 64 + 16 + 2 * 64) / 5 / 1e3)
+    lines = list(report.buckets(found))
+    assert [line.split()[0] for line in lines[2:6]] == ["2x4x8", "2x4x4", "2x8x4", "mean"]
+    assert lines[2].split()[1:6] == ["8", "8", "40.0%", "64.0", "8.00"]
+    assert lines[5].split() == ["mean", "100.0%", "54.4"]
+    told = report.as_json(found, 1, "tiny.toml")
+    assert [each["tokens"] for each in told["buckets"]] == [8, 4, 8]
+    assert told["gpu_hours"] == pytest.approx(4 * 0.0544 / 3600)
+    assert list(report.buckets(choice)) == []
