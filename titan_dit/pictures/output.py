@@ -17,7 +17,7 @@ from typing import IO
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Int64, Real, UInt8
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -34,7 +34,7 @@ MAX_NAME_BYTES = 120
 
 
 def to_pixels(
-    samples: Float[Tensor, "n c h w"], value_range: tuple[float, float] | None
+    samples: Real[Tensor, "n c h w"], value_range: tuple[float, float] | None
 ) -> UInt8[Tensor, "n h w 3"]:
     """Samples as RGB: grey below three channels, else the first three.
 
@@ -50,7 +50,7 @@ def to_pixels(
 
 
 def to_clips(
-    samples: Float[Tensor, "n c f h w"], value_range: tuple[float, float] | None
+    samples: Real[Tensor, "n c f h w"], value_range: tuple[float, float] | None
 ) -> UInt8[Tensor, "n f 3 h w"]:
     """Clips as frames in RGB, as `to_pixels`."""
     frames = to_pixels(samples.transpose(1, 2).flatten(0, 1), value_range)
@@ -59,7 +59,7 @@ def to_clips(
 
 def draw_grid(
     path: Path,
-    samples: Float[Tensor, "n c h w"],
+    samples: Real[Tensor, "n c h w"],
     labels: Sequence[int],
     value_range: tuple[float, float] | None,
     names: Sequence[str] = (),
@@ -271,7 +271,7 @@ def save_clip(path: Path, clip: UInt8[Tensor, "f 3 h w"], fps: float) -> None:
     """
     av = video("a clip as MP4")
     codec = next(name for name in CODECS if name in av.codecs_available)
-    zoom = 1 << max(0, SMALL_SIDE // min(clip.shape[2:])).bit_length() - 1
+    zoom = 1 << max(1, SMALL_SIDE // min(clip.shape[2:])).bit_length() - 1
     large = clip.repeat_interleave(zoom, 2).repeat_interleave(zoom, 3)
     height, width = large.shape[2:]
     pixels = large.permute(0, 2, 3, 1).cpu().numpy()
