@@ -58,7 +58,6 @@ from titan_dit.scores.score import Statistics
 from titan_dit.trained_model import device_of, load_trained
 from titan_dit.validation.validation_set import PREFIX, ValidationSet, losses, open_set
 
-BATCH_OF_PICTURES = 250
 ALL = "all"
 AS_DATA = "the captions of the data"
 """What results say of the labels of a run that takes captions."""
@@ -279,7 +278,7 @@ def job_of(options: EvaluateFlags, device: torch.device, keys: Sequence[str]) ->
         out=options.save_samples or str(base.with_name(f"{base.stem}-samples.npz")),
         num=options.num,
         seed=options.seed,
-        batch_size=options.batch_size or BATCH_OF_PICTURES,
+        batch_size=options.batch_size,
         **given,
     )
     captions = captions_of_rows(path, run.objective, options, keys)
@@ -363,7 +362,7 @@ def size_of(job: Job) -> int:
 
 def drawn_pictures(job: Job, parts: FinishedParts) -> Pictures:
     """The drawn pictures, a part in memory at a time."""
-    size = job.flags.batch_size
+    size = job.batch_size
     part = lru_cache(2)(lambda number: parts.part(number)["pictures"])
 
     def read(rows: range) -> torch.Tensor:
@@ -397,7 +396,7 @@ def about_run(job: Job, labels: str) -> dict[str, Any]:
         "guide": job.guide and str(job.guide.path),
         "labels": labels,
         "seed": job.flags.seed,
-        "batch_size": job.flags.batch_size,
+        "batch_size": job.batch_size,
         "vae": job.vae and f"{job.vae.source} {job.vae.facts.digest}",
     }
 

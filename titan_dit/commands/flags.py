@@ -763,8 +763,9 @@ class CommonFlags(Flags):
     """EMA or model (non-averaged) weights."""
     decay: Decay | None = None
     """EMA decay, if the run has several. Unset: the first."""
-    batch_size: BatchSize = 250
-    """Batch size; of texts fewer if their logits take more than 512 MiB."""
+    batch_size: BatchSize | None = None
+    """Samples that are drawn at once. Unset: 1 clip, 250 pictures or texts; fewer texts if their
+    logits take more than 512 MiB."""
     device: str | None = None
     """Default: cuda if available, else cpu."""
     trust: bool = False

@@ -54,7 +54,7 @@ from titan_dit.ranks.process_group import Ranks
 from titan_dit.system.progress import ProgressLine
 from titan_dit.trained_model import TrainedModel
 
-NUM = 100
+NUM, BATCH = 100, 250
 FILES = (".safetensors", ".png", ".npz")
 PARTS = ".parts"
 DECODED = 16
@@ -117,6 +117,11 @@ class Job:
         return self.flags.fps or self.diffusion.data.fps or drawing.FPS
 
     @property
+    def batch_size(self) -> int:
+        """Samples that are drawn at once: a clip has as many tokens as many pictures."""
+        return self.flags.batch_size or (1 if self.has_clips else BATCH)
+
+    @property
     def keeps_latents(self) -> bool:
         """True if the output holds samples in stored units."""
         return self.out.suffix == ".safetensors"
@@ -129,7 +134,7 @@ class Job:
     def plan(self) -> dict[str, Any]:
         """Everything that the bits of the samples depend on."""
         flags = self.flags
-        keys = ("seed", "batch_size", "sampler", "steps", "eta", "cfg_scale", "cfg_channels")
+        keys = ("seed", "sampler", "steps", "eta", "cfg_scale", "cfg_channels")
         more: dict[str, Any] = {}  # Parts of older versions go on.
         if self.captions:
             more["captions"] = digest(self.captions.identity.encode())
@@ -140,6 +145,7 @@ class Job:
         return more | {
             "checkpoint": identity(self.run),
             "weights": self.run.weights,
+            "batch_size": self.batch_size,
             "suffix": self.out.suffix,
             **{key: getattr(flags, key) for key in (*keys, "cfg_rescale")},
             "guide": self.guide and identity(self.guide),
@@ -170,7 +176,7 @@ class Job:
 
     def parts(self) -> FinishedParts:
         """The files of the finished batches, beside the output."""
-        count = -(-len(self.labels) // self.flags.batch_size)
+        count = -(-len(self.labels) // self.batch_size)
         return FinishedParts(
             self.out.with_name(self.out.name + PARTS), self.plan(), count, self.flag
         )
@@ -338,8 +344,8 @@ def hint_of_units(job: Job) -> str | None:
 
 def rows_of(job: Job, number: int) -> range:
     """The sample numbers of a batch."""
-    first = number * job.flags.batch_size
-    return range(first, min(first + job.flags.batch_size, len(job.labels)))
+    first = number * job.batch_size
+    return range(first, min(first + job.batch_size, len(job.labels)))
 
 
 @torch.no_grad()
@@ -452,7 +458,7 @@ def draw_png(job: Job, tensors: Mapping[str, Tensor]) -> None:
         output.draw_contact_sheet(job.out, clips, labels, job.names)
         return
     pixels = pixels_of(job, tensors["samples"], None) if pixels is None else pixels
-    draw_grid(job.out, pixels.permute(0, 3, 1, 2).float(), labels, drawing.PIXELS, job.names)
+    draw_grid(job.out, pixels.permute(0, 3, 1, 2), labels, drawing.PIXELS, job.names)
 
 
 def pictures_of(parts: FinishedParts) -> Iterator[UInt8[Tensor, "b *shape"]]:

@@ -21,7 +21,7 @@ from titan_dit.observe import console
 from titan_dit.system.progress import ProgressLine
 from titan_dit.trained_model import TrainedModel
 
-NUM = 1
+NUM, BATCH = 1, 250
 
 
 def check(flags: CommonFlags) -> None:
@@ -53,7 +53,7 @@ def main(run: TrainedModel, objective: NextToken, flags: TextFlags) -> None:
         return logits
 
     writer = text_drawing.Writer(forward, objective.model, run.device, is_executor=False)
-    size = min(flags.batch_size, writer.most_rows)
+    size = min(flags.batch_size or BATCH, writer.most_rows)
     console.say(
         f"sampling {num} from {run.path} ({run.weights}): {flags.length} tokens after "
         f"{len(prompt)}, temperature {flags.temperature:g}, seed {flags.seed}"

@@ -411,7 +411,7 @@ def preview(
     finite = share.gather(drawn.isfinite().flatten(1).all(1).float())[order]
     value_range = objective.data.value_range
     if vae is not None:
-        drawn, value_range = vae.decode(drawn).float(), PIXELS
+        drawn, value_range = vae.decode(drawn), PIXELS
     drawn = share.gather(drawn)[order]
 
     def write(file: Path) -> None:
