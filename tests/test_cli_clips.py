@@ -12,11 +12,13 @@ from captioned_sets import write_set
 from commands import metrics, only_error, run, train_command
 from PIL import Image
 from safetensors.torch import load_file
+from tiny_vae import save_wan_vae
 
 from titan_dit.commands import sample_inputs
 from titan_dit.commands.flags import SampleFlags
 from titan_dit.commands.sample import draw
 from titan_dit.config.section import UserError
+from titan_dit.pictures import autoencoder
 from titan_dit.recovery.ledger import logged_samples
 
 CONFIG = """
@@ -348,3 +350,47 @@ def test_frames_that_the_autoencoder_cannot_make_are_refused_with_those_that_it_
         "--frames 80: the autoencoder makes a latent frame of the first frame and of each 4 after "
         "it. Give 4 k + 1 frames: 77 or 81."
     )
+
+
+# ---- Latents of an autoencoder of clips ----
+
+
+@pytest.fixture(scope="module")
+def encoded(folder):
+    """A run on latents of a random Wan autoencoder, 4x in space and time; its previews decode."""
+    source = save_wan_vae(folder / "vae", z_dim=2, latents_mean=[0.1, -0.2], latents_std=[0.5, 2.0])
+    vae = autoencoder.load(source, torch.device("cpu"))
+    units = {"scale": list(vae.scale), "shift": list(vae.shift)}
+    sizes = {(1, 4, 4): 6, (3, 4, 4): 8}
+    write_set(folder / "latents", sizes, vae=vae.entry, posterior="mean", fps=5, **units)
+    flags = ("--data.datasets", "[]", "--data.path", "latents", "--validation.every", 0)
+    flags += ("--validation.samples", "None", "--training.steps", 2, "--sampling.vae", "vae")
+    trained(folder, "--job.dir", "encoded", *flags, "--sampling.every", 2, "--sampling.num", 10)
+    return vae
+
+
+def frames_of(file):
+    with av.open(str(file)) as opened:
+        return [frame.to_ndarray(format="rgb24") for frame in opened.decode(video=0)]
+
+
+def test_latents_are_decoded_to_four_frames_for_each_after_the_first(encoded, folder, here):
+    clips = sorted((folder / "encoded/samples/step-00000002").iterdir())
+    assert [len(frames_of(clip)) for clip in (clips[0], clips[9])] == [9, 9]
+    here(run="encoded", out="decoded", frames=5, size="16x24", keep_frames=True, num=2)
+    here(run="encoded", out="latents.safetensors", frames=5, size="16x24", num=2, vae="none")
+    samples = load_file("latents.safetensors")["samples"]
+    assert samples.shape == (2, 2, 2, 6, 4)
+    expected = encoded.decode(samples)  # [2, 3, 5, 24, 16]
+    for clip in range(2):
+        name = f"decoded/{clip:06d}-empty-prompt"
+        assert len(frames_of(f"{name}.mp4")) == 5
+        for number in range(5):
+            with Image.open(f"{name}/{number:04d}.png") as opened:
+                frame = np.asarray(opened).astype(int)
+            wanted = expected[clip, :, number].permute(1, 2, 0).int().numpy()
+            assert np.abs(frame - wanted).max() <= 1
+    with pytest.raises(UserError, match=r"--frames 8: .* Give 4 k \+ 1 frames: 5 or 9\."):
+        here(run="encoded", out="bad.safetensors", frames=8)
+    with pytest.raises(UserError, match=r"--size 16x20: the sides must be multiples of 8"):
+        here(run="encoded", out="bad.safetensors", size="16x20")
