@@ -1,11 +1,13 @@
 """Training on one rank without FSDP2 gives the bits of training with it."""
 
+from functools import partial
 from unittest import mock
 
 import torch
 from harness import on_ranks
 from tiny import randomize, state, tiny_config
 from tiny_gpt import gpt_config
+from tiny_joint import joint_config
 from torch.distributed.fsdp import FSDPModule
 
 from titan_dit.parallel import compute_copies
@@ -18,6 +20,8 @@ CASES = (
     (tiny_config, {"precision": {"dtype": "bf16", "float8": "rowwise", "float8_emulate": True}}),
     (tiny_config, {"precision": {"dtype": "fp32"}}),
     (tiny_config, {"precision": {"dtype": "fp16"}}),
+    # Some of its modules stay in fp32.
+    (partial(joint_config, "wan"), {"training": {"microbatch_size": 4}}),
     # A weight that two modules hold. With several microbatches FSDP2 of torch 2.15 adds the
     # gradients of the two in fp32; here, as before, they are added in the compute dtype.
     (gpt_config, {"training": {"microbatch_size": 4}} if torch.__version__ < "2.15" else {}),

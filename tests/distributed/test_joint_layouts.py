@@ -1,6 +1,7 @@
-"""A text-to-image DiT on ranks: formats and compiled blocks. Its layouts: test_grid.py."""
+"""Networks with captions on ranks: formats and compiled blocks. Their layouts: test_grid.py."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,26 @@ def measured(config, world):
     trainer = Trainer(config, world)
     randomize(trainer.parameters)
     return trainer, *gradients(trainer)
+
+
+def measured_wan(world, **sections):
+    """Loss and gradients of Wan, and the formats of weights in its forward, by module."""
+    trainer = Trainer(joint_config("wan", **BATCH, **sections), world)
+    randomize(trainer.parameters)
+    seen = {}
+
+    def note(name, module, _):
+        if weights := [weight for weight in module._parameters.values() if weight is not None]:
+            seen.setdefault(name, {weight.dtype for weight in weights})
+
+    executor = getattr(trainer.executor, "inner", trainer.executor)
+    stages = getattr(executor, "stages", {})
+    for part in [stage.part for stage in stages.values()] or [executor.model]:
+        for name, module in part.named_modules():
+            module.register_forward_pre_hook(partial(note, name))
+    found = gradients(trainer)
+    assert all(weight.dtype == torch.float32 for weight in trainer.parameters.values())
+    return *found, seen
 
 
 def preview(trainer, folder, name):
@@ -82,7 +103,8 @@ def alone(world, folder):
     bf16 = measured(joint_config(**BATCH, precision={"dtype": "bf16"}), world)
     with graphs_alone():
         each = compiled_losses(world, "each")
-    return fp32[1:], bf16[1:], drawn, each, losses_by_length(world, folder)
+    wan = measured_wan(world), measured_wan(world, precision={"dtype": "bf16"})
+    return fp32[1:], bf16[1:], drawn, each, losses_by_length(world, folder), wan
 
 
 def in_two(world, folder):
@@ -105,17 +127,27 @@ def in_two(world, folder):
         axis: losses_by_length(world, folder, parallel={axis: 2})
         for axis in ("tp", "cp", "pp", "dp_shard")
     }
-    return found, drawn, buckets, by_length
+    wan = {}
+    for axis in ("tp", "cp", "pp", "dp_shard"):
+        sections = {"parallel": {axis: 2}, "precision": {"dtype": "bf16"}}
+        wan[axis] = measured_wan(world, **sections)
+        if axis in ("tp", "dp_shard"):
+            with graphs_alone():
+                wan[f"compiled, {axis}"] = measured_wan(
+                    world, **sections, compile={"enabled": True}
+                )
+    return found, drawn, buckets, by_length, wan
 
 
 def test_compiled_blocks_and_bf16_give_what_they_give_on_one_process(tmp_path):
     write_sets(tmp_path)
-    [(fp32, bf16, expected, compiled, wanted)] = on_ranks(1, alone, str(tmp_path))
+    [(fp32, bf16, expected, compiled, wanted, wan)] = on_ranks(1, alone, str(tmp_path))
     losses, recompiled = compiled
     assert recompiled == 0
     rounding = distance(bf16[1], fp32[1])
     assert 1e-4 < rounding < 0.05
-    for found, drawn, buckets, by_length in on_ranks(2, in_two, str(tmp_path)):
+    for found, drawn, buckets, by_length, of_wan in on_ranks(2, in_two, str(tmp_path)):
+        assert_formats_of_wan(wan, of_wan)
         for axis, (its_losses, pixels) in by_length.items():
             assert its_losses == pytest.approx(wanted[0], rel=1e-5), axis
             assert np.abs(pixels - wanted[1]).max() <= 1, f"prompts of several lengths, {axis}"
@@ -131,3 +163,18 @@ def test_compiled_blocks_and_bf16_give_what_they_give_on_one_process(tmp_path):
             is_exact = name.startswith("compiled")
             assert abs(loss / fp32[0] - 1) <= (1e-6 if is_exact else 5e-3), name
             assert distance(grads, fp32[1]) <= (2e-6 if is_exact else 2 * rounding), name
+
+
+def assert_formats_of_wan(alone, in_two):
+    """What makes the modulation, and its norms, compute in fp32; all else in bf16."""
+    fp32, bf16 = alone
+    rounding = distance(bf16[1], fp32[1])
+    assert 1e-4 < rounding < 0.05
+    for name, (loss, grads, formats) in {"alone": bf16, **in_two}.items():
+        assert abs(loss / fp32[0] - 1) <= 5e-3, name
+        assert distance(grads, fp32[1]) <= 2 * rounding, name
+        assert {torch.float32, torch.bfloat16} == set().union(*formats.values())
+        for module, dtypes in formats.items():
+            is_exact = module.startswith("embed.timestep") or "modulation" in module
+            is_exact = is_exact or module.endswith("cross_norm")
+            assert dtypes == {torch.float32 if is_exact else torch.bfloat16}, (name, module)

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from titan_dit.config.parameter_groups import matches
 from titan_dit.models import initializers
 from titan_dit.models.initializers import Initializer
 
@@ -147,6 +148,9 @@ class Model(nn.Module):
     bare tensor."""
     tied: Mapping[str, str] = MappingProxyType({})
     """Name of a parameter of `head` -> name of the parameter of `embed` that it shares."""
+    exact: Collection[str] = ()
+    """Modules whose parameters stay in fp32 under [precision] dtype = "bf16" and "fp16": names, in
+    which * stands for any text. They are small: every rank holds them whole during a step."""
 
     def tie(self) -> None:
         """Let `head` hold the parameters of `embed` that it shares, if this stage has both.
@@ -199,6 +203,12 @@ class Model(nn.Module):
         embeddings as matmuls and leaves out the products inside attention.
         """
         return 6 * tokens * sum(p.numel() for p in self.parameters() if p.ndim > 1)
+
+
+def exact_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that `Model.exact` names; none of a module that is no `Model`."""
+    patterns = getattr(model, "exact", ())
+    return [module for name, module in model.named_modules() if matches(name, patterns)]
 
 
 def kind_of(block: nn.Module) -> str:

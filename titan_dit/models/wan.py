@@ -151,6 +151,13 @@ class Wan(CaptionedNetwork):
 
     embed_class, head_class = Embed, Head
     block_classes: ClassVar = {"": Block}
+    exact = (
+        "embed.timestep",
+        "embed.modulation",
+        "blocks.*.modulation",
+        "blocks.*.cross_norm",
+        "head.modulation",
+    )
 
     def initializers(self) -> dict[str, Initializer]:
         """See `initializers.adaln_zero`; cross-attention is not gated, so blocks start with it."""

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
+from titan_dit.models.base import exact_modules
+
 ALIGNMENT = 256
 """Elements between the starts of two copies: 512 bytes in bf16, as between CUDA's allocations."""
 FLOAT8 = "off", "rowwise", "rowwise_with_gw_hp"
@@ -61,7 +63,8 @@ class ComputeCopies:
     @torch.inference_mode(False)  # Tensors that are made in this mode can never have gradients.
     def make(self) -> None:
         """Allocate the copies, and find where they belong."""
-        self.weights = [*self.model.parameters()]
+        exact = {id(p) for module in exact_modules(self.model) for p in module.parameters()}
+        self.weights = [p for p in self.model.parameters() if id(p) not in exact]
         sizes = [-(-weight.numel() // ALIGNMENT) * ALIGNMENT for weight in self.weights]
         self.flat = torch.empty(sum(sizes), dtype=self.dtype, device=self.weights[0].device)
         self.copies = [
@@ -73,7 +76,7 @@ class ComputeCopies:
             (module._parameters, name, number_of[id(weight)])
             for module in self.model.modules()
             for name, weight in module._parameters.items()
-            if weight is not None
+            if id(weight) in number_of
         ]
 
     @torch.no_grad()

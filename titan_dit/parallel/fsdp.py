@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from titan_dit.config.layout import ParallelConfig, PrecisionConfig
+from titan_dit.models.base import exact_modules
 
 DTYPES = {
     "fp64": torch.float64,
@@ -55,14 +57,38 @@ def shard(
         model.double()
     blocks = [*model.get_submodule("blocks").children()]
     parts = units(blocks, parallel.blocks_per_fsdp_unit)
+    if DTYPES[precision.dtype].itemsize < 4:
+        shard_exact(model, mesh, replace(policy, param_dtype=policy.reduce_dtype))
     for part in (*parts, [model]):
         # All modules of a unit have one state.
         sharded, *_ = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-        if mesh.size() > 1:  # One rank would divide its gradients by 1.
-            # The loss is already divided by the global token count: gradients are summed.
-            sharded.set_gradient_divide_factor(1.0)
-            sharded.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum.
+        sum_gradients(sharded, mesh)
     set_prefetch([part[0] for part in parts], parallel.prefetch or 0)
+
+
+def shard_exact(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Shard the modules of `Model.exact` as one unit, gathered from a forward to its backward.
+
+    A unit has one format, so these cannot be in those of their blocks. Hooks inside of blocks would
+    break compiled ones: the model's forward gathers the unit, and the end of the backward, where
+    FSDP2 reduces what no hook has, its gradients.
+    """
+    if not (exact := exact_modules(model)):
+        return
+    sharded, *_ = fully_shard(exact, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    state = sharded._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    sum_gradients(sharded, mesh)
+    # After FSDP2's own hook, which `fully_shard` puts first.
+    model.register_forward_pre_hook(lambda *_: sharded.unshard())
+
+
+def sum_gradients(sharded: FSDPModule, mesh: DeviceMesh) -> None:
+    """Sum gradients over the ranks: the loss is already divided by the global token count."""
+    if mesh.size() > 1:  # One rank would divide its gradients by 1.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum.
 
 
 def units(blocks: Sequence[nn.Module], size: int | None) -> list[list[nn.Module]]:
@@ -104,10 +130,7 @@ def shard_module(module: nn.Module, mesh: DeviceMesh, precision: PrecisionConfig
     if precision.dtype == "fp64":
         module.double()
     # After a forward without a backward, a later forward must not reuse the gathered parameters.
-    sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    if mesh.size() > 1:
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
+    sum_gradients(fully_shard(module, mesh=mesh, reshard_after_forward=True), mesh)
 
 
 def shard_frozen(

@@ -422,12 +422,12 @@ class SummedNorm(ParallelStyle):
                 own = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
                 norm.register_parameter(name, nn.Parameter(own))
 
-        module.total = partial(sum_over_ranks, mesh=device_mesh)
+        module.total = partial(total_over_ranks, mesh=device_mesh)
         module.own = own_shard
         return distribute_module(module, device_mesh, shard)
 
 
-def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def total_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Sum a tensor over the ranks; backward sums the gradient, of which each rank has a part."""
     part = DTensor.from_local(x, mesh, [Partial()], run_check=False)
     total = part.redistribute(placements=[Replicate()]).to_local()
