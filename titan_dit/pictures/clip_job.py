@@ -148,11 +148,9 @@ class ClipJob(BucketJob):
 @lru_cache(1024)
 def file_digest(path: Path, stamp: tuple[int, int]) -> bytes:
     """SHA-256 of a file: its clips ask one after another. `stamp`: its length and time."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").digest()
-    except FileNotFoundError as error:
-        raise BadFileError(f"cannot be opened: {error.strerror}") from None
+    clips.check_opens(path)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def make_clip_job(

@@ -26,7 +26,7 @@ from PIL import Image
 from torch import Tensor
 
 from titan_dit.config import limits
-from titan_dit.data.files import NO_FILE, BadFileError
+from titan_dit.data.files import BadFileError
 from titan_dit.data.packing.images import THINNEST, Crop, center_crop, on_white, sides_of
 from titan_dit.pictures.library import video
 from titan_dit.pictures.picture_sizes import Size
@@ -169,10 +169,8 @@ def opened(path: Path, max_pixels: int | None = None) -> Iterator[tuple[Any, Any
     try:
         found = av.open(f"file:{path}", options=options, metadata_errors="replace")
     except Exception:  # FFmpeg raises any exception on a damaged file.
-        if not path.is_file():
-            raise BadFileError(NO_FILE) from None
-        with path.open("rb"):  # An error of the system, not of what the file holds.
-            raise BadFileError(UNREADABLE) from None
+        check_opens(path)
+        raise BadFileError(UNREADABLE) from None
     with closing(found):
         streams = [stream for stream in found.streams.video if not is_cover(stream)]
         if not streams:
@@ -186,6 +184,14 @@ def opened(path: Path, max_pixels: int | None = None) -> Iterator[tuple[Any, Any
             yield found, stream
         except av.FFmpegError:
             raise BadFileError(UNREADABLE) from None
+
+
+def check_opens(path: Path) -> None:
+    """Raise BadFileError if a file cannot be opened, OSError on a disk error."""
+    try:
+        path.open("rb").close()
+    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        raise BadFileError(f"cannot be opened: {error.strerror}") from None
 
 
 def is_cover(stream: Any) -> bool:
