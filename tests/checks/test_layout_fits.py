@@ -18,6 +18,13 @@ from titan_dit.plan import resolve
 # Hidden 32, 3 layers, 4 heads, 16 tokens, a batch of 16.
 REFUSED = {
     "heads": ({"tp": 8}, {}, {}, r"tp=8 does not divide the model's heads of 4. Set tp = 4\."),
+    "MLP width": (
+        {"tp": 4},
+        {"model": {"num_heads": 8, "mlp_ratio": 0.1875}},
+        {},
+        r"tp=4 does not divide the model's MLP width of 6. Set tp = 2. Sizes that divide all of "
+        r"heads \(8\), query groups \(8\), MLP width \(6\): 1, 2\.$",
+    ),
     "tokens": ({"cp": 3}, {}, {}, r"cp=3 does not divide the 16 tokens .* Set cp = 2\."),
     "sequence": (
         {"cp": 8, "tp": 4},

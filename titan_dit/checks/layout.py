@@ -177,9 +177,13 @@ def check_tensor(plan: RunPlan) -> None:
     shards = {"heads": heads, "query groups": groups, "MLP width": model_spec.ffn}
     for what, count in shards.items():
         if count % tp:
+            common = math.gcd(*shards.values())
+            fit = [str(size) for size in range(1, common + 1) if common % size == 0]
             raise UserError(
-                f"[parallel] tp={tp} does not divide the model's {what} of {count}. "
-                f"Set tp = {largest_divisor(*shards.values(), below=tp)}."
+                f"[parallel] tp={tp} does not divide the model's {what} of {count}. Set tp = "
+                f"{largest_divisor(common, below=tp)}. Sizes that divide all of "
+                f"{', '.join(f'{name} ({size})' for name, size in shards.items())}: "
+                f"{', '.join(fit)}."
             )
 
 
