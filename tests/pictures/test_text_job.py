@@ -330,7 +330,7 @@ def test_data_encode_stores_pictures_and_captions(root, tmp_path):
     )
     assert found.returncode == 0, found.stderr
     said = found.stdout + found.stderr
-    assert "captions of 70 tokens: their embeddings take 4.5kB (4,480 bytes of float16)" in said
+    assert "captions and the empty one: 70 tokens, whose embeddings take 4.5kB (4,480 b" in said
     facts = LatentShards(tmp_path / "set", verify=True).facts.text
     assert (facts.layer, facts.template, facts.tokens) == (1, "a {} of red", 6)
     again = encode(

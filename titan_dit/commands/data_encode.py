@@ -164,19 +164,20 @@ def text_encoder_of(
         found = text_job.Tokenized.of(
             encoder, text_job.distinct([captions_in(text) for text in texts])[0]
         )
-        console.say(f"{len(found.ends) - 1:,} captions of {size_of(found, encoder, options)}")
+        num = len(found.ends) - 1
+        console.say(f"{num:,} captions and the empty one: {size_of(found, encoder, options)}")
     return encoder
 
 
 def size_of(found: text_job.Tokenized, encoder: TextEncoder, options: DataEncodeFlags) -> str:
-    """Tokens of captions, and the size of their embeddings, for the console."""
+    """Tokens of captions with the empty one, and the size of their embeddings, for the console."""
     tokens = f"{found.num_embedded(encoder):,} tokens"
     if options.text_dtype != ONLINE:
         size = found.num_bytes(encoder, options.text_dtype)
         what = f"{size:,} bytes of {options.text_dtype}"
-        return f"{tokens}: their embeddings take {count(size)}B ({what})"
+        return f"{tokens}, whose embeddings take {count(size)}B ({what})"
     size = found.num_bytes(encoder, "float16")
-    return f"{tokens}: only their ids are stored; embeddings would take {count(size)}B in float16"
+    return f"{tokens}, whose ids are stored alone; embeddings would take {count(size)}B in float16"
 
 
 def encode_captions(options: DataEncodeFlags, encoder: TextEncoder, ranks: Ranks) -> None:
@@ -210,7 +211,8 @@ def encode_captions(options: DataEncodeFlags, encoder: TextEncoder, ranks: Ranks
             console.say(f"cut {text['cut']:,} captions to {encoder.max_tokens:,} tokens")
         what = "token ids" if options.text_dtype == ONLINE else "embeddings"
         console.say(
-            f"wrote the {what} of {text['captions']:,} captions by {job.facts()} to {output}"
+            f"wrote the {what} of {text['captions'] - 1:,} captions and the empty one by "
+            f"{job.facts()} to {output}"
         )
 
 
