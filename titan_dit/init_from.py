@@ -39,6 +39,8 @@ SHIFTS = ("shift", "shift_by_tokens")
 """Keys of [objective] by which weights are sampled; an import has those of its pipeline."""
 FREE = ("[model] num_classes:", *run_identity.OF_TRAINING)
 """Keys of [model] that a new run may change without a warning."""
+ANY_SIZE = ("[model] latent_size:",)
+"""Keys that it may change, too, if the weights are the same for latents of all sizes."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,7 @@ def differences(record: Mapping[str, Any], identity: run_identity.Identity) -> l
             was[section] = filled(section, table)
     meaning = (*run_identity.WHAT_WEIGHTS_ARE, *SHIFTS)
     kept = ("[model] ", *(f"[objective] {key}:" for key in meaning))
-    return facts + [
-        x for x in changes(was, is_now) if x.startswith(kept) and not x.startswith(FREE)
-    ]
+    is_sized = hasattr(catalog.variant("model", is_now["model"]["name"]), "at_size")
+    free = FREE + ANY_SIZE if is_sized else FREE
+    changed = [x for x in changes(was, is_now) if x.startswith(kept)]
+    return facts + [x for x in changed if not x.startswith(free)]

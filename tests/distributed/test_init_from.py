@@ -3,7 +3,7 @@
 import json
 import re
 import unicodedata
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from titan_dit.config import config_file
 from titan_dit.config.section import UserError
 from titan_dit.data.latents import write_shards
 from titan_dit.models.layers import CLASS_TABLE
+from titan_dit.models.z_image_config import ZImageConfig
 from titan_dit.recovery.run_identity import Identity
 from titan_dit.trainer import Trainer
 
@@ -288,6 +289,23 @@ def test_other_units_networks_or_predictions_are_named():
     other = config_file.to_tables(tiny_config())["objective"]
     found = init_from.differences(record, Identity(tables | {"objective": other}, now, 0))
     assert '[objective] name: "ddpm" -> "rectified_flow"' in found
+
+
+def test_the_size_of_latents_is_named_only_where_weights_depend_on_it():
+    sizes = {"hidden_size": 48, "num_layers": 1, "num_refiner_layers": 1, "num_heads": 3}
+    # Axes that are the default are no difference either.
+    config = ZImageConfig(**sizes, latent_size=[8, 8], text_tokens=32, rope_axes=[4, 6, 6])
+    assert config.rope_axes == ()
+    sized = {"name": "z_image", **asdict(config)}
+    fixed = config_file.to_tables(tiny_config())["model"]
+    for model, size, wanted in (
+        (sized, [8, 16], []),
+        (fixed, 16, [f"[model] latent_size: {fixed['latent_size']} -> 16"]),
+    ):
+        tables = config_file.to_tables(tiny_config()) | {"model": model}
+        record = {"data": {}, "config": tables}
+        now = tables | {"model": model | {"latent_size": size}}
+        assert init_from.differences(record, Identity(now, {}, 0)) == wanted
 
 
 def test_captions_that_were_embedded_otherwise_are_named():

@@ -63,6 +63,8 @@ class Flux2Config(TextToImageConfig):
         super().__post_init__()
         fill_in(self, self.size, shape_of(self.size, SIZES, self.replaces["size"]), "klein-4B")
         check_axes(self.axes, self.shape, 4)
+        if self.rope_axes == self.default_axes:  # As weights without the key have them.
+            object.__setattr__(self, "rope_axes", ())
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -72,8 +74,13 @@ class Flux2Config(TextToImageConfig):
     @property
     def axes(self) -> tuple[int, ...]:
         """Channels of a head that rotate by picture, row, column and text index."""
+        return self.rope_axes or self.default_axes
+
+    @property
+    def default_axes(self) -> tuple[int, ...]:
+        """`axes` if rope_axes is empty: a quarter of a head each."""
         hidden, _, heads, _ = self.shape
-        return self.rope_axes or (hidden // heads // 4,) * 4
+        return (hidden // heads // 4,) * 4
 
     @property
     def ffn(self) -> int:

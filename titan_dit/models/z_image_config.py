@@ -64,6 +64,8 @@ class ZImageConfig(TextToImageConfig):
         super().__post_init__()
         fill_in(self, self.size, shape_of(self.size, SIZES, self.replaces["size"]), "6B")
         check_axes(self.axes, self.shape, 3)
+        if self.rope_axes == default_axes(self.shape):  # As weights without the key have them.
+            object.__setattr__(self, "rope_axes", ())
         self.check_latent_size()
         if self.text_tokens % self.text_multiple:
             above = self.padded(self.text_tokens)
