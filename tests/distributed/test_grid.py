@@ -55,7 +55,7 @@ POST_PAIRS, PRE_PAIRS = ["post", True], ["pre", True]
 JOINT, TALL = {}, {"latent_size": [8, 4], "text_tokens": 4}
 # Two buckets, whose steps have 8 and 16 samples.
 TWO_SIZES = {"latent_size": [4, 8], "others": [[4, 4]]}
-# Of Z-Image, FLUX.2 and Wan: keys of [model], and two buckets; 18 or 32 of 32 tokens are a picture's.
+# [model] of Z-Image, FLUX.2 and Wan, and two buckets; 18 or 32 of 32 tokens are a picture's.
 RELEASED = {}
 Z_SIZES = {"latent_size": [8, 16], "others": [[6, 12]]}
 FLUX_SIZES = {"latent_size": [4, 4], "others": [[2, 4]]}
