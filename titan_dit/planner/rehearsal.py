@@ -568,12 +568,14 @@ class _Border(torch.autograd.Function):
     def forward(ctx: Any, learns: Tensor, arrived: dict[int, Tensor], *stream: Tensor) -> Any:
         """`learns`: any tensor with gradients. `arrived` takes the gradients of the stream."""
         ctx.arrived = arrived
+        # Zeros for what a part does not use would be plain tensors, of DTensors, too.
+        ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in stream)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Store the gradients in `arrived`."""
-        ctx.arrived.update(enumerate(gradients))
+        ctx.arrived.update((n, g) for n, g in enumerate(gradients) if g is not None)
         return (None, None, *(None for _ in gradients))
 
 
