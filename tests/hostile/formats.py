@@ -191,6 +191,9 @@ PACK_PICTURES = Command(
 ENCODING = {"out": "{o}/set", "image_size": PIXELS, "workers": 1}
 VAE = {"vae": str(makers.ROOT / "examples" / "vae")}
 BUCKETS = {"out": "{o}/set", "buckets": "8x8,8x16", "workers": 1, "no_caption": "empty"}
+CLIPS = {"out": "{o}/set", "buckets": "16x16", "frames": "1,5", "vae": "none", "workers": 1}
+CLIPS |= {"no_caption": "empty"}
+VIDEOS = ("mp4", "webm", "avi", "ts", "mkv")
 TOKENIZE = {"out": "{o}/x", "workers": 1}
 
 
@@ -392,6 +395,18 @@ FORMATS = {
         makers.autoencoder,
         (Command("data encode", {"input": "{i}/set", **ENCODING, "vae": "{i}/vae"}),),
         {"vae/config.json": mutators.any_json, "vae/*.safetensors": mutators.any_safetensors},
+    ),
+    "autoencoder of clips": Format(
+        makers.autoencoder_of_clips,
+        (Command("data encode", {"input": "{i}/set", **ENCODING, "vae": "{i}/vae"}),),
+        {"vae/config.json": mutators.any_json, "vae/*.safetensors": mutators.any_safetensors},
+    ),
+    "videos": Format(
+        makers.videos,
+        tuple(
+            Command("data encode", {"input": f"{{i}}/{name}", **CLIPS}) for name in ("set", "one")
+        ),
+        {name: mutators.any_bytes for name in ("one/*.mp4", *(f"set/*.{kind}" for kind in VIDEOS))},
     ),
     "pipeline": Format(
         makers.pipeline,

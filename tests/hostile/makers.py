@@ -308,6 +308,27 @@ def autoencoder(folder):
     pictures(folder)
 
 
+def videos(folder):
+    """A folder of short videos of several containers and codecs, and one of a single video."""
+    from pictures.video_files import save_exact, save_video, shades
+
+    (folder / "set").mkdir()
+    frames = shades(6, 16, 16)
+    save_video(folder / "set" / "a.mp4", frames, sound=True, rotation=90)
+    save_video(folder / "set" / "b.webm", frames, codec="libvpx-vp9")
+    save_video(folder / "set" / "c.avi", frames, codec="mpeg4")
+    save_video(folder / "set" / "d.ts", frames, codec="mpeg2video", rate=25)
+    save_exact(folder / "set" / "e.mkv", frames)
+    (folder / "one").mkdir()
+    save_video(folder / "one" / "a.mp4", frames)
+
+
+def autoencoder_of_clips(folder):
+    """Wan's autoencoder, and pictures."""
+    tiny_vae.save_wan_vae(folder / "vae")
+    pictures(folder)
+
+
 def pipeline(folder):
     """A DiTPipeline of diffusers."""
     vae = exports.save_vae(folder / "vae")

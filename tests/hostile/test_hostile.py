@@ -49,7 +49,7 @@ FOUND = (
 @pytest.fixture
 def extras():
     """Skips where the libraries of some formats are missing."""
-    for name in ("diffusers", "pyarrow", "tokenizers"):
+    for name in ("av", "diffusers", "pyarrow", "tokenizers"):
         pytest.importorskip(name)
 
 

@@ -219,7 +219,8 @@ SMALL_SIDE = 128
 the resolution of colours."""
 CODECS = ("libx264", "mpeg4")
 """Encoders of MP4, the better one first. Not every build of FFmpeg has both."""
-QUALITY = {"libx264": {"crf": "17"}, "mpeg4": {"qscale": "2"}}
+QUALITY = {"libx264": {"crf": "17", "x264-params": "mbtree=0"}, "mpeg4": {"qscale": "2"}}
+"""Options. With its tree of macroblocks x264 gives other bytes now and then, by its threads."""
 
 
 def write_clips(

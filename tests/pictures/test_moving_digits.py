@@ -1,0 +1,133 @@
+"""The clips of `data example digits_moving`, and how drawn ones are scored."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from commands import ROOT
+from folders_of_files import files_in
+
+from titan_dit.commands import data_example
+from titan_dit.commands.flags import DataExampleFlags
+from titan_dit.data.sections import Digits
+from titan_dit.pictures import clips, moving_digits
+from titan_dit.pictures.captioned_digits import DIGITS
+from titan_dit.pictures.moving_digits import captions
+
+pytest.importorskip("av")
+FEW = 6
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    pytest.importorskip("transformers")
+    root = tmp_path_factory.mktemp("moving")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moving_digits, "strokes", all_strokes(FEW))
+        patch.setattr(moving_digits, "captions", few_captions)
+        data_example.main(DataExampleFlags(name="digits_moving", out=str(root / "example")))
+    return root
+
+
+def all_strokes(most):
+    """The first digits of each class, `most` of them in all."""
+
+    def found():
+        source = Digits().open()
+        labels = source.read(range(len(source)))["label"].tolist()
+        rows = [labels.index(digit) for digit in range(most)]
+        return (source.read(rows)["latent"][:, 0].float() + 1) / 2, list(range(most))
+
+    return found
+
+
+def few_captions(held_out):
+    return tuple(c for c in captions(held_out) if max(of.digit for of in c) < FEW)
+
+
+def test_seen_and_held_out_captions_are_all_that_there_are():
+    seen, held_out = captions(False), captions(True)
+    assert (len(seen), len(held_out)) == (1440, 160)
+    every = {str(caption) for caption in (*seen, *held_out)}
+    assert len(every) == 1600
+    assert "a seven moves left and a two moves up" in every
+    # Every digit and every direction is seen in both halves.
+    for place in (0, 1):
+        assert {(c[place].digit, c[place].direction) for c in seen} == {
+            (digit, way) for digit in range(10) for way in ("left", "right", "up", "down")
+        }
+
+
+@pytest.mark.parametrize(("way", "turns"), [("left", 0), ("up", 1), ("right", 2), ("down", 3)])
+def test_a_digit_moves_straight_through_the_middle(way, turns):
+    ink = torch.zeros(8, 8)
+    ink[3:5, 3:5] = 1
+    frames = moving_digits.moved(ink, way)
+    assert frames.shape == (9, 12, 12)
+    left = torch.rot90(frames, turns, (1, 2))
+    for number, frame in enumerate(left):
+        mass = frame.sum(0)
+        x = float((mass * torch.arange(12)).sum() / mass.sum())
+        assert x == pytest.approx(5.5 + 2 - number / 2)
+        assert frame.sum() == pytest.approx(4)
+    assert torch.equal(frames[4, 2:10, 2:10], ink)
+
+
+def test_clips_show_what_their_captions_and_the_list_say(root):
+    lines = [json.loads(x) for x in (root / "example" / "clips.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 * FEW
+    inks, _ = all_strokes(FEW)()
+    for line in lines:
+        file = root / "example" / "clips" / line["file_name"]
+        words = [
+            f"a {DIGITS[digit]} moves {way}"
+            for digit, way in zip(line["digits"], line["directions"], strict=True)
+        ]
+        assert file.with_suffix(".txt").read_text() == " and ".join(words) + "\n"
+        found = clips.look(file)
+        (clip,) = found.clips((9,), clips.rate_of(16), "all")
+        pixels = clips.read_clip(file, clip, clips.rate_of(16), (24, 12))
+        middle = pixels[0, 4, 2:10].float() / 255
+        for half, digit in zip((middle[:, 2:10], middle[:, 14:22]), line["digits"], strict=True):
+            assert (half - inks[digit]).abs().max() < 0.04  # H.264
+        assert line["rows"] == line["digits"]
+
+
+def test_the_same_files_are_written_again(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(moving_digits, "strokes", all_strokes(FEW))
+    monkeypatch.setattr(moving_digits, "captions", few_captions)
+    data_example.main(DataExampleFlags(name="digits_moving", out=str(tmp_path / "again")))
+    assert files_in(tmp_path / "again") == files_in(root / "example")
+
+
+def test_the_score_reads_digits_and_directions_from_the_pixels(monkeypatch):
+    pytest.importorskip("sklearn")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    sys.modules.pop("moving_digits", None)
+    import moving_digits as scoring
+
+    inks, labels = all_strokes(10)()
+    wanted = scoring.drawn_captions()[::8]
+
+    def drawn(turned):
+        rows = []
+        for caption, _ in wanted:
+            halves = [
+                moving_digits.moved(inks[labels.index(of.digit)], of.direction) for of in caption
+            ]
+            rows.append(torch.cat(halves, 2))
+        clip = 255 * torch.stack(rows)[:, None].expand(-1, 3, -1, -1, -1)
+        return clip.flip(2) if turned else clip
+
+    for kind in scoring.score(drawn(False), wanted).values():
+        assert kind.digit >= 0.8  # Of these ten digits, too, the classifier knows not all.
+        assert kind.direction == 1
+    for kind in scoring.score(drawn(True), wanted).values():
+        assert kind.digit >= 0.8
+        assert kind.direction == 0  # Frames in reverse order.
+    rng = torch.Generator().manual_seed(0)
+    noise = 255 * torch.rand(len(wanted), 3, 9, 12, 24, generator=rng)
+    for kind in scoring.score(noise, wanted).values():
+        assert np.array(kind).max() < 0.45
