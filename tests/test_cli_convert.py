@@ -327,7 +327,7 @@ def test_what_cannot_be_converted_is_one_error_and_leaves_nothing(case, converte
 def test_an_error_is_one_line_and_an_exit_code(converted):
     done = titan_dit("convert", "--input", "nothing.pt", "--out", "new", cwd=converted)
     assert done.returncode == 2
-    assert done.stderr == "error: --input nothing.pt: no such file.\n"
+    assert done.stderr == "error: --input nothing.pt: no such file. Correct the path.\n"
 
 
 BAD_INPUTS = {

@@ -158,7 +158,7 @@ def test_samples_and_inputs_that_are_not_finite_are_named_and_nothing_is_written
     save_file({"x": noise, "t": torch.rand(3), "y": torch.arange(3)}, trained / "x.safetensors")
     out = ("--out", "never.safetensors")
     done = sample("--run", RUN, *out, "--noise", "nan.safetensors", cwd=trained)
-    words = "error: --noise nan.safetensors: noise of samples 1 is NaN or infinite.\n"
+    words = "error: --noise nan.safetensors: noise of samples 1 is NaN or infinite. Remove them.\n"
     assert commands.only_error(done) == words
     done = sample("--run", RUN, *out, "--num", 2, "--cfg-scale", 1e38, cwd=trained)
     assert "error: samples 0, 1 of outputs/digits/" in commands.only_error(done)

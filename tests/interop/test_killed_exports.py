@@ -154,7 +154,8 @@ def test_an_error_of_reading_names_the_source(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(torch_files.Reader, "read_data", broken)
     with pytest.raises(UserError) as caught, imported.new_output(tmp_path / "a"):
         run.tensors[next(iter(run.tensors))]
-    assert str(caught.value) == f"{runs / 'dit'} cannot be read: Input/output error."
+    words = "cannot be read: Input/output error. Restore it."
+    assert str(caught.value) == f"{runs / 'dit'} {words}"
     assert list(tmp_path.iterdir()) == []
 
 

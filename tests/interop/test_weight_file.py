@@ -34,7 +34,8 @@ def refused(path):
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path, suffix, monkeypatch):
     file = tmp_path / f"a{suffix}"
     file.symlink_to("/proc/self/mem")  # A file whose first bytes are an error of the disk.
-    assert refused(file).endswith("Input/output error.") or "not a readable" in refused(file)
+    said = refused(file)
+    assert said.endswith("Input/output error. Restore it.") or "not a readable" in said
     file.unlink()
     write_tensors(file, A)
     weights = read_weight_file(file)
@@ -43,7 +44,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path, suffix, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "clone", MagicMock(side_effect=broken))
     with pytest.raises(UserError) as caught, new_output(tmp_path / "out"):
         weights.ema[next(iter(A))]
-    assert str(caught.value) == f"{file} cannot be read: Input/output error."
+    assert str(caught.value) == f"{file} cannot be read: Input/output error. Restore it."
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".safetensors"])

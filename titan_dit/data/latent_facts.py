@@ -198,7 +198,8 @@ class TextFacts:
             found = values.reshape(-1, self.width).astype(np.float32)
         except (binascii.Error, ValueError):
             raise UserError(
-                f"[checkpoint] its data: text null is no base64 of float32 [n, {self.width}]."
+                f"[checkpoint] its data: text null is no base64 of float32 [n, {self.width}]. Use "
+                "another checkpoint."
             ) from None
         return torch.from_numpy(found)
 

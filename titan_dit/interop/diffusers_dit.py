@@ -150,14 +150,15 @@ class DiffusersDiT(Counterpart):
             for layer in range(1, self.config.shape[1]):
                 if not torch.equal(theirs[self.embedder(layer) + name[len(first) :]], tensor):
                     raise UserError(
-                        f"{name} differs from that of block {layer}: blocks with embedders of "
-                        "their own are not supported."
+                        f"{name} differs from that of block {layer}, but our DiT has one embedder "
+                        "for all blocks. Give a DiT whose blocks share theirs."
                     )
         behind = theirs[self.table(0)][self.config.num_classes :]
         if not torch.equal(behind, behind[:1].expand_as(behind)):
             raise UserError(
                 f"{self.table(0)}: the rows from {self.config.num_classes} on differ, so there are "
-                "more classes than its id2label names."
+                "more classes than its id2label names. Name them all, or import "
+                f"{TRANSFORMER}/ alone."
             )
 
     def objective_of(self, scheduler: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -248,11 +249,20 @@ LARGEST_EPS = 1e-5
 def check_expressible(config: DiTConfig, as_is: bool) -> None:
     """Raise UserError for keys of [model] that DiTTransformer2DModel does not support."""
     if config.qk_norm:
-        raise UserError("[model] qk_norm=true: diffusers' DiT has no QK norm layers.")
+        raise UserError(
+            "[model] qk_norm=true: diffusers' DiT has no QK norm layers. Train with qk_norm = "
+            "false."
+        )
     if config.ffn != 4 * config.shape[0]:
-        raise UserError(f"[model] mlp_ratio={config.mlp_ratio:g}: diffusers' DiT has 4 only.")
+        raise UserError(
+            f"[model] mlp_ratio={config.mlp_ratio:g}: diffusers' DiT has 4 only. Train with "
+            "mlp_ratio = 4."
+        )
     if config.num_classes > ROWS - 1:
-        raise UserError(f"[model] num_classes={config.num_classes}: DiTPipeline has {ROWS - 1}.")
+        raise UserError(
+            f"[model] num_classes={config.num_classes}: DiTPipeline has {ROWS - 1}. Train with at "
+            "most so many."
+        )
     if config.timestep_frequencies == "dit" and not as_is:
         raise UserError(
             '[model] timestep_frequencies="dit": in the exponents of the frequencies diffusers '
@@ -265,7 +275,9 @@ def config_of(values: Mapping[str, Any], num_classes: int | None) -> DiffusersDi
     """Our config for a transformer's config.json. UserError for unsupported values."""
     for key, value in FIXED.items():
         if values.get(key, value) != value:
-            raise UserError(f"{CONFIG}: {key}={values[key]!r}; our DiT has {value!r}.")
+            raise UserError(
+                f"{CONFIG}: {key}={values[key]!r}; our DiT has {value!r}. Give a network with that."
+            )
     try:
         heads, channels = int(values["num_attention_heads"]), int(values["in_channels"])
         classes, eps = int(values["num_embeds_ada_norm"]), float(values.get("norm_eps", 1e-5))
@@ -281,19 +293,27 @@ def config_of(values: Mapping[str, Any], num_classes: int | None) -> DiffusersDi
         )
         outputs = int(values.get("out_channels") or channels)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise UserError(f"{CONFIG} lacks a size, or has a wrong one ({error}).") from None
+        raise UserError(
+            f"{CONFIG} lacks a size, or has a wrong one ({error}). Restore the file."
+        ) from None
     if not 0 < classes <= MOST:
-        raise UserError(f"{CONFIG}: num_embeds_ada_norm={classes} must be from 1 to {MOST:,}.")
+        raise UserError(
+            f"{CONFIG}: num_embeds_ada_norm={classes} must be from 1 to {MOST:,}. Restore the file."
+        )
     if outputs not in (channels, 2 * channels):
         raise UserError(
             f"{CONFIG}: out_channels={outputs}; our DiT has in_channels={channels}, or twice as "
-            "many."
+            "many. Give a network with one of these."
         )
     if eps > LARGEST_EPS:
-        raise UserError(f"{CONFIG}: norm_eps={eps:g} is above {LARGEST_EPS:g}; ours is {EPS:g}.")
+        raise UserError(
+            f"{CONFIG}: norm_eps={eps:g} is above {LARGEST_EPS:g}; ours is {EPS:g}. Give a network "
+            "with at most that."
+        )
     if config.num_classes > classes:
         raise UserError(
-            f"{CONFIG}: num_embeds_ada_norm={classes}, but id2label names {num_classes} classes."
+            f"{CONFIG}: num_embeds_ada_norm={classes}, but id2label names {num_classes} classes. "
+            f"Correct {INDEX}, or import {TRANSFORMER}/ alone."
         )
     return DiffusersDiT(config, outputs, classes + 1)
 
@@ -336,14 +356,20 @@ def objective_of(scheduler: Mapping[str, Any], learn_sigma: bool) -> dict[str, A
     """The [objective] table for a pipeline's scheduler. UserError for unsupported noise levels."""
     for key in ("rescale_betas_zero_snr", "invert_sigmas"):
         if scheduler.get(key):
-            raise UserError(f"{SCHEDULER}: {key}=true: we have no such noise levels.")
+            raise UserError(
+                f"{SCHEDULER}: {key}=true: we have no such noise levels. Import {TRANSFORMER}/ "
+                "alone."
+            )
     prediction = scheduler.get("prediction_type", "epsilon")
     name = str(scheduler.get("_class_name"))
     try:
         steps = int(scheduler.get("num_train_timesteps", 1000))
         schedule, time_scale = noise_of(scheduler, steps), float(steps)
     except (TypeError, ValueError, OverflowError) as error:
-        raise UserError(f"{SCHEDULER} has a wrong number ({error}).") from None
+        raise UserError(
+            f"{SCHEDULER} has a wrong number ({error}). Restore the file, or import "
+            f"{TRANSFORMER}/ alone."
+        ) from None
     is_flow = scheduler.get("use_flow_sigmas") and prediction == "flow_prediction"
     if is_flow or name.startswith("FlowMatch"):
         # Its timesteps are t x num_train_timesteps.
@@ -358,7 +384,7 @@ def objective_of(scheduler: Mapping[str, Any], learn_sigma: bool) -> dict[str, A
             f"{SCHEDULER}: {name} with prediction_type={prediction!r}, "
             f"beta_schedule={scheduler.get('beta_schedule')!r} and its betas; there are "
             f"{', '.join(kinds)}, and the linear and the cosine schedule. With use_flow_sigmas "
-            "there is flow_prediction."
+            f"there is flow_prediction. Import {TRANSFORMER}/ alone."
         )
     return {
         "name": "ddpm",
@@ -389,5 +415,8 @@ def noise_of(scheduler: Mapping[str, Any], steps: int) -> str | None:
 def class_names(labels: Any) -> tuple[str, ...]:
     """The names in label order; () if there is none."""
     if not isinstance(labels, dict) or labels.keys() != {str(i) for i in range(len(labels))}:
-        raise UserError(f"{INDEX}: id2label must name the classes from 0 on, without a gap.")
+        raise UserError(
+            f"{INDEX}: id2label must name the classes from 0 on, without a gap. Correct it, or "
+            f"import {TRANSFORMER}/ alone."
+        )
     return tuple(str(labels[str(number)]) for number in range(len(labels)))

@@ -126,7 +126,9 @@ class Counterpart(ABC):
                 return dict(self.config.build(self.output_channels).named_parameters())
         except (RuntimeError, OverflowError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{CONFIG}: no {self.kind} of these sizes ({reason}).") from None
+            raise UserError(
+                f"{CONFIG}: no {self.kind} of these sizes ({reason}). Correct them."
+            ) from None
 
     def outline(self) -> dict[str, Tensor]:
         """The tensors of diffusers on the meta device, in the order of a file."""
@@ -170,7 +172,7 @@ def checked(values: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, An
     """The values of some keys of a config.json, of the types `hints`; UserError names another."""
     for key in hints:
         if key not in values:
-            raise UserError(f"{CONFIG} lacks {key}.")
+            raise UserError(f"{CONFIG} lacks {key}. Restore the file.")
     return {key: conform_made(values[key], hint, f"{CONFIG}: {key}") for key, hint in hints.items()}
 
 
@@ -178,7 +180,10 @@ def check_fixed(values: Mapping[str, Any], fixed: Mapping[str, Any], name: str) 
     """Raise UserError for keys of a config.json whose values differ from our network's."""
     for key, value in fixed.items():
         if values.get(key, value) != value:
-            raise UserError(f"{CONFIG}: {key}={show_json(values[key])}; our {name} has {value!r}.")
+            raise UserError(
+                f"{CONFIG}: {key}={show_json(values[key])}; our {name} has {value!r}. Give a "
+                "network with that."
+            )
 
 
 def show_json(value: object) -> str:
@@ -200,6 +205,8 @@ UNSHIFTED = (
     *("stochastic_sampling", "shift_terminal"),
 )
 """Keys of a scheduler that must be false: times that no [objective] has."""
+ALONE = f"Correct it, or import {TRANSFORMER}/ alone."
+"""The fix for a scheduler without counterpart."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +301,8 @@ class TextToImage(Counterpart):
         c, height, width = self.config.sample_shape
         if vae is not None and vae.channels != c:
             raise UserError(
-                f"its vae has {vae.channels} latent channels, its transformer takes {c}."
+                f"its vae has {vae.channels} latent channels, its transformer takes {c}. Put the "
+                f"release's own there, or import {TRANSFORMER}/ alone."
             )
         facts: dict[str, Any] = {"scale": scale or 1.0}
         if vae is not None:
@@ -361,24 +369,29 @@ def shift_of(scheduler: Mapping[str, Any], by_tokens: str) -> dict[str, Any]:
     """
     if scheduler.get("_class_name") != FLOW_SCHEDULER:
         raise UserError(
-            f"{SCHEDULER} is of {show_json(scheduler.get('_class_name'))}, not of {FLOW_SCHEDULER}."
+            f"{SCHEDULER} is of {show_json(scheduler.get('_class_name'))}, not of "
+            f"{FLOW_SCHEDULER}. {ALONE}"
         )
     for key in UNSHIFTED:
         if scheduler.get(key):
-            raise UserError(f"{SCHEDULER}: {key}={show_json(scheduler[key])}: not supported.")
+            raise UserError(
+                f"{SCHEDULER}: {key}={show_json(scheduler[key])}: not supported. {ALONE}"
+            )
     if scheduler.get("num_train_timesteps", 1000) != 1000:
         steps = show_json(scheduler["num_train_timesteps"])
-        raise UserError(f"{SCHEDULER}: num_train_timesteps={steps}: the network has 1000.")
+        raise UserError(f"{SCHEDULER}: num_train_timesteps={steps}: the network has 1000. {ALONE}")
     if not scheduler.get("use_dynamic_shifting"):
         shift = scheduler.get("shift", 1.0)
         if isinstance(shift, bool) or not isinstance(shift, int | float) or not 0 < shift < 1e30:
-            raise UserError(f"{SCHEDULER}: shift={show_json(shift)} must be a number above 0.")
+            raise UserError(
+                f"{SCHEDULER}: shift={show_json(shift)} must be a number above 0. {ALONE}"
+            )
         return {"shift": float(shift)}
     for key, value in BY_TOKENS.items():
         if scheduler.get(key, value) != value:
             raise UserError(
                 f"{SCHEDULER}: {key}={show_json(scheduler[key])}; [objective] shift_by_tokens has "
-                f"{value!r}."
+                f"{value!r}. {ALONE}"
             )
     return {"shift_by_tokens": by_tokens}
 
@@ -410,7 +423,8 @@ def text_parts(folder: str, where: str) -> dict[str, tuple[Path, str]]:
         name = named[0] if isinstance(named, list) and len(named) == 1 else named
         if not isinstance(name, str):
             raise UserError(
-                f"{where} {folder}: {part}: {TEXT_CONFIGS[part]} names no class ({key})."
+                f"{where} {folder}: {part}: {TEXT_CONFIGS[part]} names no class ({key}). Restore "
+                "the file."
             )
         found[part] = place, name
     return found

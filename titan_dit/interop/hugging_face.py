@@ -50,7 +50,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         raise UserError(
-            f"{CONFIG} names no architecture: its architectures are {names!r}, not a list of one."
+            f"{CONFIG} names no architecture: its architectures are {names!r}, not a list of one. "
+            "Restore the file."
         )
     return config
 
@@ -59,7 +60,9 @@ def read_json(file: Path) -> dict[str, Any]:
     """A JSON object; UserError if the file holds anything else."""
     content = user_text.read_json(file, file.name)
     if not isinstance(content, dict):
-        raise UserError(f"{file.name} holds a {type(content).__name__}, not an object.")
+        raise UserError(
+            f"{file.name} holds a {type(content).__name__}, not an object. Restore the file."
+        )
     return content
 
 
@@ -70,24 +73,31 @@ def read_weights(folder: Path, names: Sequence[str] = (WEIGHTS, PICKLED)) -> OnD
             return read_file(folder / name)
         if (folder / (name + INDEX)).is_file():
             return read_shards(folder, name + INDEX)
-    raise UserError(f"it holds neither {' nor '.join(names)}, whole or in shards.")
+    raise UserError(
+        f"it holds neither {' nor '.join(names)}, whole or in shards. Give a folder with one of "
+        "them."
+    )
 
 
 def read_shards(folder: Path, index: str) -> OnDemand:
     """The tensors of the files that an index names."""
     table = read_json(folder / index).get("weight_map")
     if not isinstance(table, dict) or not all(isinstance(v, str) for v in table.values()):
-        raise UserError(f"{index} has no weight_map from names to files.")
+        raise UserError(f"{index} has no weight_map from names to files. Restore the file.")
     parts: dict[str, OnDemand] = {}
     for name in sorted(set(table.values())):
         if Path(name).name != name:
-            raise UserError(f"{index} names {name}, which is outside the folder.")
+            raise UserError(
+                f"{index} names {name}, which is outside the folder. Put all files into it."
+            )
         if not (folder / name).is_file():
-            raise UserError(f"{index} names {name}, which is missing.")
+            raise UserError(f"{index} names {name}, which is missing. Restore the file.")
         shard = read_file(folder / name)
         parts |= dict.fromkeys(shard, shard)
     if missing := [name for name in table if name not in parts]:
-        raise UserError(f"{index} names {missing[0]}, which {table[missing[0]]} does not hold.")
+        raise UserError(
+            f"{index} names {missing[0]}, which {table[missing[0]]} does not hold. Restore both."
+        )
     outline = {name: shard.outline[name] for name, shard in parts.items()}
     return OnDemand(outline, lambda name: parts[name][name])
 
@@ -100,7 +110,9 @@ def read_file(file: Path) -> OnDemand:
     try:
         tensors, _ = open_safetensors(file)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file.name}: not a readable safetensors file ({error}).") from None
+        raise UserError(
+            f"{file.name}: not a readable safetensors file ({error}). Restore it."
+        ) from None
     return tensor_file.unwrap_weights(tensors.outline, file.name, tensors.__getitem__)
 
 
@@ -169,12 +181,12 @@ def settings(
 ) -> dict[str, Any]:
     """Values of a config.json; `fixed` keys may have only the values listed, or be absent."""
     if missing := [key for key in needed if not isinstance(config.get(key), int)]:
-        raise UserError(f"config.json has no {', '.join(missing)}.")
+        raise UserError(f"config.json has no {', '.join(missing)}. Add the number.")
     for key, allowed in fixed.items():
         if (value := config.get(key, allowed[0])) not in allowed:
             raise UserError(
                 f"config.json has {key}={value!r}, which titan_dit cannot compute; it has "
-                f"{' or '.join(map(repr, allowed))}."
+                f"{' or '.join(map(repr, allowed))}. Give a network with that."
             )
     found = {key: config.get(key, value) for key, value in defaults.items()}
     return {key: config[key] for key in needed} | found
@@ -249,12 +261,12 @@ class GPT2Family(ModelFamily):
             if getattr(model, key) != value:
                 raise UserError(
                     f"[model] {key}={show(getattr(model, key))}: GPT2LMHeadModel has only "
-                    f"{key}={show(value)}."
+                    f"{key}={show(value)}. Train with that."
                 )
         if model.groups != model.num_heads:
             raise UserError(
                 f"[model] num_key_value_heads={model.groups}: GPT2LMHeadModel has none, only "
-                f"{model.num_heads} heads."
+                f"{model.num_heads} heads. Train with one per head."
             )
         return {
             "architectures": list(self.architectures),
@@ -419,7 +431,7 @@ def family_of(architecture: str) -> ModelFamily:
         if architecture in family.architectures:
             return family
     known = ", ".join(name for family in FAMILIES for name in family.architectures)
-    raise UserError(f"its architecture {architecture} is not one of {known}.")
+    raise UserError(f"its architecture {architecture} is not one of {known}. Give one of these.")
 
 
 def family_for(model: ModelConfig) -> ModelFamily:
@@ -428,7 +440,10 @@ def family_for(model: ModelConfig) -> ModelFamily:
         if model.name == family.model:
             return family
     known = ", ".join(family.model for family in FAMILIES)
-    raise UserError(f"model {model.name}: only dit, {known} can be exported.")
+    raise UserError(
+        f"[model] name={show(model.name)} cannot be exported. Give a run of {known}, or of a "
+        "network of diffusers (docs/diffusers.md)."
+    )
 
 
 def layouts_of(
@@ -471,7 +486,7 @@ def cleaned(family: ModelFamily, tensors: Mapping[str, Tensor], names: Collectio
         if not torch.equal(tensors[kept.setdefault(original, stored)], tensors[stored]):
             raise UserError(
                 f"{copy} differs from {original}, but in this network they are one tensor "
-                "(config.json: tie_word_embeddings)."
+                "(config.json: tie_word_embeddings). Save them alike."
             )
     outline = outline_of(tensors)
     return OnDemand({k: outline[v] for k, v in kept.items()}, lambda name: tensors[kept[name]])
@@ -492,4 +507,6 @@ def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, torch.Si
             problems.append(f"{name} holds NaN or infinity")
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise UserError(f"its weights do not fit config.json: {'; '.join(problems[:3])}{more}.")
+        raise UserError(
+            f"its weights do not fit config.json: {'; '.join(problems[:3])}{more}. Restore both."
+        )

@@ -94,7 +94,10 @@ def check_sit_arguments(arguments: Mapping[str, Any]) -> None:
     for key, value in ARGUMENTS.items():
         if (given := arguments.get(key, value)) != value:
             flag = key.replace("_", "-")
-            raise UserError(f"SiT's --{flag} {given}: titan_dit has {flag} {value} only.")
+            raise UserError(
+                f"SiT's --{flag} {given}: titan_dit has {flag} {value} only. Give weights that "
+                "were trained with it."
+            )
 
 
 def fits_sit(objective: Mapping[str, Any]) -> bool:
@@ -234,12 +237,15 @@ class Original:
     def to_original(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the original's names and tensors, including `pos_embed`, from our parameters."""
         if self.config.qk_norm:
-            raise UserError("[model] qk_norm=true: the original DiT has no QK norm layers.")
+            raise UserError(
+                "[model] qk_norm=true: the original DiT has no QK norm layers. Train with qk_norm "
+                "= false."
+            )
         if self.config.timestep_frequencies != "dit":
             raise UserError(
                 f"[model] timestep_frequencies={show(self.config.timestep_frequencies)}: the "
                 "original DiT divides by 128 in the exponents of the frequencies, so the same "
-                "weights predict something else there."
+                'weights predict something else there. Train with timestep_frequencies = "dit".'
             )
         theirs = tensor_layouts.to_theirs(self.layouts(), tensors)
         return itertools.chain(theirs, [(POSITIONS, positions(self.config))])
@@ -269,13 +275,16 @@ def infer(tensors: Mapping[str, Tensor], heads: int | None) -> Original:
     hidden, channels, patch, _ = kernel.shape
     side = math.isqrt(grid.shape[1])
     if side * side != grid.shape[1]:
-        raise UserError(f"{POSITIONS} is {list(grid.shape)}: {grid.shape[1]} is not a square.")
+        raise UserError(
+            f"{POSITIONS} is {list(grid.shape)}: {grid.shape[1]} is not a square. Give a DiT for "
+            "square pictures."
+        )
     outputs = final.shape[0] // patch**2
     if outputs not in (channels, 2 * channels):
         raise UserError(
             f"final_layer.linear.weight is {list(final.shape)}: {outputs} output channels, but a "
             f"DiT with {channels} latent channels has {channels}, or {2 * channels} with learned "
-            "sigma."
+            "sigma. Give the weights of one of these."
         )
     layers = len({match[1] for name in tensors if (match := BLOCK.match(name))})
     model = DiTConfig(
@@ -302,7 +311,9 @@ def with_ndim(tensors: Mapping[str, Tensor], name: str, ndim: int) -> Tensor:
         )
     if tensors[name].ndim != ndim or not tensors[name].numel():
         shape = list(tensors[name].shape)
-        raise UserError(f"{name} is {shape}; a DiT's has {ndim} dims, none of them 0.")
+        raise UserError(
+            f"{name} is {shape}; a DiT's has {ndim} dims, none of them 0. Give a DiT's weights."
+        )
     return tensors[name]
 
 
@@ -355,7 +366,7 @@ def check_positions(found: Float[Tensor, "1 n d"], model: DiTConfig) -> None:
     if difference > max(ROUNDING, torch.finfo(found.dtype).eps):
         raise UserError(
             f"{POSITIONS} differs from the fixed sin-cos table by {difference:.2g}: learned "
-            "position embeddings are not supported."
+            "position embeddings are not supported. Give a DiT with the fixed table."
         )
 
 

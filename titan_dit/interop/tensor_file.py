@@ -136,7 +136,7 @@ def reading(path: Location) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read: {reason_of(error)}.") from None
+        raise UserError(f"{path} cannot be read: {reason_of(error)}. Restore it.") from None
 
 
 class Pickled:
@@ -164,14 +164,18 @@ class Pickled:
                 "it was not loaded. Save only the state dict: torch.save(model.state_dict(), FILE)."
             ) from None
         except OSError as error:
-            raise UserError(f"{self.path} cannot be read: {reason_of(error)}.") from None
+            raise UserError(
+                f"{self.path} cannot be read: {reason_of(error)}. Restore it."
+            ) from None
         except Exception as error:  # torch.load raises any exception on a damaged file.
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise UserError(
-                f"{self.path}: damaged, or not written by torch.save ({reason})."
+                f"{self.path}: damaged, or not written by torch.save ({reason}). Restore it."
             ) from None
         if not isinstance(content, Mapping):
-            raise UserError(f"{self.path}: holds a {type(content).__name__}, not a state dict.")
+            raise UserError(
+                f"{self.path}: holds a {type(content).__name__}, not a state dict. {SAVE_STATE}"
+            )
         return content
 
     def torch_load(self) -> Any:
@@ -289,6 +293,8 @@ def sharded(
 
 
 WEIGHT_SUFFIXES = (".pt", ".pth", ".safetensors")
+SAVE_STATE = "Save the state dict: torch.save(model.state_dict(), FILE)."
+"""The fix for a file of anything else."""
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """Names of wrapper modules that may occur anywhere in a parameter's name."""
 REPLICA = "module."
@@ -318,9 +324,9 @@ def read_weight_file(path: Path) -> WeightFile:
     Raises UserError for any other file, and for one that would execute code when loaded.
     """
     if not path.is_file():
-        raise UserError(f"{path}: no such file.")
+        raise UserError(f"{path}: no such file. Correct the path.")
     if path.suffix not in WEIGHT_SUFFIXES:
-        raise UserError(f"{path}: its name must end in {', '.join(WEIGHT_SUFFIXES)}.")
+        raise UserError(f"{path}: its name must end in {', '.join(WEIGHT_SUFFIXES)}. Rename it.")
     content, metadata, get = open_file(path)
     parts = [name for name in ("ema", "model") if name in content]
     found = {name: unwrap_weights(content[name], f"{path}: {name}", get, (name,)) for name in parts}
@@ -347,7 +353,9 @@ def open_file(path: Path) -> tuple[Mapping[str, Any], dict[str, str], Getter]:
         tensors, metadata = open_safetensors(path)
     except (SafetensorError, OSError) as error:
         reason = reason_of(error)
-        raise UserError(f"{path}: not a readable safetensors file ({reason}).") from None
+        raise UserError(
+            f"{path}: not a readable safetensors file ({reason}). Restore it."
+        ) from None
     content: dict[str, Any] = {}
     for name, tensor in tensors.outline.items():
         head, _, rest = name.partition(".")
@@ -364,9 +372,9 @@ def unwrap_weights(state: Any, where: str, get: Getter, keys: tuple[str, ...] = 
     `get(*keys, name)` reads a tensor.
     """
     if not isinstance(state, Mapping):
-        raise UserError(f"{where} is a {type(state).__name__}, not a state dict.")
+        raise UserError(f"{where} is a {type(state).__name__}, not a state dict. {SAVE_STATE}")
     if not state:
-        raise UserError(f"{where} is empty.")
+        raise UserError(f"{where} is empty. {SAVE_STATE}")
     outline: dict[str, Tensor] = {}
     named: dict[str, Any] = {}
     for name, value in state.items():
@@ -376,7 +384,9 @@ def unwrap_weights(state: Any, where: str, get: Getter, keys: tuple[str, ...] = 
                 f'torch.save(content["{name}"], FILE).'
             )
         if not isinstance(value, Tensor) or not is_dense(value):
-            raise UserError(f"{where}: {name} is no dense tensor, so this is no state dict.")
+            raise UserError(
+                f"{where}: {name} is no dense tensor, so this is no state dict. {SAVE_STATE}"
+            )
         bare = without_wrappers(str(name))
         if bare in named:
             raise UserError(f"{where} holds {named[bare]} and {name}: keep one of them.")
@@ -435,13 +445,16 @@ def read_tensors(path: Path, flag: str, names: Sequence[str]) -> dict[str, Tenso
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{flag} {path}: not a readable safetensors file ({error}).") from None
+        raise UserError(
+            f"{flag} {path}: not a readable safetensors file ({error}). Restore it."
+        ) from None
     if missing := [name for name in names if name not in tensors]:
         raise UserError(
-            f"{flag} {path}: {', '.join(missing)} missing; it must hold {', '.join(names)}."
+            f"{flag} {path}: {', '.join(missing)} missing; it must hold {', '.join(names)}. Add "
+            "what is missing."
         )
     if empty := [name for name in names if not tensors[name].numel()]:
-        raise UserError(f"{flag} {path}: {', '.join(empty)} is empty.")
+        raise UserError(f"{flag} {path}: {', '.join(empty)} is empty. Give at least one sample.")
     return tensors
 
 
@@ -469,7 +482,9 @@ def check_finite(path: Path, flag: str, tensors: Mapping[str, Tensor]) -> None:
     """Refuse NaN and infinity in the inputs of a network, [b, ...] by name."""
     for name, tensor in tensors.items():
         if lost := not_finite(tensor):
-            raise UserError(f"{flag} {path}: {name} of samples {lost} is NaN or infinite.")
+            raise UserError(
+                f"{flag} {path}: {name} of samples {lost} is NaN or infinite. Remove them."
+            )
 
 
 def check_labels(path: Path, flag: str, labels: Tensor, num_classes: int) -> None:
@@ -477,5 +492,5 @@ def check_labels(path: Path, flag: str, labels: Tensor, num_classes: int) -> Non
     if labels.is_floating_point() or labels.dtype == torch.bool or labels.max() > num_classes:
         raise UserError(
             f"{flag} {path}: labels must be integers up to {num_classes}; {num_classes} means no "
-            "label."
+            "label. Correct them."
         )

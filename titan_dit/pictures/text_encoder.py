@@ -283,7 +283,8 @@ def load(
         reason = " ".join(str(told).split())[:300] or type(told).__name__
         nowhere = "" if folder is not None else "no such folder, and by this name on the hub "
         raise UserError(
-            f"{at}: {nowhere}no text encoder can be loaded from it ({reason})."
+            f"{at}: {nowhere}no text encoder can be loaded from it ({reason}). Give the folder of "
+            "one of transformers."
         ) from None
     num_layers = int(config.num_hidden_layers)
     check_padding(padding, tokenizer, at)
@@ -352,7 +353,10 @@ def blocks_of(module: nn.Module, num_layers: int, at: str) -> nn.ModuleList:
     for child in module.modules():
         if isinstance(child, nn.ModuleList) and len(child) == num_layers:
             return child
-    raise UserError(f"{at}: this version of transformers has no list of its {num_layers} layers.")
+    raise UserError(
+        f"{at}: this version of transformers has no list of its {num_layers} layers. Install the "
+        "version of requirements.lock."
+    )
 
 
 def check_padding(padding: Padding, tokenizer: Any, at: str) -> None:
@@ -400,7 +404,7 @@ def places(source: str, where: str) -> tuple[Path | None, Path | None]:
     folder = Path(source).expanduser()
     if not folder.is_dir():
         if folder.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
-            raise UserError(f"{where} {source}: no such folder.")
+            raise UserError(f"{where} {source}: no such folder. Give that of a text encoder.")
         return None, None
     if not (folder / CONFIG).is_file() and (folder / INSIDE).is_dir():
         folder = folder / INSIDE
@@ -426,7 +430,9 @@ def config_of(library: Any, folder: Path | None, named: str, at: str) -> tuple[A
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if name not in ENCODERS or not isinstance(name, str):
         held = "no architectures" if not names else f"architectures {show(names)}"
-        raise UserError(f"{at}: {CONFIG} has {held}, not one of {', '.join(ENCODERS)}.")
+        raise UserError(
+            f"{at}: {CONFIG} has {held}, not one of {', '.join(ENCODERS)}. Give one of these."
+        )
     if values.get("quantization_config"):
         # transformers would import the library that it names.
         raise UserError(f"{at} is quantized (quantization_config). Give it in fp32 or bf16.")
@@ -435,7 +441,9 @@ def config_of(library: Any, folder: Path | None, named: str, at: str) -> tuple[A
             # It may be code on the hub.
             raise UserError(f"{at}: {CONFIG}: {key}={show(value)} is not eager. Leave it out.")
         if "layers" in key and isinstance(value, int | float) and value > MAX_LAYERS:
-            raise UserError(f"{at}: {CONFIG}: {key}={show(value)} is above {MAX_LAYERS}.")
+            raise UserError(
+                f"{at}: {CONFIG}: {key}={show(value)} is above {MAX_LAYERS}. Restore the file."
+            )
     kind = getattr(library, ENCODERS[name])
     # Not AutoConfig: CLIP's whole config and that of its text model share a folder's file.
     return kind.config_class.from_pretrained(named, local_files_only=folder is not None), kind
@@ -488,7 +496,8 @@ def layers_of(layers: Sequence[int], num_layers: int, at: str) -> tuple[int, ...
         if not -num_layers - 1 <= layer <= num_layers:
             raise UserError(
                 f"--text-layer {layer}: {at.partition(' ')[2]} has {num_layers} layers, so hidden "
-                f"states 0 to {num_layers}, or {-num_layers - 1} to -1 from the end."
+                f"states 0 to {num_layers}, or {-num_layers - 1} to -1 from the end. Give one of "
+                "these."
             )
     found = tuple(layer % (num_layers + 1) for layer in layers) or (num_layers,)
     if len(set(found)) < len(found):
@@ -529,5 +538,6 @@ def check_encodes(encoder: TextEncoder, at: str) -> None:
         reason = f" ({' '.join(str(error).split())[:200]})"
     if found[0].shape[1:] != (encoder.width,) or not found[0].isfinite().all():
         raise UserError(
-            f"{at} is {encoder.kind}, but gives no finite embeddings of a caption{reason}."
+            f"{at} is {encoder.kind}, but gives no finite embeddings of a caption{reason}. Restore "
+            "the folder."
         )

@@ -188,7 +188,10 @@ def make_text_job(
     try:
         data = file.read_bytes()
     except OSError as error:
-        raise UserError(f"[{COMMAND}] {file} cannot be read: {error.strerror}.") from None
+        raise UserError(
+            f"[{COMMAND}] {file} cannot be read: {error.strerror}. Restore it, or encode the "
+            "pictures again."
+        ) from None
     sha = hashlib.sha256(data).hexdigest()
     if sha != about.get("sha256"):
         raise UserError(
@@ -202,7 +205,7 @@ def make_text_job(
     if len(texts) * (manifest.get("copies") or 1) != manifest.get("count"):
         raise UserError(
             f"[{COMMAND}] {file} has {len(texts):,} lines, but {output / MANIFEST} counts "
-            f"{manifest.get('count')} rows."
+            f"{manifest.get('count')} rows. Encode the pictures again."
         )
     captions, of_pictures, ends = distinct(texts)
     tokenized = Tokenized.of(encoder, captions)
