@@ -281,15 +281,18 @@ def test_text_online_gives_the_losses_of_stored_embeddings_and_resumes(folder):
         words += ["--buckets", "12x8,8x8", "--text-encoder", "t5", "--device", "cpu"]
         done = command(folder, "data", "encode", *words, "--text-dtype", dtype)
         assert done.returncode == 0, done.stderr
-    online = ("--text.mode", "online", "--text.dtype", "fp32", "--data.path", "of_none", *PREVIEWS)
-    trained(folder, "--job.dir", "stored", "--data.path", "of_float32", *PREVIEWS)
+    # A rate at which the second step's loss depends on the captions.
+    learnt = (*PREVIEWS, "--optimizer.lr", 0.03)
+    online = ("--text.mode", "online", "--text.dtype", "fp32", "--data.path", "of_none", *learnt)
+    trained(folder, "--job.dir", "stored", "--data.path", "of_float32", *learnt)
     said = trained(folder, "--job.dir", "online", *online)
     assert "text    T5EncoderModel" in said
     rows = [metrics(folder / name) for name in ("stored", "online")]
     for key in ("loss", "grad_norm"):
         stored, found = ([row[key] for row in each] for each in rows)
-        assert found == pytest.approx(stored, rel=1e-6), key
-    assert rows[1][-1]["validation_loss"] == pytest.approx(rows[0][-1]["validation_loss"], rel=1e-6)
+        assert found[:2] == pytest.approx(stored[:2], rel=1e-6), key
+        assert found == pytest.approx(stored, rel=1e-5), key
+    assert rows[1][-1]["validation_loss"] == pytest.approx(rows[0][-1]["validation_loss"], rel=1e-5)
     assert all(row["text_ms"] > 0 for row in rows[1])
     assert "text_ms" not in rows[0][0]
     # Kept and saved are the network's tensors alone, as without the encoder.
@@ -310,7 +313,7 @@ def test_text_online_gives_the_losses_of_stored_embeddings_and_resumes(folder):
     assert "resumed from again/checkpoints/step-00000002" in said
     for key in ("step", "loss", "grad_norm"):
         values = [[row[key] for row in metrics(folder / name)] for name in ("online", "again")]
-        assert values[1] == pytest.approx(values[0], rel=1e-5), key
+        assert values[1] == pytest.approx(values[0], rel=1e-4), key
     drawn = [picture(folder / run / "samples/step-00000004.png") for run in ("stored", "online")]
     assert np.abs(drawn[0] - drawn[1]).max() <= 2
     done = command(folder, "replay", "--run", "online", "--step", 3, "--device", "cpu")
