@@ -49,8 +49,11 @@ def networks(library, name):
     return scrambled(kind(**sizes, **heads)), tiny_vae.save_flux2_vae
 
 
-def save_pipeline(folder, name, captions=CAPTIONS, shift=3.0):
-    """A pipeline as diffusers saves it; `captions` have the words of its tokenizer."""
+def save_pipeline(folder, name, captions=CAPTIONS, **scheduler):
+    """A pipeline as diffusers saves it; `captions` have the words of its tokenizer.
+
+    `scheduler`: its config, a shift of 3 if there is none.
+    """
     library = diffusers("the tests")
     network, save_vae = networks(library, name)
     sizes = {"latent_channels": 4, "scaling_factor": 0.7, "shift_factor": 0.2}
@@ -59,7 +62,7 @@ def save_pipeline(folder, name, captions=CAPTIONS, shift=3.0):
         vae = save_vae(Path(parts) / "vae", **sizes if name == "z_image" else {})
         kind = library.AutoencoderKL if name == "z_image" else library.AutoencoderKLFlux2
         pipeline = getattr(library, KINDS[name])(
-            scheduler=library.FlowMatchEulerDiscreteScheduler(shift=shift),
+            scheduler=library.FlowMatchEulerDiscreteScheduler(**{"shift": 3.0} | scheduler),
             vae=kind.from_pretrained(vae),
             text_encoder=encoder,
             tokenizer=tokenizer,
@@ -89,6 +92,7 @@ def drawn_by(pipeline, prompts, noise, scale, **more):
         num_inference_steps=10,
         latents=noise.clone(),
         output_type="np",
-        **more,
+        # ZImagePipeline writes its template into the lists that it is given.
+        **{key: list(value) if isinstance(value, list) else value for key, value in more.items()},
     ).images
     return torch.from_numpy(pictures)
