@@ -55,7 +55,8 @@ POST_PAIRS, PRE_PAIRS = ["post", True], ["pre", True]
 JOINT, TALL = {}, {"latent_size": [8, 4], "text_tokens": 4}
 # Two buckets, whose steps have 8 and 16 samples.
 TWO_SIZES = {"latent_size": [4, 8], "others": [[4, 4]]}
-# [model] of Z-Image, FLUX.2 and Wan, and two buckets; 18 or 32 of 32 tokens are a picture's.
+# Of Z-Image, FLUX.2 and Wan: keys of [model], and two buckets. Of Z-Image's 32 tokens 18 or 32 are
+# a picture's.
 RELEASED = {}
 Z_SIZES = {"latent_size": [8, 16], "others": [[6, 12]]}
 FLUX_SIZES = {"latent_size": [4, 4], "others": [[2, 4]]}

@@ -13,6 +13,7 @@ from titan_dit.diffusion.objective import text_example
 from titan_dit.interop import diffusers_network, imported
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.models.flux2_config import Flux2Config
+from titan_dit.models.wan_config import WanConfig
 from titan_dit.models.z_image_config import ZImageConfig
 from titan_dit.pictures import autoencoder
 
@@ -110,20 +111,35 @@ FLUX2 = {
     "text_dim": 20,
     "text_tokens": 11,
 }
-NETWORKS = {"z_image": (ZImageConfig, Z_IMAGE), "flux2": (Flux2Config, FLUX2)}
-DIRECTIONS = {"z_image": "to_data", "flux2": "to_noise"}
+WAN = {
+    "hidden_size": 48,
+    "num_layers": 2,
+    "num_heads": 3,
+    "intermediate_size": 60,
+    "in_channels": 4,
+    "latent_frames": 2,
+    "latent_size": (4, 8),
+    "text_dim": 20,
+    "text_tokens": 24,
+}
+NETWORKS = {
+    "z_image": (ZImageConfig, Z_IMAGE),
+    "flux2": (Flux2Config, FLUX2),
+    "wan": (WanConfig, WAN),
+}
+DIRECTIONS = {"z_image": "to_data", "flux2": "to_noise", "wan": "to_noise"}
 
 
-def save_network(folder, name, vae, objective=None, **model):
+def save_network(folder, name, vae, objective=None, seed=0, **model):
     """A checkpoint of random weights, with an average that differs from them."""
     kind, sizes = NETWORKS[name]
     known, config = autoencoder.load(str(vae), CPU), kind(**sizes | model)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def drawn(parameters):
         for key, parameter in parameters:
             values = torch.randn(parameter.shape, generator=generator) * 0.1
-            yield key, values + float(key.endswith("norm.weight"))
+            yield key, values + float(key.endswith(("norm.weight", "norm.q", "norm.k")))
 
     average, last = (
         dict(drawn(config.build(config.in_channels).named_parameters())) for _ in range(2)

@@ -1,4 +1,4 @@
-"""Folders of Z-Image and FLUX.2: `convert` both ways; pipelines draw what `sample` draws."""
+"""Folders of Z-Image, FLUX.2 and Wan: `convert` both ways; pipelines draw what `sample` draws."""
 
 import json
 from pathlib import Path
@@ -11,6 +11,8 @@ from exports import save_network as save_run
 from safetensors.torch import load_file, save_file
 
 from titan_dit.checkpoint.record import read_record
+from titan_dit.commands.flags import SampleFlags
+from titan_dit.commands.sample_inputs import low_expert
 from titan_dit.config.section import UserError
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.guidance import Guidance
@@ -24,7 +26,7 @@ BY_SIZE = {
     "z_image": {"shift_by_tokens": "exponential"},
     "flux2": {"shift_by_tokens": "flux2"},  # It depends on the steps, too.
 }
-BOTH = pytest.mark.parametrize("name", list(NETWORKS))
+EACH = pytest.mark.parametrize("name", list(NETWORKS))
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,7 @@ def vaes(library, tmp_path_factory):
     return {
         "z_image": Path(tiny_vae.save_vae(folder / "z_image", **sizes)),
         "flux2": Path(tiny_vae.save_flux2_vae(folder / "flux2")),
+        "wan": Path(tiny_vae.save_wan_vae(folder / "wan")),
     }
 
 
@@ -59,7 +62,7 @@ def randn(*shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def drawn_by(run, given, null, noise, scale):
+def drawn_by(run, given, null, noise, scale, low=None):
     """Ten Euler steps, in the units of the autoencoder's latents."""
     diffusion = run.diffusion("test")
     with torch.no_grad():
@@ -74,6 +77,7 @@ def drawn_by(run, given, null, noise, scale):
             guidance=Guidance(scale),
             noise=diffusion.model.tokenize(noise),
             null=null,
+            low=low,
         )
     return diffusion.data.to_stored_units(diffusion.model.detokenize(tokens))
 
@@ -140,7 +144,123 @@ def test_an_exported_flux2_draws_what_sample_draws(library, vaes, tmp_path, obje
     assert_same_pictures(pipeline, run, latents, pictures)
 
 
-@BOTH
+def clips_of(library, pipeline, shift, text, other, noise):
+    """Clips that a pipeline of Wan draws by ten steps of Euler's method, at the times of `sample`.
+
+    UniPC's steps are of another method, and the network is given whole numbers as their times.
+    """
+    scheduler = library.FlowMatchEulerDiscreteScheduler(shift=shift)
+    pipeline.scheduler, set_timesteps = scheduler, scheduler.set_timesteps
+    sigmas = torch.linspace(1, 0.1, 10).tolist()
+    scheduler.set_timesteps = lambda _, device: set_timesteps(sigmas=sigmas, device=device)
+    return pipeline(
+        prompt_embeds=text,
+        negative_prompt_embeds=other,
+        guidance_scale=3.0,
+        height=16,
+        width=32,
+        num_frames=5,
+        num_inference_steps=10,
+        latents=noise.clone(),
+        output_type="np",
+    ).frames
+
+
+def assert_same_clips(run, latents, clips):
+    vae = autoencoder.load(str(run.diffusion("test").data.vae_source), CPU)
+    drawn = (vae.decoded(latents) / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 4, 1)
+    assert (drawn - torch.from_numpy(clips)).abs().max() <= 1e-4
+    assert 0.05 < drawn.std() < 1
+
+
+def captions_of_wan():
+    """Two prompts, padded with zeros, and their noise."""
+    prompts = [caption(randn(tokens, 20, seed=tokens), 24) for tokens in (9, 5)]
+    return *prompts, randn(2, 4, 2, 4, 8, seed=1)
+
+
+def test_an_exported_wan_draws_what_sample_draws(library, vaes, tmp_path):
+    run_path = save_run(tmp_path / "run", "wan", vaes["wan"], {"shift": 3.0})
+    pipeline = opened(library, converted(run_path, tmp_path / "pipeline"))
+    assert type(pipeline).__name__ == "WanPipeline"
+    assert type(pipeline.scheduler).__name__ == "UniPCMultistepScheduler"
+    config = pipeline.scheduler.config
+    assert (config.flow_shift, config.prediction_type) == (3.0, "flow_prediction")
+    # Its times are whole numbers, those of the shift.
+    pipeline.scheduler.set_timesteps(10)
+    times = torch.linspace(1, 1e-3, 11)[:-1]
+    shifted = 3 * times / (1 + 2 * times)
+    assert (pipeline.scheduler.timesteps - 1000 * shifted).abs().max() <= 1
+    run = load_trained(run_path, "ema", None, CPU)
+    given, null, noise = captions_of_wan()
+    clips = clips_of(library, pipeline, 3.0, given["text"], null["text"], noise)
+    assert clips.shape == (2, 5, 16, 32, 3)
+    assert_same_clips(run, drawn_by(run, given, null, noise, 3.0), clips)
+
+
+def test_two_experts_are_one_pipeline(library, vaes, tmp_path):
+    levels = {"high": {"t_min": 0.875}, "low": {"t_max": 0.875}}
+    runs = {
+        name: save_run(tmp_path / name, "wan", vaes["wan"], {"shift": 2.0} | own, seed=number)
+        for number, (name, own) in enumerate(levels.items())
+    }
+    folder = converted(runs["high"], tmp_path / "pipeline", low=str(runs["low"]))
+    pipeline = opened(library, folder)
+    assert pipeline.config.boundary_ratio == 0.875
+    high, low = (load_trained(runs[name], "ema", None, CPU) for name in levels)
+    given, null, noise = captions_of_wan()
+    clips = clips_of(library, pipeline, 2.0, given["text"], null["text"], noise)
+    expert = low_expert(low, high.diffusion("test"), SampleFlags(run="", out=""))
+    latents = drawn_by(high, given, null, noise, 3.0, expert)
+    assert_same_clips(high, latents, clips)
+    assert (drawn_by(high, given, null, noise, 3.0) - latents).abs().max() > 1e-2
+    # Each comes back, with its noise levels.
+    for name, own in levels.items():
+        back = converted(folder, tmp_path / f"{name} again", expert=name)
+        objective = read_record(back)["config"]["objective"]
+        assert {key: objective[key] for key in ("shift", *own)} == {"shift": 2.0} | own
+        ours = load_trained(runs[name], "ema", None, CPU).network.state_dict()
+        for key, tensor in load_trained(back, "ema", None, CPU).network.state_dict().items():
+            assert torch.equal(tensor, ours[key]), key
+    without = converted(folder, tmp_path / "first")
+    assert read_record(without)["config"]["objective"]["t_min"] == 0.875
+    again = converted(tmp_path / "high again", tmp_path / "again", low=str(tmp_path / "low again"))
+    for file in (file.relative_to(folder) for file in folder.rglob("*") if file.is_file()):
+        assert (again / file).read_bytes() == (folder / file).read_bytes(), file
+
+
+def test_experts_that_do_not_fit_each_other_are_refused_by_name(vaes, tmp_path):
+    high = save_run(tmp_path / "high", "wan", vaes["wan"], {"t_min": 0.875})
+    others = {
+        "a network of other sizes": {"intermediate_size": 64, "objective": {"t_max": 0.875}},
+        "a shift of 2, --input of 1": {"objective": {"t_max": 0.875, "shift": 2.0}},
+        "which do not meet. Give --boundary": {"objective": {"t_max": 0.8}},
+        "exchange them": {"objective": {"t_min": 0.9}, "high": {"t_max": 0.8}},
+    }
+    for number, (words, given) in enumerate(others.items()):
+        objective, own = given.pop("objective"), given.pop("high", None)
+        low = save_run(tmp_path / f"low{number}", "wan", vaes["wan"], objective, **given)
+        run = save_run(tmp_path / f"high{number}", "wan", vaes["wan"], own) if own else high
+        with pytest.raises(UserError, match=words) as caught:
+            converted(run, tmp_path / "x", low=str(low))
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="needs an autoencoder"):
+        converted(high, tmp_path / "x", low=str(high), vae="none")
+    flux = save_run(tmp_path / "flux", "flux2", vaes["flux2"])
+    with pytest.raises(UserError, match="Flux2KleinPipeline has one network"):
+        converted(flux, tmp_path / "x", low=str(flux))
+    alone = converted(high, tmp_path / "alone")
+    with pytest.raises(UserError, match="--expert low: the pipeline has one network"):
+        converted(alone, tmp_path / "x", expert="low")
+    edit(alone / "model_index.json", transformer_2=["diffusers", "WanTransformer3DModel"])
+    for ratio in (1.5, "0.9", None):
+        edit(alone / "model_index.json", boundary_ratio=ratio)
+        with pytest.raises(UserError, match="boundary_ratio"):
+            converted(alone, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+@EACH
 def test_weights_come_back_bit_for_bit(library, vaes, tmp_path, name):
     run_path = save_run(tmp_path / "run", name, vaes[name], {"shift": 2.5})
     first = converted(run_path, tmp_path / "first")
@@ -166,7 +286,7 @@ def test_weights_come_back_bit_for_bit(library, vaes, tmp_path, name):
     assert type(run.model_config) is kind
 
 
-@BOTH
+@pytest.mark.parametrize("name", BY_SIZE)
 def test_the_shift_by_size_is_the_pipelines(vaes, tmp_path, name):
     run_path = save_run(tmp_path / "run", name, vaes[name], BY_SIZE[name])
     pipeline = converted(run_path, tmp_path / "pipeline")
@@ -231,6 +351,21 @@ FOREIGN = {
     "a class that is a list": ("z_image", {"_class_name": ["a"]}, "is of \\['a'\\], not one of"),
     "siglip": ("z_image", {"siglip_feat_dim": 1152}, "siglip_feat_dim=1152; our Z-Image has None"),
     "another epsilon": ("z_image", {"norm_eps": 1e-6}, "norm_eps=1e-06; our Z-Image has 1e-05"),
+    "pictures to begin with": ("wan", {"image_dim": 1280}, "image_dim=1280; our Wan has None"),
+    "their keys": ("wan", {"added_kv_proj_dim": 5120}, "added_kv_proj_dim=5120; our Wan has None"),
+    "norms of heads": (
+        "wan",
+        {"qk_norm": "rms_norm"},
+        "qk_norm='rms_norm'; our Wan has 'rms_norm_a",
+    ),
+    "no norm before the text": ("wan", {"cross_attn_norm": False}, "cross_attn_norm=False; our Wa"),
+    "two frames a token": (
+        "wan",
+        {"patch_size": [2, 2, 2]},
+        r"patch_size=\[2, 2, 2\]; our Wan has",
+    ),
+    "a patch of one number": ("wan", {"patch_size": [2]}, r"patch_size=\[2\]; our Wan has \[1, p"),
+    "other outputs": ("wan", {"out_channels": 8}, "out_channels=8; our Wan has 4"),
     "grouped queries": ("z_image", {"n_kv_heads": 1}, "n_kv_heads=1; our Z-Image has 3"),
     "two patches": ("z_image", {"all_patch_size": [2, 4]}, r"all_patch_size=\[2, 4\]; our Z-I"),
     "no patch": ("z_image", {"all_patch_size": []}, r"patch_size=0 must be at least 1"),
@@ -264,6 +399,16 @@ def test_another_network_is_refused_in_one_line(case, vaes, tmp_path):
 
 
 SCHEDULERS = {
+    "noise predicted": (
+        {"prediction_type": "epsilon"},
+        "prediction_type='epsilon'; .objective. re",
+    ),
+    "sigmas of no flow": (
+        {"use_flow_sigmas": False},
+        "use_flow_sigmas=False; .objective. rectified",
+    ),
+    "another shift": ({"flow_shift": -1}, "flow_shift=-1 must be a number above 0"),
+    "karras in UniPC": ({"use_karras_sigmas": True}, "use_karras_sigmas=True: not supported"),
     "another class": ({"_class_name": "DDIMScheduler"}, "is of 'DDIMScheduler', not of FlowMatch"),
     "karras": ({"use_karras_sigmas": True}, "use_karras_sigmas=True: not supported"),
     "an end": ({"shift_terminal": 0.02}, "shift_terminal=0.02: not supported"),
@@ -280,7 +425,8 @@ SCHEDULERS = {
 @pytest.mark.parametrize("case", SCHEDULERS)
 def test_a_scheduler_of_other_times_is_refused_by_name(case, vaes, tmp_path):
     changes, words = SCHEDULERS[case]
-    folder = converted(save_run(tmp_path / "run", "flux2", vaes["flux2"]), tmp_path / "pipeline")
+    name = "wan" if list(SCHEDULERS).index(case) < 4 else "flux2"
+    folder = converted(save_run(tmp_path / "run", name, vaes[name]), tmp_path / "pipeline")
     edit(folder / "scheduler" / "scheduler_config.json", **changes)
     with pytest.raises(UserError, match=words) as caught:
         converted(folder, tmp_path / "x")
@@ -331,7 +477,7 @@ def test_an_autoencoder_of_another_width_is_refused(vaes, tmp_path):
         converted(folder, tmp_path / "x")
 
 
-@BOTH
+@EACH
 def test_weights_in_shards_are_read_and_written(vaes, tmp_path, monkeypatch, name):
     run_path = save_run(tmp_path / "run", name, vaes[name])
     whole = converted(run_path, tmp_path / "whole", vae="none")

@@ -19,12 +19,14 @@ from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_checkpoints import find_checkpoint
 from titan_dit.checkpoint.store import URL, Location, location
 from titan_dit.commands.flags import ConvertFlags
+from titan_dit.commands.sample_inputs import boundary_of
 from titan_dit.config import catalog, config_file, dotted_names, schema, user_text
 from titan_dit.config.section import UserError, conform, hints_of, show
 from titan_dit.config.training import LoRAConfig
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.sentence_pairs import PairFacts
 from titan_dit.data.tokenizer_file import TokenizerFile, read_tokenizer
+from titan_dit.diffusion.objective import Diffusion
 from titan_dit.init_from import names_in
 from titan_dit.interop import (
     diffusers_network,
@@ -220,7 +222,7 @@ def read_diffusers(source: Path, target: Path, options: ConvertFlags) -> None:
         if index and diffusers_network.TRANSFORMER not in index:
             name = index.get("_class_name")
             raise UserError(f"{pipeline.name} is of {name}, which has none of {known}.")
-        folder = source / diffusers_network.TRANSFORMER if index else source
+        folder = source / part_of(index, options.expert) if index else source
         values = hugging_face.read_json(folder / diffusers_network.CONFIG)
         kind = diffusers_network.class_for(values)
         if kind is None:
@@ -230,6 +232,7 @@ def read_diffusers(source: Path, target: Path, options: ConvertFlags) -> None:
         ours = found.to_ours(hugging_face.read_weights(folder, FILES))
         scheduler = source / "scheduler" / diffusers_network.SCHEDULER
         objective = found.objective_of(hugging_face.read_json(scheduler) if index else None)
+        objective |= noise_levels_of(index, options.expert)
         has_vae = bool(index) and (source / diffusers_network.VAE).is_dir()
         vae = autoencoder.load(str(source), torch.device("cpu"), "vae") if has_vae else None
         facts = with_text(found.facts(vae, options.scale), found, source, options.text_encoder)
@@ -247,6 +250,39 @@ def read_diffusers(source: Path, target: Path, options: ConvertFlags) -> None:
     imported.save(target, tensors, record)
     draw = f"Draw from it: sample --run {target} --prompt TEXT. " if facts.text_source else ""
     console.say(f"wrote   {target}. {draw}Train from it with --checkpoint.resume {target}")
+
+
+def part_of(index: Mapping[str, Any], expert: str | None) -> str:
+    """The part of a pipeline that --expert names. Raises UserError if there is one network alone.
+
+    `index`: its model_index.json.
+    """
+    if expert and not has_low(index):
+        raise UserError(
+            f"--expert {expert}: the pipeline has one network, for all noise levels. Leave it out."
+        )
+    low, high = diffusers_network.LOW_TRANSFORMER, diffusers_network.TRANSFORMER
+    return low if expert == "low" else high
+
+
+def has_low(index: Mapping[str, Any]) -> bool:
+    """True if a pipeline has a second network, for low noise levels."""
+    part = index.get(diffusers_network.LOW_TRANSFORMER)
+    return isinstance(part, list) and any(part)
+
+
+def noise_levels_of(index: Mapping[str, Any], expert: str | None) -> dict[str, Any]:
+    """[objective] t_min or t_max of one of a pipeline's two networks; {} if it has one."""
+    if not has_low(index):
+        return {}
+    boundary = conform(
+        index.get("boundary_ratio"), float, f"{diffusers_network.INDEX}: boundary_ratio"
+    )
+    if not 0 < boundary < 1:
+        raise UserError(
+            f"{diffusers_network.INDEX}: boundary_ratio={boundary:g} must be above 0 and below 1."
+        )
+    return {"t_max" if expert == "low" else "t_min": boundary}
 
 
 def with_text(facts: LatentFacts, found: Counterpart, source: Path, chosen: str) -> LatentFacts:
@@ -287,6 +323,11 @@ def write_diffusers(target: Path, run: SavedNetwork, options: ConvertFlags) -> N
     theirs = found.to_theirs(run.tensors)
     parts = found.config_json(), outline, theirs, diffusers_network.WEIGHTS
     if vae == NO_VAE:
+        if options.low:
+            raise UserError(
+                f"--low {options.low}: two networks make a pipeline, which needs an autoencoder. "
+                "Give --vae, or export each network by itself."
+            )
         with writing(target, outline.values()), new_output(target) as place:
             hugging_face.write_folder(place, *parts)
         console.say(
@@ -297,11 +338,48 @@ def write_diffusers(target: Path, run: SavedNetwork, options: ConvertFlags) -> N
         scheduler = found.scheduler_json(diffusion.config)
         chosen = options.text_encoder
         encoder = diffusers_network.text_parts(chosen, "--text-encoder") if chosen else {}
-        with writing(target, outline.values()), new_output(target) as place:
-            hugging_face.write_folder(place / diffusers_network.TRANSFORMER, *parts)
+        written = {diffusers_network.TRANSFORMER: parts}
+        if options.low:
+            low, found.boundary = second_network(found, diffusion, scheduler, options)
+            folder_of_vae(vae, low.diffusion("convert").data, found)
+            theirs = found.to_theirs(low.tensors)
+            written[diffusers_network.LOW_TRANSFORMER] = *parts[:2], theirs, parts[3]
+        sizes = [*outline.values()] * len(written)
+        with writing(target, sizes), new_output(target) as place:
+            for part, given in written.items():
+                hugging_face.write_folder(place / part, *given)
             diffusers_network.write_parts(place, found, scheduler, folder, encoder, diffusion.data)
         console.say(f"wrote   {target}, a {found.pipeline} with {scheduler['_class_name']}")
     console.say(f"        from {run.path}, step {run.step} ({run.weights})")
+
+
+def second_network(
+    found: Counterpart, high: Diffusion, scheduler: Mapping[str, Any], options: ConvertFlags
+) -> tuple[SavedNetwork, float]:
+    """The run of --low, and the noise level where it meets --input.
+
+    Raises UserError for a network of another class or size, and for other times.
+    """
+    low = options.low
+    assert low is not None
+    if not found.has_experts:
+        raise UserError(f"--low {low}: {found.pipeline} has one network. Leave it out.")
+    path = find_checkpoint(location(low), None, "--low")
+    run = open_weights(path, options.weights or "ema", options.decay, options.trust)
+    other, diffusion = counterpart(run, f"--low {low}"), run.diffusion("convert")
+    other.check_expressible(options.as_is)
+    if other.config_json() != found.config_json():
+        raise UserError(
+            f"--low {low}: a network of other sizes than --input. Give the second one of the same "
+            "[model]."
+        )
+    if (theirs := other.scheduler_json(diffusion.config)) != scheduler:
+        raise UserError(
+            f"--low {low} has a shift of {theirs['flow_shift']:g}, --input of "
+            f"{scheduler['flow_shift']:g}: a pipeline has one. Give runs with the same [objective] "
+            "shift."
+        )
+    return run, boundary_of(high, diffusion, options.boundary)
 
 
 def folder_of_vae(vae: str, facts: LatentFacts, found: Counterpart) -> Path:
@@ -622,7 +700,10 @@ def describe(original: Original, tensors: OnDemand) -> str:
 
 
 READING = ("heads", "scale", "prediction", "noise_schedule", "format")
-WRITING = ("weights", "decay", "step", "vae", "text_encoder", "as_is", "format")
+WRITING = (
+    *("weights", "decay", "step", "vae", "text_encoder", "as_is", "format"),
+    *("low", "boundary"),
+)
 OF_RUNS = ("weights", "decay", "step")
 """Flags of every export."""
 
@@ -639,7 +720,7 @@ class Kind(NamedTuple):
 RUN = Kind("folder", "an export", WRITING)
 FILE = Kind("file", "an import", READING)
 ADAPTERS = Kind("set of LoRA adapters", "its import", ("base", *OF_RUNS))
-DIFFUSERS = Kind("folder of diffusers", "its import", ("scale", "text_encoder"))
+DIFFUSERS = Kind("folder of diffusers", "its import", ("scale", "text_encoder", "expert"))
 TRANSFORMERS = Kind("folder of transformers", "its import")
 FLAGS = dict.fromkeys(flag for kind in (FILE, RUN, ADAPTERS, DIFFUSERS) for flag in kind.flags)
 
@@ -714,6 +795,7 @@ def export(source: Location, target: Path, options: ConvertFlags) -> None:
         raise UserError(f"--out {target}: name {file}for diffusers a folder without a suffix.")
     else:
         use = f"an export to diffusers (--out {target} has no suffix)"
-        more = ("as_is",) if isinstance(config, DiTConfig) else ("text_encoder",)
+        more = ("text_encoder", "low", "boundary")
+        more = ("as_is",) if isinstance(config, DiTConfig) else more
         check_flags(options, (*OF_RUNS, "vae", *more), use)
         write_diffusers(target, run, options)

@@ -164,8 +164,8 @@ class ConvertFlags(Flags):
 
     input: Annotated[FilePath, Aliases("--from", "--run", "--checkpoint")]
     """Import: FILE.pt or FILE.safetensors of the original DiT or of SiT, or a folder of
-    transformers, or of a pipeline of diffusers (DiT, Z-Image, FLUX.2) or its transformer. Export: a
-    run or a checkpoint."""
+    transformers, or of a pipeline of diffusers (DiT, Z-Image, FLUX.2, Wan) or its transformer.
+    Export: a run or a checkpoint."""
     out: Annotated[OutputPath, Aliases("--to")]
     """Import: folder of the new checkpoint. Export: FILE.pt or FILE.safetensors of a DiT; a new
     folder for diffusers, or of a language model."""
@@ -195,6 +195,13 @@ class ConvertFlags(Flags):
     from_pretrained(OUT, text_encoder=None, tokenizer=None)."""
     as_is: bool = False
     """Export to diffusers: also where it computes other timestep frequencies."""
+    expert: Literal["high", "low"] | None = None
+    """Import of a pipeline with two networks, as Wan 2.2 A14B: the one that draws high noise levels
+    (transformer) or low ones (transformer_2). Unset: high."""
+    low: RunPath | None = None
+    """Export of a pipeline with two networks: the run whose network draws below --boundary."""
+    boundary: Annotated[float, Bound(above=0, below=1)] | None = None
+    """Noise level at which --input and --low meet, see `sample --boundary`."""
     base: RunPath = ""
     """Import of adapters (a folder of peft, or pytorch_lora_weights.safetensors): the run whose
     weights they belong to."""

@@ -7,6 +7,7 @@ whole pipeline's, with `model_index.json` and a folder for each part.
 from __future__ import annotations
 
 import importlib
+import math
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -33,11 +34,12 @@ if TYPE_CHECKING:  # Most imports have no autoencoder.
     from titan_dit.pictures.autoencoder import Autoencoder
 
 CONFIG, INDEX, SCHEDULER = "config.json", "model_index.json", "scheduler_config.json"
-TRANSFORMER, VAE = "transformer", "vae"
+TRANSFORMER, LOW_TRANSFORMER, VAE = "transformer", "transformer_2", "vae"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 NETWORKS = {
     "dit": "titan_dit.interop.diffusers_dit:DiffusersDiT",
     "flux2": "titan_dit.interop.diffusers_flux2:DiffusersFlux2",
+    "wan": "titan_dit.interop.diffusers_wan:DiffusersWan",
     "z_image": "titan_dit.interop.diffusers_z_image:DiffusersZImage",
 }
 """[model] name -> the class of its counterpart."""
@@ -58,6 +60,10 @@ class Counterpart(ABC):
     """Name of the network in messages, such as "a DiT"."""
     takes_captions: ClassVar[bool] = False
     """True if the pipeline has a text encoder."""
+    has_experts: ClassVar[bool] = False
+    """True if the pipeline may have a second network, for low noise levels."""
+    boundary: float | None = None
+    """Noise level from which on the first of two networks draws; None if there is one."""
     config: Any
     output_channels: int
 
@@ -264,8 +270,8 @@ class TextToImage(Counterpart):
                 "without learn_sigma."
             )
 
-    def scheduler_json(self, objective: Any) -> dict[str, Any]:
-        """See `Counterpart.scheduler_json`: with the shift of the run's times."""
+    def check_objective(self, objective: Any) -> None:
+        """Raise UserError for an [objective] that the pipeline does not sample."""
         found = getattr(objective, "direction", None), getattr(objective, "time_scale", None)
         if objective.name != "rectified_flow" or found != (self.direction, 1000.0):
             given = ", ".join(
@@ -278,14 +284,17 @@ class TextToImage(Counterpart):
                 f'= "{self.direction}", time_scale = 1000. Give --vae none for the transformer '
                 "alone."
             )
+
+    def scheduler_json(self, objective: Any) -> dict[str, Any]:
+        """See `Counterpart.scheduler_json`: with the shift of the run's times."""
+        self.check_objective(objective)
         # The pipelines compute this shift for the size of each picture.
         by_tokens = objective.shift_by_tokens == self.by_tokens and objective.shift == 1.0
-        rows, columns = self.config.grid
         return {
             "_class_name": FLOW_SCHEDULER,
             "_diffusers_version": self.version,
             "num_train_timesteps": 1000,
-            "shift": 1.0 if by_tokens else objective.shift_of(rows * columns),
+            "shift": 1.0 if by_tokens else objective.shift_of(math.prod(self.config.grid)),
             "use_dynamic_shifting": by_tokens,
             **BY_TOKENS,
         }
@@ -298,7 +307,7 @@ class TextToImage(Counterpart):
 
     def facts(self, vae: Autoencoder | None, scale: float | None) -> LatentFacts:
         """See `Counterpart.facts`. Those of the text encoder are placeholders, see `text_of`."""
-        c, height, width = self.config.sample_shape
+        c = self.config.in_channels
         if vae is not None and vae.channels != c:
             raise UserError(
                 f"its vae has {vae.channels} latent channels, its transformer takes {c}. Put the "
@@ -309,7 +318,9 @@ class TextToImage(Counterpart):
             units = {"scale": scale or vae.scale, "shift": vae.shift}
             facts = {**units, "vae": vae.facts, "vae_source": vae.source}
         text = text_example(self.config)
-        return LatentFacts(shape=(c, height, width), count=0, num_classes=1, text=text, **facts)
+        return LatentFacts(
+            shape=self.config.sample_shape, count=0, num_classes=1, text=text, **facts
+        )
 
     def text_of(self, use: Prompts, folder: str, where: str) -> tuple[TextFacts, str]:
         """Facts of the embeddings that the pipeline makes of prompts, and the encoder's folder.
@@ -381,12 +392,7 @@ def shift_of(scheduler: Mapping[str, Any], by_tokens: str) -> dict[str, Any]:
         steps = show_json(scheduler["num_train_timesteps"])
         raise UserError(f"{SCHEDULER}: num_train_timesteps={steps}: the network has 1000. {ALONE}")
     if not scheduler.get("use_dynamic_shifting"):
-        shift = scheduler.get("shift", 1.0)
-        if isinstance(shift, bool) or not isinstance(shift, int | float) or not 0 < shift < 1e30:
-            raise UserError(
-                f"{SCHEDULER}: shift={show_json(shift)} must be a number above 0. {ALONE}"
-            )
-        return {"shift": float(shift)}
+        return {"shift": checked_shift(scheduler, "shift")}
     for key, value in BY_TOKENS.items():
         if scheduler.get(key, value) != value:
             raise UserError(
@@ -394,6 +400,14 @@ def shift_of(scheduler: Mapping[str, Any], by_tokens: str) -> dict[str, Any]:
                 f"{value!r}. {ALONE}"
             )
     return {"shift_by_tokens": by_tokens}
+
+
+def checked_shift(scheduler: Mapping[str, Any], key: str) -> float:
+    """A scheduler's fixed shift, 1 if it has none. Raises UserError unless it is above 0."""
+    shift = scheduler.get(key, 1.0)
+    if isinstance(shift, bool) or not isinstance(shift, int | float) or not 0 < shift < 1e30:
+        raise UserError(f"{SCHEDULER}: {key}={show_json(shift)} must be a number above 0.")
+    return float(shift)
 
 
 TEXT_PARTS = {"text_encoder": "architectures", "tokenizer": "tokenizer_class"}

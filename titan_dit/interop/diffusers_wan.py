@@ -1,9 +1,65 @@
-"""Wan in diffusers: folders of a `WanTransformer3DModel`, or of a `WanPipeline`."""
+"""Wan in diffusers: folders of a `WanTransformer3DModel`, or of a `WanPipeline`.
+
+Wan 2.2 A14B is two networks: `transformer` draws from `boundary_ratio` up, `transformer_2` below.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from titan_dit.config.section import Dim, Few, Layers, UserError, show
+from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.interop.diffusers_network import (
+    CONFIG,
+    LOW_TRANSFORMER,
+    SCHEDULER,
+    TextToImage,
+    check_fixed,
+    checked,
+    checked_shift,
+    show_json,
+)
 from titan_dit.interop.tensor_layouts import ClipKernel, Same, SplitQKV, Table
 from titan_dit.models.wan_config import MODULATION, WanConfig
+
+FIXED = {
+    "added_kv_proj_dim": None,
+    "cross_attn_norm": True,
+    "eps": 1e-6,
+    "freq_dim": 256,
+    "image_dim": None,
+    "pos_embed_seq_len": None,
+    "qk_norm": "rms_norm_across_heads",
+}
+"""Keys of config.json and the only values that our network supports."""
+SIZES = {
+    "attention_head_dim": Few,
+    "ffn_dim": Dim,
+    "in_channels": Few,
+    "num_attention_heads": Few,
+    "num_layers": Layers,
+    "patch_size": tuple[Few, ...],
+    "text_dim": Dim,
+}
+"""Keys of config.json and their types."""
+FRAMES, LATENTS = 21, (60, 104)
+"""Latent size of an import: 81 frames of 480 x 832 pixels."""
+ROPE = 1024
+"""Positions on each axis that diffusers' class has angles for."""
+UNIPC = {
+    "_class_name": "UniPCMultistepScheduler",
+    "num_train_timesteps": 1000,
+    "prediction_type": "flow_prediction",
+    "use_flow_sigmas": True,
+}
+"""Keys of the scheduler of the released pipelines and the only values that [objective] has."""
+UNSHIFTED = (
+    *("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_dynamic_shifting"),
+    *("rescale_betas_zero_snr", "thresholding"),
+)
+"""Keys of it that must be false."""
 
 CONDITION = "condition_embedder"
 OUTER = {
@@ -62,3 +118,101 @@ def linears(names: dict[str, str], prefix: str) -> dict[str, Same]:
         for ours, theirs in names.items()
         for kind in ("weight", "bias")
     }
+
+
+class DiffusersWan(TextToImage):
+    """Our Wan and its counterpart."""
+
+    kind, pipeline, named = "WanTransformer3DModel", "WanPipeline", "Wan"
+    trained_on, direction, version = WanConfig, "to_noise", "0.35.0"
+    has_experts = True
+    config: WanConfig
+
+    @classmethod
+    def of_folder(cls, values: Mapping[str, Any], index: Mapping[str, Any]) -> DiffusersWan:
+        """See `Counterpart.of_folder`."""
+        found = checked(values, SIZES)
+        outputs = {"out_channels": values.get("out_channels") and found["in_channels"]}
+        check_fixed(values, FIXED | outputs, cls.named)
+        frames, *sides = found["patch_size"]
+        if frames != 1 or len(sides) != 2 or sides[0] != sides[1]:
+            raise UserError(
+                f"{CONFIG}: patch_size={show_json(values['patch_size'])}; our Wan has [1, p, p]."
+            )
+        config = WanConfig(
+            hidden_size=found["num_attention_heads"] * found["attention_head_dim"],
+            num_layers=found["num_layers"],
+            num_heads=found["num_attention_heads"],
+            intermediate_size=found["ffn_dim"],
+            patch_size=sides[0],
+            in_channels=found["in_channels"],
+            latent_frames=FRAMES,
+            latent_size=LATENTS,
+            text_dim=found["text_dim"],
+        )
+        return cls(config, config.in_channels)
+
+    def layouts(self) -> dict[str, Same]:
+        """See `layouts`."""
+        return layouts(self.config)
+
+    def check_expressible(self, as_is: bool) -> None:
+        """See `Counterpart.check_expressible`."""
+        super().check_expressible(as_is)
+        config = self.config
+        hidden, _, heads, _ = config.shape
+        side = 2 * (hidden // heads // 6)
+        if config.axes[1:] != (side, side) or config.rope_theta != 10000:
+            raise UserError(
+                f"[model] rope_axes={show(config.axes)} and rope_theta={config.rope_theta:g}: "
+                f"{self.kind} has {show((hidden // heads - 2 * side, side, side))} and 10000."
+            )
+
+    def scheduler_json(self, objective: Any) -> dict[str, Any]:
+        """See `Counterpart.scheduler_json`: UniPC with the shift of the run's times."""
+        self.check_objective(objective)
+        shift = objective.shift_of(math.prod(self.config.grid))
+        return {**UNIPC, "_diffusers_version": self.version, "flow_shift": shift}
+
+    def objective_of(self, scheduler: Mapping[str, Any] | None) -> dict[str, Any]:
+        """See `Counterpart.objective_of`."""
+        if scheduler is None or scheduler.get("_class_name") != UNIPC["_class_name"]:
+            return super().objective_of(scheduler)
+        for key, value in UNIPC.items():
+            if scheduler.get(key) != value:
+                raise UserError(
+                    f"{SCHEDULER}: {key}={show_json(scheduler.get(key))}; [objective] "
+                    f"rectified_flow has {value!r}."
+                )
+        for key in UNSHIFTED:
+            if scheduler.get(key):
+                raise UserError(f"{SCHEDULER}: {key}={show_json(scheduler[key])}: not supported.")
+        return super().objective_of(None) | {"shift": checked_shift(scheduler, "flow_shift")}
+
+    def config_json(self) -> dict[str, Any]:
+        """See `Counterpart.config_json`."""
+        config = self.config
+        hidden, layers, heads, patch = config.shape
+        return {
+            "_class_name": self.kind,
+            "_diffusers_version": self.version,
+            **FIXED,
+            "attention_head_dim": hidden // heads,
+            "ffn_dim": config.ffn,
+            "in_channels": config.in_channels,
+            "num_attention_heads": heads,
+            "num_layers": layers,
+            "out_channels": config.in_channels,
+            "patch_size": [1, patch, patch],
+            "rope_max_seq_len": ROPE,
+            "text_dim": config.text_dim,
+        }
+
+    def index(self, facts: LatentFacts) -> dict[str, Any]:
+        """See `Counterpart.index`."""
+        second = [None, None] if self.boundary is None else ["diffusers", self.kind]
+        return {
+            "boundary_ratio": self.boundary,
+            "expand_timesteps": False,
+            LOW_TRANSFORMER: second,
+        }
