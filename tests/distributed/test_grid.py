@@ -356,7 +356,7 @@ def case_config(model, parallel, pipeline, kind, dtype="fp32", mode="none", laye
         objective = {"mask_end_of_document": bool(ends)}
         return gpt_config(data=ends, objective=objective, model=layers | kind, **sections)
     if model in TOKENS_PER_STEP:
-        if model in ("z_image", "flux2"):
+        if model != "joint_dit":
             layers = blocks_of_kinds(model, layers["num_layers"])
         keys = {key: value for key, value in kind.items() if key != "others"}
         if "others" in kind:
@@ -377,6 +377,8 @@ def blocks_of_kinds(model, layers):
     """Keys of [model] that make so many blocks of all kinds."""
     if model == "z_image":
         return {"num_layers": layers - 2, "num_refiner_layers": 1}
+    if model == "wan":
+        return {"num_layers": layers}
     return {"num_double_layers": 2, "num_single_layers": layers - 2}
 
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from harness import on_ranks
-from test_grid import CP, DP, PLAIN, PP, TP, blocks_of_kinds, schedule
+from test_grid import CP, DP, PLAIN, PP, TP, ULYSSES, blocks_of_kinds, schedule
 from tiny import (
     assert_same_gradients,
     gradients,
@@ -35,7 +35,9 @@ NARROW = {"rank": 2}
 # Of networks with blocks of several kinds.
 FLUX2 = {"network": "flux2", "rank": 2, "targets": ["blocks.*.attn.*", "blocks.*.mlp.*"]}
 Z_IMAGE = {"network": "z_image", "rank": 2, "targets": ["blocks.*"]}
-TABLES = [WIDE, NARROW, FLUX2, Z_IMAGE]
+# Of one with cross-attention.
+WAN = {"network": "wan", "rank": 2, "targets": ["blocks.*"]}
+TABLES = [WIDE, NARROW, FLUX2, Z_IMAGE, WAN]
 ZERO_BUBBLE = schedule("interleaved_zero_bubble", 2)
 # [lora], [parallel], [pipeline], whether compiled.
 CASES = [
@@ -51,6 +53,8 @@ CASES = [
     (FLUX2, PP, {}, False),
     (Z_IMAGE, TP, {}, False),
     (Z_IMAGE, CP, {}, False),
+    (WAN, TP, {}, False),
+    (WAN, CP, {}, False),
 ]
 LONG = [
     (WIDE, TP | PP, ZERO_BUBBLE, False),
@@ -60,6 +64,9 @@ LONG = [
     (NARROW, DP | PP, schedule("zbv_zero_bubble"), False),
     (FLUX2, DP | TP, {}, False),
     (Z_IMAGE, TP | PP, {}, False),
+    (WAN, DP | PLAIN, {}, False),
+    (WAN, TP | PP, {}, True),
+    (WAN, DP | ULYSSES, {}, False),
 ]
 
 

@@ -1,4 +1,4 @@
-"""LoRA files of Z-Image and FLUX.2: what `load_lora_weights` adds in a pipeline, we add."""
+"""LoRA files of Z-Image, FLUX.2 and Wan: what `load_lora_weights` adds in a pipeline, we add."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from exports import converted
 from safetensors.torch import load_file, save_file
-from test_diffusers_networks import drawn, flux2, z_image
+from test_diffusers_networks import drawn, flux2, wan, z_image
 
 from titan_dit.config.section import UserError
 from titan_dit.interop import lora_files
@@ -36,15 +36,31 @@ CASES = {
         "single_transformer_blocks.0.attn.to_qkv_mlp_proj",
         "single_transformer_blocks.2.attn.to_out",
     ),
+    "wan": (
+        "blocks.0.attn1.to_q",
+        "blocks.0.attn1.to_k",
+        "blocks.0.attn1.to_v",
+        "blocks.1.attn1.to_v",
+        "blocks.1.attn1.to_out.0",
+        "blocks.1.attn2.to_q",
+        "blocks.2.attn2.to_k",
+        "blocks.2.ffn.net.0.proj",
+        "blocks.2.ffn.net.2",
+    ),
+}
+PIPELINES = {"z_image": "ZImagePipeline", "flux2": "Flux2KleinPipeline", "wan": "WanPipeline"}
+CLASSES = {
+    "z_image": "ZImageTransformer2DModel",
+    "flux2": "Flux2Transformer2DModel",
+    "wan": "WanTransformer3DModel",
 }
 
 
-def pipeline_of(name, network):
+def pipeline_of(name, network, **more):
     library = diffusers("the test")
     scheduler = library.FlowMatchEulerDiscreteScheduler()
     parts = {"text_encoder": None, "tokenizer": None, "scheduler": scheduler}
-    kind = {"z_image": "ZImagePipeline", "flux2": "Flux2KleinPipeline"}[name]
-    return getattr(library, kind)(transformer=network, vae=None, **parts)
+    return getattr(library, PIPELINES[name])(transformer=network, vae=None, **parts, **more)
 
 
 def write(folder, network, names, metadata=None, scale=0.3):
@@ -68,7 +84,7 @@ def metadata_of(names, **changes):
 def bases(tmp_path_factory):
     """Networks of diffusers and the checkpoints of their weights."""
     library, found = diffusers("the test"), {}
-    for name, make in (("z_image", z_image), ("flux2", flux2)):
+    for name, make in (("z_image", z_image), ("flux2", flux2), ("wan", wan)):
         folder = tmp_path_factory.mktemp(name)
         make(library)[0].save_pretrained(folder / "theirs")
         found[name] = folder / "theirs", converted(folder / "theirs", folder / "base")
@@ -77,15 +93,15 @@ def bases(tmp_path_factory):
 
 def fresh(name, folder):
     library = diffusers("the test")
-    kind = {"z_image": "ZImageTransformer2DModel", "flux2": "Flux2Transformer2DModel"}[name]
-    return getattr(library, kind).from_pretrained(folder).eval()
+    return getattr(library, CLASSES[name]).from_pretrained(folder).eval()
 
 
 @torch.no_grad()
 def predictions(name, ours, network):
     """Of the same tokens, times and captions."""
     run = load(ours)
-    config = run.model_config.at_size(4, 6)
+    frames = (3,) if name == "wan" else ()
+    config = run.model_config.at_size(*frames, 4, 6)
     if name == "z_image":
         config = config.with_text_tokens(32)
     t, text = torch.tensor([0.2, 0.8]), drawn(2, config.text_tokens, 20)
@@ -100,6 +116,8 @@ def predictions(name, ours, network):
     if name == "z_image":
         theirs = network(list(latents[:, :, None]), t, list(text)).sample
         return config.detokenize(found), torch.stack(theirs)[:, :, 0]
+    if name == "wan":
+        return config.detokenize(found), network(latents, 1000 * t, text).sample
     texts, images = (positions.float() for positions in config.positions(torch.device("cpu")))
     theirs = network(
         hidden_states=inputs["tokens"],
@@ -147,6 +165,27 @@ def test_a_file_adds_here_what_it_adds_in_the_pipeline_and_comes_back(name, base
             torch.testing.assert_close(back[key], tensor, rtol=1e-6, atol=1e-7)
         second = converted(again, tmp_path / f"second {kind}.safetensors", format="lora")
         assert load_file(second).keys() == load_file(out).keys()
+
+
+def test_a_second_expert_has_adapters_of_its_own(bases, tmp_path):
+    pytest.importorskip("peft")
+    theirs, base = bases["wan"]
+    names, experts = CASES["wan"], [fresh("wan", theirs), fresh("wan", theirs)]
+    pipeline = pipeline_of("wan", experts[0], transformer_2=experts[1], boundary_ratio=0.875)
+    files = []
+    for number, part in enumerate(("high", "low")):
+        given = write(tmp_path / part, experts[0], names[number::2], metadata_of(names[number::2]))
+        ours = converted(given, tmp_path / f"{part} run", base=str(base))
+        files.append((ours, converted(ours, tmp_path / f"{part} file", format="lora")))
+    for number, (_, file) in enumerate(files):
+        pipeline.load_lora_weights(file, load_into_transformer_2=bool(number))
+    parts = pipeline.transformer, pipeline.transformer_2
+    for number, (ours, _) in enumerate(files):
+        found, expected = predictions("wan", ours, parts[number])
+        size = expected.abs().max()
+        assert (found - expected).abs().max() <= 1e-5 * size
+        other = predictions("wan", ours, parts[1 - number])[1]
+        assert (other - expected).abs().max() >= 0.01 * size
 
 
 @pytest.mark.parametrize(

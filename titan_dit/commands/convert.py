@@ -795,7 +795,7 @@ def export(source: Location, target: Path, options: ConvertFlags) -> None:
         raise UserError(f"--out {target}: name {file}for diffusers a folder without a suffix.")
     else:
         use = f"an export to diffusers (--out {target} has no suffix)"
-        more = ("text_encoder", "low", "boundary")
-        more = ("as_is",) if isinstance(config, DiTConfig) else more
+        captioned = "text_encoder", "low", "boundary"
+        more = ("as_is",) if isinstance(config, DiTConfig) else captioned
         check_flags(options, (*OF_RUNS, "vae", *more), use)
         write_diffusers(target, run, options)
