@@ -267,7 +267,10 @@ def test_two_runs_draw_the_noise_levels_that_they_were_trained_on(experts, here,
     both = load_file("both.safetensors")["samples"]
     # Times 1, 0.8 and 0.6 are of --run, 0.4 and 0.2 of --low.
     here(run="high", low="low", boundary=0.7, out="later.safetensors", steps=5, sampler="euler")
-    assert "hint    --boundary 0.7: --run was trained on t from 0.6 to 1" in capsys.readouterr().out
+    assert (
+        "hint    --boundary 0.7: the other run was trained on t from 0.6 to 1"
+        in capsys.readouterr().out
+    )
     later = load_file("later.safetensors")["samples"]
     assert (both - later).abs().max() > 1e-3
     here(run="high", low="low", boundary=0.59, out="same.safetensors", steps=5, sampler="euler")
@@ -279,7 +282,7 @@ def test_two_runs_draw_the_noise_levels_that_they_were_trained_on(experts, here,
 OTHERS = {
     "exchanged": (
         {"run": "low", "low": "high"},
-        "--run was trained on t from 0 to 0.6, --low from 0.6 to 1. --run draws high",
+        "the other run was trained on t from 0 to 0.6, --low from 0.6 to 1. --low draws",
     ),
     "no boundary": ({"run": "whole", "low": "whole"}, "which do not meet. Give --boundary"),
     "gone": ({"run": "high", "low": "nothing"}, "--low nothing"),
@@ -316,7 +319,7 @@ WRONG = {
     ),
     "cp": (
         ("--parallel.cp", 3, "--training.tokens_per_step", 240, "--parallel.cp_method", "ring"),
-        "bucket 2x1x4x8: ",
+        "bucket 2x1x4x8: [parallel] cp=3 does not divide the 8 tokens of a sample.",
     ),
     "scores": (
         ("--fid.every", 6, "--fid.reference", "reference", "--fid.features", "pixels:features"),

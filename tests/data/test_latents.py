@@ -338,6 +338,8 @@ def test_facts_of_before_clips_are_unchanged(folder):
             "but the manifest says float16 [2, 2, 3, 1, 4]",
         ),
         ({"vae": VIDEO_VAE | {"frames_factor": 0}}, "vae: frames_factor=0 "),
+        ({"fps": 0.0}, "fps=0.0 must be at least 0.1"),
+        ({"fps": 1e30}, "fps=1e+30 must be at most 1000"),
     ],
 )
 def test_wrong_manifests_of_clips_are_refused_by_name(tmp_path, changed, words):

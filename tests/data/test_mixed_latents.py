@@ -366,6 +366,19 @@ def test_pictures_beside_clips_are_clips_of_one_frame(tmp_path):
     assert counts == {((2, 1, 2, 4), 0): 8, ((2, 1, 4, 4), 0): 2, ((2, 3, 2, 4), 0): 10}
 
 
+def test_the_largest_samples_are_known_from_the_manifests_alone(pair, tmp_path):
+    clips = write_set(tmp_path / "clips", {(3, 2, 4): 1, (1, 8, 2): 2}, first=100)
+    for shard in tmp_path.glob("*/*.safetensors"):
+        shard.unlink()
+    assert section_of(path=str(pair[0])).sample_shape() == (2, 4, 4)
+    tables = [{"path": str(pair[1])}, {"path": str(clips)}]
+    assert section_of(datasets=tables).sample_shape() == (2, 3, 2, 4)
+    class_folders(tmp_path / "files", classes=("0", "1"), shape=(4, 8, 8))
+    assert section_of(path=str(tmp_path / "files")).sample_shape() is None
+    assert section_of(datasets=[*tables, {"path": f"{tmp_path}/files"}]).sample_shape() is None
+    assert section_of(path=str(tmp_path / "gone")).sample_shape() is None
+
+
 def test_an_autoencoder_of_clips_may_have_encoded_the_pictures_beside_them(tmp_path):
     vae = {"class": "AutoencoderKLWan", "source": "vae", "digest": "d" * 64, "factor": 8}
     pictures = write_set(tmp_path / "pictures", {(2, 4): 5}, vae=vae)

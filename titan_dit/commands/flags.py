@@ -832,7 +832,7 @@ class PictureFlags(DrawingFlags, CommonFlags):
     """Size of the pictures, width x height in pixels: 1024x768. Unset: that of training."""
     frames: Few | None = None
     """Clips: frames of each, such as 81; 1 draws pictures. Unset: as many as in training."""
-    fps: Annotated[float, Bound(above=0, most=1000)] | None = None
+    fps: FrameRate | None = None
     """Clips: frames per second of the MP4 files. Unset: those of the data, else 16."""
     keep_frames: bool = False
     """Clips: write every frame as a PNG, too. MP4 loses a little."""

@@ -401,19 +401,17 @@ def boundary_of(high: Diffusion, low: Diffusion, wanted: float | None) -> float:
         for d in (low, high)
     )
     trained = (
-        f"--run was trained on t from {first:g} to {last:g}, --low from {low_first:g} to "
+        f"the other run was trained on t from {first:g} to {last:g}, --low from {low_first:g} to "
         f"{low_last:g}"
     )
     if low_first >= last:
-        raise UserError(
-            f"--low: {trained}. --run draws high noise levels, --low low ones: exchange them."
-        )
+        raise UserError(f"--low: {trained}. --low draws the low noise levels: exchange them.")
     if wanted is None and low_last != first:
         raise UserError(f"--low: {trained}, which do not meet. Give --boundary, such as 0.875.")
     boundary = first if wanted is None else wanted
     if last <= boundary or low_first >= boundary:
         raise UserError(
-            f"--boundary {boundary:g}: {trained}. --run draws from the boundary up, --low below. "
+            f"--boundary {boundary:g}: {trained}. The other run draws from there up, --low below. "
             "Give a boundary between the noise levels of both."
         )
     if (first > boundary or low_last < boundary) and Ranks().is_first:

@@ -13,8 +13,8 @@ from titan_dit.config.section import (
     Dim,
     Few,
     Finite,
+    FrameRate,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     UserError,
     conform,
@@ -42,7 +42,7 @@ MANIFEST_KEYS = {
     "value_range": tuple[Finite, ...] | None,
     "copies": PositiveInt | None,
     "posterior": Literal["both", "mean"] | None,
-    "fps": PositiveFloat | None,
+    "fps": FrameRate | None,
 }
 UNITS = ("scale", "shift")
 """Keys that hold a number, or a list of one per channel."""
