@@ -410,7 +410,8 @@ def check_shape(labels: Tensor, count: int, path: Path) -> None:
     """Refuse labels that are not int64 [count]."""
     if labels.dtype != torch.int64 or tuple(labels.shape) != (count,):
         raise UserError(
-            f"[data] {path}: label is {labels.dtype} {list(labels.shape)}, not int64 [{count}]."
+            f"[data] {path}: label is {labels.dtype} {list(labels.shape)}, not int64 [{count}]. "
+            "Give one class per latent."
         )
 
 
@@ -510,7 +511,7 @@ def write_parts(
     for latents, labels in buckets:
         check_rows(path, latents, labels, num_classes)
     if len({latents.dtype for latents, _ in buckets}) > 1:
-        raise UserError(f"[data] {path}: the latents of its buckets differ in dtype.")
+        raise UserError(f"[data] {path}: the latents of its buckets differ in dtype. Give one.")
     path.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, Any]] = []
     for bucket, (latents, labels) in enumerate(buckets):
@@ -535,11 +536,12 @@ def write_parts(
 def check_rows(path: Path, latents: Tensor, labels: Tensor, num_classes: int) -> None:
     """Raise UserError for latents and labels that cannot be written."""
     if not len(latents):
-        raise UserError(f"[data] {path}: latents {list(latents.shape)} hold no sample.")
+        raise UserError(f"[data] {path}: latents {list(latents.shape)} hold no sample. Give some.")
     check_shape(labels, len(latents), path)
     check_labels(labels, num_classes, path)
     if latents.dtype not in STORED_DTYPES.values():
-        raise UserError(f"[data] {path}: {latents.dtype} is not one of {', '.join(STORED_DTYPES)}.")
+        known = ", ".join(STORED_DTYPES)
+        raise UserError(f"[data] {path}: {latents.dtype} is not one of {known}. Convert them.")
     if not (finite := latents.flatten(1).isfinite().all(1)).all():
         row = int((~finite).nonzero()[0])
         raise UserError(f"[data] {path}: row {row} holds NaN or infinity. Remove such rows.")

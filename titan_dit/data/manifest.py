@@ -107,7 +107,7 @@ def read_json(path: Path) -> dict[str, Any]:
         # utf-8-sig: a person may have written it, in an editor that begins with a byte order mark.
         values = user_text.parse_json(file.read_text(encoding="utf-8-sig"), unique=True)
     except ValueError as error:
-        raise UserError(f"[data] {file} is not valid JSON: {error}") from None
+        raise UserError(f"[data] {file} is not valid JSON: {error}. Correct the file.") from None
     if not isinstance(values, dict) or values.get("format") not in (*SHARD_FORMATS, FOLDER_FORMAT):
         raise UserError(
             f'[data] {file}: not a dataset. Add "format": "{FOLDER_FORMAT}" for a folder of '
