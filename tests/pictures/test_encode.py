@@ -225,7 +225,7 @@ def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_one_line(monkeypatch,
     message = refused(lambda: autoencoder.load("owner/vae", CPU))
     assert message == (
         "--vae owner/vae: no such folder, and by this name on the hub no autoencoder can be loaded "
-        "from it (Name or service not known)."
+        "from it (Name or service not known). Give the folder of one of diffusers."
     )
     assert capsys.readouterr().err == "there is no folder owner/vae: loading it from the hub\n"
     # A name of the hub has one slash at most.

@@ -406,7 +406,7 @@ def checked_shift(scheduler: Mapping[str, Any], key: str) -> float:
     """A scheduler's fixed shift, 1 if it has none. Raises UserError unless it is above 0."""
     shift = scheduler.get(key, 1.0)
     if isinstance(shift, bool) or not isinstance(shift, int | float) or not 0 < shift < 1e30:
-        raise UserError(f"{SCHEDULER}: {key}={show_json(shift)} must be a number above 0.")
+        raise UserError(f"{SCHEDULER}: {key}={show_json(shift)} must be a number above 0. {ALONE}")
     return float(shift)
 
 

@@ -283,7 +283,8 @@ def load(
         reason = " ".join(str(told).split())[:300]
         nowhere = "" if folder.is_dir() else "no such folder, and by this name on the hub "
         raise UserError(
-            f"{where} {source}: {nowhere}no autoencoder can be loaded from it ({reason})."
+            f"{where} {source}: {nowhere}no autoencoder can be loaded from it ({reason}). Give the "
+            "folder of one of diffusers."
         ) from None
     module = module.to(device, getattr(torch, dtype)).eval().requires_grad_(False)
     if tiles == "always":
@@ -343,9 +344,11 @@ def class_of(library: Any, config: Mapping[str, Any], where: str) -> Any:
     for key, value in config.items():
         layers = value if isinstance(value, list | tuple) else [value]
         if "layers" in key and any(isinstance(n, int | float) and n > MAX_LAYERS for n in layers):
-            raise UserError(f"{where}: {CONFIG}: {key}={show(value)} is above {MAX_LAYERS}.")
+            raise UserError(
+                f"{where}: {CONFIG}: {key}={show(value)} is above {MAX_LAYERS}. Lower it."
+            )
     if name in OF_CLIPS and len(config.get("dim_mult") or ()) > MAX_LEVELS:
-        raise UserError(f"{where}: {CONFIG}: dim_mult has more than {MAX_LEVELS} levels.")
+        raise UserError(f"{where}: {CONFIG}: dim_mult has more than {MAX_LEVELS} levels. Lower it.")
     return kind
 
 
@@ -422,11 +425,14 @@ def units_of_packed(
     if list(config.get("patch_size") or ()) != [PATCH, PATCH]:
         raise UserError(
             f"{where}: {CONFIG}: patch_size={show(config.get('patch_size'))}; FLUX.2's pipelines "
-            f"take {PATCH}x{PATCH} latent pixels as one."
+            f"take {PATCH}x{PATCH} latent pixels as one. Take the autoencoder of the release."
         )
     variance, mean = (getattr(module.bn, f"running_{name}").double() for name in ("var", "mean"))
     if not (variance + epsilon > 0).all() or not mean.isfinite().all():
-        raise UserError(f"{where}: bn has a variance below 0, or values that are not finite.")
+        raise UserError(
+            f"{where}: bn has a variance below 0, or values that are not finite. Restore the "
+            "folder."
+        )
     return tuple((variance + epsilon).rsqrt().tolist()), tuple(mean.tolist())
 
 
