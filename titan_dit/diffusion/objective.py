@@ -91,12 +91,19 @@ def what_fits(facts: LatentFacts, model: LatentModel) -> str:
     held = f"mean and std of {held}" if facts.posterior == "both" else held
     other = f", or in_channels = {half[0][0]} if half of its channels are a std" if half else ""
     largest = " in its largest bucket" if facts.bucket_shapes else ""
+<<<<<<< HEAD
     if size[-2] != size[-1] and not isinstance(model, SizedModel):
         return f"{held}{largest}. Latents must be square."
     fits = show(size[-2:]) if isinstance(model, SizedModel) else size[-1]
     frames = f", latent_frames = {size[0]}" if len(size) > 2 else ""
     leave = "" if not isinstance(model, UnsizedModel) else ", or leave the size out"
     return f"{held}{largest}. Set in_channels = {c}{frames}, latent_size = {fits}{leave}{other}."
+=======
+    if h != w and not isinstance(model, SizedModel):
+        return f"{held}{largest}. Encode squares (--image-size), or take a model with at_size."
+    size = show([h, w]) if isinstance(model, SizedModel) else h
+    return f"{held}{largest}. Set in_channels = {c}, latent_size = {size}{other}."
+>>>>>>> aab01044 (Messages about models of one size or of captions name a fix)
 
 
 def sized_models(model: ModelConfig, facts: DataFacts) -> Sequence[tuple[str, ModelConfig]]:
@@ -363,7 +370,9 @@ class Diffusion(Objective, ABC):
         """Classes of a network with labels. Raises UserError for one with captions."""
         if isinstance(self.model, LabelledModel):
             return self.model.num_classes
-        raise UserError(f"[model] name={show(self.model.name)} takes captions, not classes.")
+        raise UserError(
+            f"[model] name={show(self.model.name)} takes captions, not classes. Give it prompts."
+        )
 
     @property
     def captions(self) -> Captions | None:
@@ -378,7 +387,8 @@ class Diffusion(Objective, ABC):
         if not isinstance(self.model, SizedModel):
             raise UserError(
                 f"[model] name={show(self.model.name)} has no at_size: it draws samples of "
-                f"{list(self.model.sample_shape)} only."
+                f"{list(self.model.sample_shape)} only. Leave the size out, or take a model that "
+                "has it."
             )
         return self.resized(size)
 
