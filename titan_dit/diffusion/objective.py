@@ -91,19 +91,12 @@ def what_fits(facts: LatentFacts, model: LatentModel) -> str:
     held = f"mean and std of {held}" if facts.posterior == "both" else held
     other = f", or in_channels = {half[0][0]} if half of its channels are a std" if half else ""
     largest = " in its largest bucket" if facts.bucket_shapes else ""
-<<<<<<< HEAD
     if size[-2] != size[-1] and not isinstance(model, SizedModel):
-        return f"{held}{largest}. Latents must be square."
+        return f"{held}{largest}. Encode squares (--image-size), or take a model with at_size."
     fits = show(size[-2:]) if isinstance(model, SizedModel) else size[-1]
     frames = f", latent_frames = {size[0]}" if len(size) > 2 else ""
     leave = "" if not isinstance(model, UnsizedModel) else ", or leave the size out"
     return f"{held}{largest}. Set in_channels = {c}{frames}, latent_size = {fits}{leave}{other}."
-=======
-    if h != w and not isinstance(model, SizedModel):
-        return f"{held}{largest}. Encode squares (--image-size), or take a model with at_size."
-    size = show([h, w]) if isinstance(model, SizedModel) else h
-    return f"{held}{largest}. Set in_channels = {c}, latent_size = {size}{other}."
->>>>>>> aab01044 (Messages about models of one size or of captions name a fix)
 
 
 def sized_models(model: ModelConfig, facts: DataFacts) -> Sequence[tuple[str, ModelConfig]]:
