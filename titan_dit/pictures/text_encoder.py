@@ -404,7 +404,7 @@ def places(source: str, where: str) -> tuple[Path | None, Path | None]:
     folder = Path(source).expanduser()
     if not folder.is_dir():
         if folder.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
-            raise UserError(f"{where} {source}: no such folder. Give that of a text encoder.")
+            raise UserError(f"{where} {source}: no such folder.")
         return None, None
     if not (folder / CONFIG).is_file() and (folder / INSIDE).is_dir():
         folder = folder / INSIDE
