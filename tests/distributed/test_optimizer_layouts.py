@@ -19,13 +19,15 @@ GROUPED = MUON | {
     + [{"pattern": "head.*", "lr_factor": 0.5, "weight_decay": 0.0}]
 }
 LION = {"name": "examples.lion:LionConfig", "weight_decay": 0.1}
+PRODIGY = {"name": "examples.prodigy:ProdigyConfig", "d0": 1e-4, "weight_decay": 0.1}
+ADAFACTOR = {"name": "examples.adafactor:AdafactorConfig", "lr": 1e-2, "weight_decay": 0.1}
 QUANTIZED = {
     bits: {"name": f"small_blocks:{bits}", "lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
     for bits in ("Small8bit", "Small4bit", "SmallFp8")
 }
 EIGHT, FOUR, FP8 = QUANTIZED.values()
 ZERO_BUBBLE = schedule("zbv_zero_bubble")
-KINDS = [MUON, GROUPED, LION, EIGHT, FOUR, FP8]
+KINDS = [MUON, GROUPED, LION, PRODIGY, ADAFACTOR, EIGHT, FOUR, FP8]
 CASES = {
     2: [
         (DP, {}, MUON),
@@ -33,8 +35,14 @@ CASES = {
         (PP, ZERO_BUBBLE, GROUPED),
         (TP, {}, EIGHT),
         (DP, {}, FOUR),
+        (PP, ZERO_BUBBLE, PRODIGY),
     ],
-    4: [(HSDP, {}, GROUPED), (DP | TP, {}, EIGHT)],
+    4: [
+        (HSDP, {}, GROUPED),
+        (DP | TP, {}, EIGHT),
+        (DP | TP, {}, PRODIGY),
+        (DP | TP, {}, ADAFACTOR),
+    ],
 }
 # For ./run_tests.sh --long: layouts of GROUPED, then other optimizers.
 LONG = {
@@ -43,7 +51,13 @@ LONG = {
     8: [(PP | DP | TP, schedule("interleaved_1f1b", 2)), (HSDP | TP, {}), (DP | CP | TP, {})],
 }
 OTHERS = {
-    2: [(CP, {}, MUON), (TP, {}, FP8), (CP, {}, EIGHT), (PP, ZERO_BUBBLE, FOUR)],
+    2: [
+        (PP, ZERO_BUBBLE, ADAFACTOR),
+        (CP, {}, MUON),
+        (TP, {}, FP8),
+        (CP, {}, EIGHT),
+        (PP, ZERO_BUBBLE, FOUR),
+    ],
     4: [(DP | TP, {}, MUON), (DP | TP, {}, LION), (DP | TP, {}, FOUR), (HSDP, {}, EIGHT)],
     8: [(PP | DP | TP, schedule("interleaved_1f1b", 2), EIGHT), (HSDP | TP, {}, FP8)],
 }
@@ -179,7 +193,7 @@ def check_steps(by_rank, cases, references):
     five may be 2e-6 off, in none by more than a tenth of three steps.
     """
     for number, (parallel, _, optimizer) in enumerate(cases):
-        _, expected, *_ = references[KINDS.index(optimizer)]
+        _, expected, _, expected_states = references[KINDS.index(optimizer)]
         seen, frozen = {}, set(frozen_of(expected) if optimizer is GROUPED else ())
         for ranks in by_rank:
             before, found, _, states = ranks[number]
@@ -187,6 +201,11 @@ def check_steps(by_rank, cases, references):
             assert not frozen & set(states)
             for name in frozen & set(found):
                 assert torch.equal(found[name], before[name]), f"{parallel} {name}"
+            if optimizer is PRODIGY:
+                name = next(iter(states))
+                d = expected_states[name]["d"]
+                assert d > 2 * PRODIGY["d0"]
+                torch.testing.assert_close(states[name]["d"], d, rtol=1e-4, atol=0)
         assert seen.keys() == expected.keys()
         # The true gradient of the keys' bias is 0, and AdamW makes steps of its rounding.
         off = {n: (w - expected[n]).abs() for n, w in seen.items() if "attn.qkv.bias" not in n}
