@@ -203,9 +203,11 @@ def check_steps(by_rank, cases, references):
                 assert torch.equal(found[name], before[name]), f"{parallel} {name}"
             if optimizer is PRODIGY:
                 name = next(iter(states))
-                d = expected_states[name]["d"]
-                assert d > 2 * PRODIGY["d0"]
-                torch.testing.assert_close(states[name]["d"], d, rtol=1e-4, atol=0)
+                numerator = expected_states[name]["numerator"]
+                assert numerator != 0
+                # Sums over all ranks of a number for each replica.
+                found = states[name]["numerator"]
+                torch.testing.assert_close(found, numerator, rtol=1e-3, atol=0)
         assert seen.keys() == expected.keys()
         # The true gradient of the keys' bias is 0, and AdamW makes steps of its rounding.
         off = {n: (w - expected[n]).abs() for n, w in seen.items() if "attn.qkv.bias" not in n}
