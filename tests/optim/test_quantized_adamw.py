@@ -60,8 +60,9 @@ def test_steps_are_torchaos(config):
         for step in range(5):
             with_gradients(reference, step)
             theirs.step()
-    for name, p in named.items():
-        torch.testing.assert_close(p, reference[name], rtol=0, atol=1e-6)
+    off = torch.cat([(p - reference[n]).abs().flatten() for n, p in named.items()])
+    # Of float8, second moments that torchao rounds to 0 keep a code here.
+    assert (off > 1e-6).float().mean() <= (1e-3 if config is AdamWFp8Config else 0)
     weight, bias = named.values()
     state = theirs.state[reference["blocks.0.weight"]]
     for key in ("exp_avg", "exp_avg_sq"):
@@ -151,6 +152,23 @@ def test_the_compiled_step_is_the_eager_one(config, monkeypatch):
         stepped(build_optimizer(named, config(**SETTINGS), None), named, range(3))
         found.append(named["blocks.0.weight"])
     torch.testing.assert_close(*found, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("config", [AdamWConfig, *THEIRS])
+@pytest.mark.parametrize("size", [1e-3, 1e-4])
+def test_small_gradients_of_a_block_take_no_large_steps(config, size):
+    """A second moment that is rounded to 0 would divide by eps."""
+    p = nn.Parameter(torch.zeros(8, 2048))
+    optimizer = build_optimizer({"w": p}, config(lr=1.0), None)
+    generator = torch.Generator().manual_seed(0)
+    largest = 0.0
+    for step in range(40):
+        p.grad = torch.randn(p.shape, generator=generator)
+        p.grad[:, 1:64] *= size * (step < 20)
+        before = p.detach().clone()
+        apply_gradients(optimizer, 1.0, GO)
+        largest = max(largest, (p.detach() - before)[:, 1:64].abs().max().item())
+    assert largest < 1.5
 
 
 def test_it_learns_as_adamw_does():

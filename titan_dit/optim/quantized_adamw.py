@@ -168,7 +168,15 @@ def codes_of(bits: str, is_signed: bool, device: torch.device) -> Codes:
 
     def encode_float8(values: Tensor) -> tuple[Tensor, Tensor]:
         codes, scales = subclass_fp8.quantize_fp8(values, values.shape[1])
-        return codes.view(torch.uint8), scales
+        return least(codes.view(torch.uint8), values), scales
+
+    def least(codes: Tensor, values: Tensor) -> Tensor:
+        """Codes of a second moment, of which none but that of 0 stands for 0.
+
+        A weight whose first moment lives longer would take steps of first moment / eps. torchao's
+        table of 4 bits has no 0.
+        """
+        return codes if is_signed else torch.where(values > 0, codes.clamp(min=1), codes)
 
     if bits == "float8":
         return Codes(encode_float8, lambda c, scales: c.view(subclass_fp8.DTYPE).float() * scales)
@@ -180,7 +188,7 @@ def codes_of(bits: str, is_signed: bool, device: torch.device) -> Codes:
     def encode(values: Tensor) -> tuple[Tensor, Tensor]:
         scaled, scales = quant_utils.scale_tensor(values, values.shape[1])
         if bits == "8":
-            return quant_utils.quantize_8bit_with_qmap(scaled, table), scales
+            return least(quant_utils.quantize_8bit_with_qmap(scaled, table), values), scales
         codes = quant_utils.quantize_4bit_with_qmap(scaled, table)
         return codes[:, ::2] << 4 | codes[:, 1::2], scales
 
