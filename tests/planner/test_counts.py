@@ -72,6 +72,7 @@ MODELS = {
     "gpt, math": gpt_config(precision={"dtype": "bf16", "attention": "math"}),
     "bert": bert_config(**BF16),
     "joint_dit": joint_config(**BF16),
+    "wan": joint_config("wan", **BF16),
 }
 
 
@@ -86,11 +87,12 @@ def test_the_products_of_all_parts_are_the_models_flops(name):
     assert flops(work) == pytest.approx(expected, rel=1e-12)
     parameters = found.embed.parameters + 3 * found.block.parameters + found.head.parameters
     assert parameters == sum(p.numel() for p in model.parameters())
-    assert {item.dtype for item in work.products} == ({"bf16"} if "math" not in name else DTYPES)
+    is_mixed = name in ("gpt, math", "wan")
+    assert {item.dtype for item in work.products} == (DTYPES if is_mixed else {"bf16"})
 
 
 DTYPES = {"bf16", "fp32"}
-"""Attention by products runs in fp32."""
+"""Attention by products runs in fp32, and so does the embedding of Wan's time."""
 
 
 def counted_flops(config):

@@ -51,6 +51,17 @@ FLUX2 = {
 }
 SIZES = {"hidden_size": 384, "num_heads": 3, "num_layers": 4, "num_refiner_layers": 2}
 Z_IMAGE = FLUX2 | {"model": {"name": "z_image", **SIZES, **TEXT}}
+WAN = FLUX2 | {
+    "model": {
+        "name": "wan",
+        "hidden_size": 384,
+        "num_heads": 4,
+        "num_layers": 4,
+        "intermediate_size": 1024,
+        "latent_frames": 3,
+        **TEXT,
+    },
+}
 
 
 def tables(model, /, **sections):
@@ -86,6 +97,7 @@ SHORT = {
     "1f1b": (DIT, 2, pipeline(2, "1f1b")),
     "zero bubble": (GPT, 2, pipeline(2, "zbv_zero_bubble")),
     "blocks of three kinds": (Z_IMAGE, 2, pipeline(2, "1f1b")),
+    "cross-attention": (WAN, 2, parallel(tp=2)),
 }
 LONG = {
     "one rank": (DIT, 1, {}),
@@ -107,6 +119,12 @@ LONG = {
     "kinds, tp": (FLUX2, 2, parallel(tp=2) | {"model": {"num_heads": 4}}),
     "kinds, interleaved": (Z_IMAGE, 4, pipeline(2, "interleaved_1f1b", 2)),
     "kinds, zero bubble": (FLUX2, 2, pipeline(2, "zbv_zero_bubble")),
+    "cross-attention, one rank": (WAN, 1, {}),
+    "cross-attention, fsdp": (WAN, 4, {}),
+    "cross-attention, recomputed": (WAN, 4, remat("full") | parallel(blocks_per_fsdp_unit=1)),
+    "cross-attention, ring": (WAN, 2, parallel(cp=2) | remat("selective")),
+    "cross-attention, interleaved": (WAN, 4, pipeline(2, "interleaved_1f1b", 2)),
+    "cross-attention, ulysses": (WAN, 4, parallel(cp=4, cp_method="ulysses")),
 }
 
 

@@ -150,7 +150,7 @@ class Model(nn.Module):
     """Name of a parameter of `head` -> name of the parameter of `embed` that it shares."""
     exact: Collection[str] = ()
     """Modules whose parameters stay in fp32 under [precision] dtype = "bf16" and "fp16": names, in
-    which * stands for any text. They are small: every rank holds them whole during a step."""
+    which * stands for any text. For small ones: every rank holds them whole during a step."""
 
     def tie(self) -> None:
         """Let `head` hold the parameters of `embed` that it shares, if this stage has both.

@@ -95,11 +95,12 @@ class Embed(nn.Module):
         text, timestep = inputs["text"].to(dtype), inputs["timestep"]
         index = torch.arange(text.shape[1], device=text.device)
         is_given = index < inputs["text_length"][:, None]
-        time = self.timestep(timestep)
-        modulation = torch.cat((self.modulation(F.silu(time)), time), -1)
-        projected = self.text(torch.where(is_given[..., None], text, 0))
-        # At least fp32: their gradients are sums over all blocks.
-        return self.patch(inputs["tokens"].to(dtype)), exactly(projected), exactly(modulation)
+        time = self.timestep(timestep)  # In fp32 or fp64, see `Wan.exact`.
+        modulation = exactly(self.modulation(F.silu(time).to(dtype)))
+        projected = exactly(self.text(torch.where(is_given[..., None], text, 0)))
+        # At least fp32: gradients of text and modulation are sums over all blocks.
+        tokens = self.patch(inputs["tokens"].to(dtype))
+        return tokens, projected, torch.cat((modulation, exactly(time)), -1)
 
 
 class Block(nn.Module):
@@ -153,7 +154,6 @@ class Wan(CaptionedNetwork):
     block_classes: ClassVar = {"": Block}
     exact = (
         "embed.timestep",
-        "embed.modulation",
         "blocks.*.modulation",
         "blocks.*.cross_norm",
         "head.modulation",

@@ -27,7 +27,7 @@ from titan_dit.dry_run.fake_step import CPU, HostReads, chunks_of_a_device, fake
 from titan_dit.dry_run.memory import MemoryLog, StorageKind, local
 from titan_dit.dry_run.traffic import READERS, SILENT, TrafficLog, group_name
 from titan_dit.execution import SlicedExecutor, scaled
-from titan_dit.models.base import Model, ModelSpec
+from titan_dit.models.base import Model, ModelSpec, exact_modules
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
@@ -883,9 +883,10 @@ class FakeParts:
         self.log.key = None
 
     def cast(self) -> None:
-        """Let the model hold its parameters in the compute dtype."""
+        """Let the model hold its parameters in the compute dtype, but for `Model.exact`."""
+        exact = {part for module in exact_modules(self.model) for part in module.modules()}
         with self.mode:
-            for module in self.model.modules():
+            for module in (part for part in self.model.modules() if part not in exact):
                 for name, parameter in module.named_parameters(recurse=False):
                     narrow = parameter.detach().to(self.plan.dtype)
                     setattr(module, name, nn.Parameter(narrow, parameter.requires_grad))
