@@ -11,11 +11,12 @@ import torch
 from captioned_sets import write_set
 from commands import metrics, only_error, run, train_command
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_vae import save_wan_vae
 
-from titan_dit.commands import sample_inputs
-from titan_dit.commands.flags import SampleFlags
+import titan_dit
+from titan_dit.commands import predict, sample_inputs
+from titan_dit.commands.flags import PredictFlags, SampleFlags
 from titan_dit.commands.sample import draw
 from titan_dit.config.section import UserError
 from titan_dit.pictures import autoencoder
@@ -229,6 +230,19 @@ def test_one_frame_is_drawn_as_a_picture(here):
     assert np.load("single.npz")["arr_0"].shape == (3, 4, 8, 3)
 
 
+def test_a_run_on_clips_predicts_in_python_as_by_the_command(here, folder):
+    run = titan_dit.load("whole", device="cpu", weights="model")
+    given = run.embed(["", ""])
+    x, t = torch.arange(2 * 192.0).view(2, 2, 3, 4, 8) / 200, torch.tensor([900.0, 20.0])
+    with torch.no_grad():
+        prediction = run.model(x, t, given)
+    assert prediction.shape == x.shape
+    save_file({"x": x, "t": t, **given}, "in.safetensors")
+    flags = {"run": "whole", "input": "in.safetensors", "weights": "model", "device": "cpu"}
+    predict.main(PredictFlags(out="out.safetensors", **flags))
+    torch.testing.assert_close(load_file("out.safetensors")["out"], prediction)
+
+
 BAD = {
     "npz": ({"out": "bad.npz"}, "ADM's evaluator reads pictures, but the run draws clips."),
     "rate of pictures": ({"frames": 1, "fps": 8.0}, "--fps is for clips, but pictures are drawn."),
@@ -252,9 +266,11 @@ def test_flags_that_do_not_fit_clips_are_one_line(case, here):
 @pytest.fixture(scope="module")
 def experts(folder, whole):
     """Runs on noise levels from 0.6 up and below, whose weights are far apart."""
+    write_set(folder / "more", {(8, 8): 4, (4, 8): 5}, first=500, value_range=[0, 128])
+    apart = ("--validation.path", "more", "--validation.samples", "None", "--validation.every", 2)
     for name, more in {
         "high": ("--objective.t_min", 0.6),
-        "low": ("--objective.t_max", 0.6, "--job.seed", 1),
+        "low": ("--objective.t_max", 0.6, "--job.seed", 1, *apart),
     }.items():
         flags = ("--job.dir", name, "--training.steps", 2, "--optimizer.lr", 0.05)
         trained(folder, *flags, *more)
@@ -277,6 +293,11 @@ def test_two_runs_draw_the_noise_levels_that_they_were_trained_on(experts, here,
     assert torch.equal(load_file("same.safetensors")["samples"], both)
     here(run="high", out="alone.safetensors", steps=5, sampler="euler")
     assert (both - load_file("alone.safetensors")["samples"]).abs().max() > 1e-3
+
+
+def test_pictures_may_be_the_validation_set_of_a_run_on_clips(experts):
+    last = metrics(experts / "low")[-1]
+    assert {name for name in BUCKETS if f"validation_loss_{name}" in last} == {*BUCKETS[:2]}
 
 
 OTHERS = {

@@ -45,6 +45,16 @@ def test_a_folder_per_class_is_read_directly(tmp_path, suffix):
         source[12]
 
 
+def test_files_of_pictures_are_clips_of_one_frame(tmp_path):
+    latents, _ = class_folders(tmp_path)
+    source = open_folder(tmp_path)
+    clips = source.as_clips()
+    assert clips.facts.shape == clips.fields["latent"].shape == (4, 1, 8, 8)
+    assert source.facts.shape == (4, 8, 8)
+    assert torch.equal(clips.read([11, 0])["latent"], latents[[11, 0]][:, :, None])
+    assert torch.equal(clips[5]["latent"], latents[5][:, None])
+
+
 def test_the_features_and_labels_of_fast_dit_are_read_directly(tmp_path):
     latents, labels = pair(tmp_path, "imagenet256_")
     samples = open_folder(tmp_path).read(range(12))

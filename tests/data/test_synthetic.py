@@ -17,3 +17,10 @@ def test_synthetic_samples_are_a_function_of_their_index():
     assert abs(drawn.mean().item()) < 0.03
     assert drawn.std().item() == pytest.approx(1, abs=0.03)
     assert not torch.equal(drawn[0], drawn[1])
+
+
+def test_synthetic_pictures_are_clips_of_one_frame():
+    source = Synthetic(latent_size=8, channels=4, num_classes=3).open()
+    clips = source.as_clips()
+    assert clips.facts.shape == clips.fields["latent"].shape == (4, 1, 8, 8)
+    assert torch.equal(clips[7]["latent"][:, 0], source[7]["latent"])

@@ -210,7 +210,7 @@ def buckets_of(manifest: dict[str, Any], in_buckets: bool, file: Path) -> list[d
     for bucket in buckets:
         if len(bucket["shape"]) not in (3, 4):
             what = "must be [c, h, w], or [c, f, h, w] of clips"
-            raise damaged(file, f"shape={list(bucket['shape'])} {what}")
+            raise damaged(file, f"shape={schema.brief(list(bucket['shape']))} {what}")
     if len({len(bucket["shape"]) for bucket in buckets}) > 1:
         raise damaged(
             file, "some of its buckets hold pictures and some clips: a picture is [c, 1, h, w]"
