@@ -263,6 +263,15 @@ def test_flags_that_do_not_fit_clips_are_one_line(case, here):
 # ---- Two networks ----
 
 
+def test_a_network_of_clips_that_learns_pictures_alone_shows_pictures(folder):
+    flags = ("--data.datasets", "[]", "--data.path", "pictures", "--training.steps", 1)
+    said = trained(folder, "--job.dir", "still", *flags, "--sampling.every", 1)
+    assert "model   wan: 83,608 parameters, 16 tokens" in said  # [2, 1, 8, 8], the largest.
+    [sheet] = (folder / "still/samples").iterdir()
+    with Image.open(sheet) as opened:
+        assert opened.height == 10 * (8 * 6 + 2)  # A row for each of ten prompts.
+
+
 @pytest.fixture(scope="module")
 def experts(folder, whole):
     """Runs on noise levels from 0.6 up and below, whose weights are far apart."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import forked
 import pytest
 from harness import on_ranks
-from tiny import tiny_config
+from tiny import built, tiny_config
 from tiny_gpt import gpt_config
+from tiny_joint import TABLES
 from torch.profiler import ProfilerActivity, profile
 
 from titan_dit.dry_run.fake_step import FakeRank, await_sends, fake_world, take_fake_step
@@ -107,6 +108,25 @@ def test_fake_storages_are_those_of_a_real_step(elsewhere, tmp_path):
     assert rank.peak.total == pytest.approx(real.allocated, rel=0.01)
     # Live after the step: the state, and parameters that FSDP keeps gathered.
     assert real.live >= real.state
+
+
+def test_a_clip_of_the_largest_bucket_takes_what_its_dry_run_says(elsewhere, tmp_path):
+    model = {
+        "name": "wan",
+        **{"hidden_size": 96, "num_layers": 3, "num_heads": 4, "intermediate_size": 256},
+        **{"in_channels": 4, "latent_frames": 5, "latent_size": [16, 24]},
+        **{"text_tokens": 32, "text_dim": 64},
+    }
+    config = built(
+        {**TABLES, "data": {"name": "latents", "path": "nowhere"}, "model": model},
+        {
+            "precision": {"dtype": "bf16"},
+            "training": {"global_batch_size": 2, "microbatch_size": 1},
+        },
+    )
+    real = elsewhere(alone, config, tmp_path)
+    [rank] = elsewhere(fake, config, 1).ranks
+    assert rank.peak.total == pytest.approx(real.allocated, rel=0.05)
 
 
 def test_a_pipeline_allocates_on_gloo_what_its_dry_run_says(elsewhere, tmp_path):

@@ -40,7 +40,7 @@ from titan_dit.data.latent_facts import shown
 from titan_dit.diffusion import conditions, drawing
 from titan_dit.diffusion.conditions import Given
 from titan_dit.diffusion.guidance import Guidance, LowExpert
-from titan_dit.diffusion.objective import Diffusion, has_clips
+from titan_dit.diffusion.objective import Diffusion
 from titan_dit.diffusion.samplers import ode
 from titan_dit.diffusion.samplers.base import Sampler
 from titan_dit.execution import Output, first_of
@@ -108,8 +108,8 @@ class Job:
 
     @property
     def has_clips(self) -> bool:
-        """True if samples are clips of several frames; of one they are pictures."""
-        return has_clips(self.diffusion.model) and self.diffusion.model.sample_shape[1] > 1
+        """See `Diffusion.draws_clips`."""
+        return self.diffusion.draws_clips
 
     @property
     def fps(self) -> float:
@@ -293,7 +293,7 @@ def check_clips(diffusion: Diffusion, flags: PictureFlags) -> None:
     for flag, key in (("--boundary", "boundary"), ("--low-cfg-scale", "low_cfg_scale")):
         if flags.low is None and getattr(flags, key) is not None:
             raise UserError(f"{flag} is for two networks: give the second one, --low RUN.")
-    if not has_clips(diffusion.model) or diffusion.model.sample_shape[1] == 1:
+    if not diffusion.draws_clips:
         for flag, is_given in (("--fps", flags.fps), ("--keep-frames", flags.keep_frames)):
             if is_given:
                 raise UserError(f"{flag} is for clips, but pictures are drawn. Leave it out.")

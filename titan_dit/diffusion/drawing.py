@@ -32,7 +32,7 @@ from titan_dit.diffusion.guidance import (
     guided,
     scales,
 )
-from titan_dit.diffusion.objective import Diffusion, has_clips, text_multiple
+from titan_dit.diffusion.objective import Diffusion, text_multiple
 from titan_dit.diffusion.samplers import from_diffusers
 from titan_dit.diffusion.samplers.base import Sampler, Settings
 from titan_dit.diffusion.sections import DiffusionConfig
@@ -230,7 +230,7 @@ def shown(
         labels = preview_labels(sampling.num or NUM, objective.num_classes)
         return labels, {"labels": labels}, objective.data.class_names
     count = len(opened.prompts)
-    num = sampling.num or count * (1 if has_clips(objective.model) else max(1, NUM // count))
+    num = sampling.num or count * (1 if objective.draws_clips else max(1, NUM // count))
     if num < count:
         raise UserError(
             f"[sampling] num={num} does not show all {count} prompts. Set num to at least "
@@ -418,8 +418,9 @@ def preview(
         # Imported late: the benchmarks train on machines without Pillow.
         from titan_dit.pictures import output
 
-        if not has_clips(objective.model):
-            output.draw_grid(file, drawn, labels.tolist(), value_range, names)
+        if not objective.draws_clips:
+            pictures = drawn.squeeze(2) if drawn.ndim == 5 else drawn
+            output.draw_grid(file, pictures, labels.tolist(), value_range, names)
             return
         clips, fps = output.to_clips(drawn, value_range), objective.data.fps or FPS
         output.draw_contact_sheet(file, clips, labels.tolist(), names)

@@ -368,6 +368,11 @@ class Diffusion(Objective, ABC):
         )
 
     @property
+    def draws_clips(self) -> bool:
+        """True if samples are clips of several frames; those of one are drawn as pictures."""
+        return has_clips(self.model) and self.model.sample_shape[1] > 1
+
+    @property
     def captions(self) -> Captions | None:
         """The condition of a network that takes captions, else None."""
         return self.condition if isinstance(self.condition, Captions) else None
@@ -775,7 +780,7 @@ class Diffusion(Objective, ABC):
         from titan_dit.pictures import library
 
         self.check_autoencoder(sampling)
-        if has_clips(self.model):
+        if self.draws_clips:
             library.video("[sampling] every: a preview of clips")
         if not self.captions and (sampling.prompts or sampling.text_encoder):
             key = "prompts" if sampling.prompts else "text_encoder"
