@@ -105,8 +105,8 @@ TEXT_LAYOUTS = {
     "gpt_175b": (512, 1024),
 }
 """Ranks of the recipes for text."""
-CAPTIONED = {"digits_captioned"}
-"""Trained in tests/pictures/test_captioned_digits.py, on the data that they need."""
+CAPTIONED = {"digits_captioned", "digits_moving"}
+"""Trained in tests/pictures/test_captioned_digits.py and test_moving_digits.py, on their data."""
 TEXT_TO_IMAGE = {"emoji_captioned", "flux2_klein_lora", "z_image_lora", "z_image_6b"}
 
 

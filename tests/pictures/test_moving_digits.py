@@ -3,14 +3,14 @@
 import json
 import sys
 
-import numpy as np
 import pytest
 import torch
-from commands import ROOT, measured
+from commands import ROOT, measured, metrics, run, train_command
 from folders_of_files import files_in
 
 from titan_dit.commands import data_example
 from titan_dit.commands.flags import DataExampleFlags
+from titan_dit.data.latents import LatentShards
 from titan_dit.data.sections import Digits
 from titan_dit.pictures import clips, moving_digits
 from titan_dit.pictures.captioned_digits import DIGITS
@@ -102,35 +102,22 @@ def test_the_same_files_are_written_again(root, tmp_path, monkeypatch):
     assert files_in(tmp_path / "again") == files_in(root / "example")
 
 
-def test_the_score_reads_digits_and_directions_from_the_pixels(monkeypatch):
-    pytest.importorskip("sklearn")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    sys.modules.pop("moving_digits", None)
-    import moving_digits as scoring
-
-    inks, labels = all_strokes(10)()
-    wanted = scoring.drawn_captions()[::8]
-
-    def drawn(turned):
-        rows = []
-        for caption, _ in wanted:
-            halves = [
-                moving_digits.moved(inks[labels.index(of.digit)], of.direction) for of in caption
-            ]
-            rows.append(torch.cat(halves, 2))
-        clip = 255 * torch.stack(rows)[:, None].expand(-1, 3, -1, -1, -1)
-        return clip.flip(2) if turned else clip
-
-    for kind in scoring.score(drawn(False), wanted).values():
-        assert kind.digit >= 0.8  # Of these ten digits, too, the classifier knows not all.
-        assert kind.direction == 1
-    for kind in scoring.score(drawn(True), wanted).values():
-        assert kind.digit >= 0.8
-        assert kind.direction == 0  # Frames in reverse order.
-    rng = torch.Generator().manual_seed(0)
-    noise = 255 * torch.rand(len(wanted), 3, 9, 12, 24, generator=rng)
-    for kind in scoring.score(noise, wanted).values():
-        assert np.array(kind).max() < 0.45
+def test_the_recipe_trains_on_the_encoded_clips_and_shows_its_prompts(root):
+    words = ["--input", "example/clips", "--out", "set", "--vae", "none", "--buckets", "24x12"]
+    words += ["--frames", "9", "--text-encoder", "example/text_encoder"]
+    done = run([sys.executable, "-m", "titan_dit", "data", "encode", *words], root, NGPU=1)
+    assert done.returncode == 0, done.stderr
+    source = LatentShards(root / "set", verify=True)
+    assert source.facts.shape == (3, 9, 12, 24)
+    assert source.facts.text.tokens == 10
+    flags = ("--data.path", "set", "--training.steps", 3, "--training.global_batch_size", 4)
+    flags += ("--metrics.every", 1, "--sampling.steps", 1, "--sampling.every", 3)
+    done = run(train_command(*flags, config="digits_moving"), root)
+    assert done.returncode == 0, done.stderr
+    losses = [row["loss"] for row in metrics(root / "outputs/digits_moving")]
+    assert len(losses) == 3
+    assert all(1 < loss < 3 for loss in losses)
+    assert list((root / "outputs/digits_moving/samples").glob("step-00000003*"))
 
 
 LEAST = {"digit": 0.9, "direction": 0.95}
