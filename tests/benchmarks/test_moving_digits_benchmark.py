@@ -23,11 +23,12 @@ def wanted():
 
 @pytest.fixture(scope="module")
 def drawn(wanted):
-    """Clips of the first real digit of each class, with values from 0 to 255."""
+    """Clips of real digits, with values from 0 to 255."""
     inks, labels = strokes()
+    rows = [[row for row, found in enumerate(labels) if found == digit] for digit in range(10)]
     clips = []
-    for caption, _ in wanted:
-        halves = [moved(inks[labels.index(of.digit)], of.direction) for of in caption]
+    for number, (caption, _) in enumerate(wanted):
+        halves = [moved(inks[rows[of.digit][number]], of.direction) for of in caption]
         clips.append(torch.cat(halves, 2))
     return 255 * torch.stack(clips)[:, None].expand(-1, 3, -1, -1, -1)
 
