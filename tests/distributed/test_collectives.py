@@ -4,7 +4,7 @@ import pytest
 import torch
 from harness import on_ranks
 from tiny import tiny_config, torch_rng
-from tiny_joint import joint_config
+from tiny_joint import NETWORKS, joint_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_dit.trainer import Trainer
@@ -40,6 +40,12 @@ class Elements(TorchDispatchMode):
 
 
 BATCH, TOKENS, HIDDEN = 16, 16, 32
+
+
+def single_blocks(**sections):
+    """A FLUX.2 with a double block and so many single ones."""
+    layers = {"num_double_layers": 1, "num_single_layers": sections["model"]["num_layers"]}
+    return joint_config("flux2", **sections | {"model": layers})
 
 
 def sent_per_layer(world, sequence_parallel, config_of=tiny_config):
@@ -97,3 +103,10 @@ def test_a_layer_with_cross_attention_sends_numbers_of_its_norms_besides(sequenc
     # Three pairs of products, each with a gather and a scatter, or one sum, forward and backward;
     # one message of each norm, forward and backward; the gradients of the table and of the norm.
     assert sent["messages"] == (12 + 4 + 3 if sequence_parallel else 6 + 4)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_attention_beside_an_mlp_sends_half_as_many(sequence_parallel):
+    """Both read tokens that are gathered once, and add to the same: 4 (t-1)/t b s h."""
+    [sent, _] = on_ranks(2, sent_per_layer, sequence_parallel, single_blocks)
+    assert sent["large"] == 4 * (1 / 2) * BATCH * TOKENS * NETWORKS["flux2"]["model"]["hidden_size"]

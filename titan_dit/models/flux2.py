@@ -26,6 +26,7 @@ from titan_dit.models.layers import (
     Attention,
     GatedMLP,
     JoinedRotary,
+    Junction,
     Rotary,
     TimestepEmbedder,
     joined,
@@ -147,6 +148,7 @@ class SingleBlock(nn.Module):
         hidden, _, heads, _ = config.shape
         self.modulation = SharedModulation(config, "single")
         self.rotary = JoinedRotary()
+        self.read, self.summed = Junction(), Junction()
         self.attn = Attention(hidden, heads, qk_norm=True, bias=False, pairs="neighbours")
         self.mlp = GatedMLP(hidden, config.ffn, bias=False)
 
@@ -156,8 +158,8 @@ class SingleBlock(nn.Module):
         x = joined(text, tokens)
         shift, scale, gate = self.modulation(modulation).to(x.dtype)[:, None].chunk(3, -1)
         rotary: Rotary = self.rotary(side["text_rotary"], side["rotary"])
-        y = modulate(x, shift, scale)
-        x = scaled_add(x, gate, self.attn(y, rotary=rotary) + self.mlp(y))
+        y = self.read(modulate(x, shift, scale))
+        x = scaled_add(x, gate, self.summed(self.attn(y, rotary=rotary) + self.mlp(y)))
         text, tokens = parted(x, (text.shape[1], tokens.shape[1]))
         return tokens, text, modulation
 

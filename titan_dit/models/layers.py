@@ -505,6 +505,17 @@ class CrossAttention(nn.Module):
         return attended
 
 
+class Junction(nn.Module):
+    """Tokens as they are, where several layers read them or where the results of several add up.
+
+    By its name tensor parallelism gathers tokens, or adds up partial sums, once for all of them.
+    """
+
+    def forward(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
+        """Return the tokens."""
+        return x
+
+
 class MLP(nn.Module):
     """Two layers with GELU (tanh form)."""
 

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
+    Placement,
     Replicate,
     Shard,
     distribute_module,
@@ -331,6 +332,65 @@ def attention_and_mlp(sequence_parallel: bool) -> dict[str, ParallelStyle]:
 def norm_of_tokens(sequence_parallel: bool) -> ParallelStyle:
     """The style of a norm between blocks' layers: on a rank's tokens, or replicated."""
     return TokenFirst(ShardedNorm(dim=0)) if sequence_parallel else Replicated()
+
+
+def attention_beside_mlp(sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """`attention_and_mlp` for a block in which both read the same tokens and add to the same.
+
+    Its junction `read` gathers the tokens once, `summed` reduces both results as one.
+    """
+    tokens = Shard(0) if sequence_parallel else Replicate()
+
+    def columns() -> ParallelStyle:
+        return on_tokens(ColwiseParallel(), sequence_parallel)
+
+    def rows() -> ParallelStyle:
+        style = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
+        return on_tokens(style, sequence_parallel)
+
+    return {
+        **attention_and_mlp(sequence_parallel),
+        "read": on_tokens(Gathered(tokens), sequence_parallel),
+        "attn.qkv": columns(),
+        "mlp.up": columns(),
+        "attn.out": rows(),
+        "mlp.down": rows(),
+        "summed": on_tokens(Reduced(tokens), sequence_parallel),
+    }
+
+
+class Gathered(ParallelStyle):
+    """A junction from a rank's tokens, placed as `tokens`, to all tokens: a replicated DTensor.
+
+    The gradients of the layers that read it are partial sums, added up before one reduction.
+    """
+
+    def __init__(self, tokens: Placement) -> None:
+        super().__init__()
+        self.tokens = [tokens]
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, __: object, own: Tensor) -> Tensor:
+            found = DTensor.from_local(own, device_mesh, self.tokens, run_check=False)
+            return found.redistribute(placements=[Replicate()])
+
+        module.register_forward_hook(gather)
+        return module
+
+
+class Reduced(ParallelStyle):
+    """A junction from a DTensor of partial sums over all tokens to a rank's, placed as `tokens`."""
+
+    def __init__(self, tokens: Placement) -> None:
+        super().__init__()
+        self.tokens = [tokens]
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def reduce(_: nn.Module, __: object, partial_sums: DTensor) -> Tensor:
+            return partial_sums.redistribute(placements=self.tokens).to_local()
+
+        module.register_forward_hook(reduce)
+        return module
 
 
 class ModulationColwise(ColwiseParallel):

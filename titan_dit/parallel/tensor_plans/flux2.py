@@ -13,6 +13,7 @@ from titan_dit.parallel.tensor import (
     Replicated,
     TensorPlan,
     attention_and_mlp,
+    attention_beside_mlp,
     on_tokens,
 )
 
@@ -29,10 +30,8 @@ def plan(sequence_parallel: bool) -> TensorPlan:
     """
     shard = Shard(1) if sequence_parallel else None
 
-    layers = {
-        "modulation": ModulationReplicated(sequence_parallel),
-        **attention_and_mlp(sequence_parallel),
-    }
+    modulation = {"modulation": ModulationReplicated(sequence_parallel)}
+    layers = {**modulation, **attention_and_mlp(sequence_parallel)}
     halves = {
         f"{half}.{name}": style for half in ("image", "text") for name, style in layers.items()
     }
@@ -44,7 +43,7 @@ def plan(sequence_parallel: bool) -> TensorPlan:
             "text": on_tokens(Replicated(), sequence_parallel),
             **dict.fromkeys(EMBEDDERS, Replicated()),
         },
-        block=layers,
+        block={**modulation, **attention_beside_mlp(sequence_parallel)},
         kinds={"double": halves},
         head={"out": on_tokens(Replicated(), sequence_parallel)},
     )
