@@ -230,7 +230,13 @@ class Prompts:
 
         `values`: its config.json. `width`: of the network's captions.
         """
-        found = checked(values, {"hidden_size": Dim, "num_hidden_layers": Layers})
+        # T5's and UMT5's names, for those that most encoders have.
+        named = {
+            "hidden_size": values.get("d_model"),
+            "num_hidden_layers": values.get("num_layers"),
+        }
+        given = {key: value for key, value in named.items() if value is not None} | values
+        found = checked(given, {"hidden_size": Dim, "num_hidden_layers": Layers})
         hidden, layers = found["hidden_size"], found["num_hidden_layers"]
         least = max(layer if layer >= 0 else -layer - 1 for layer in self.layers)
         if layers < least or hidden * len(self.layers) != width:

@@ -15,6 +15,7 @@ from titan_dit.interop.diffusers_network import (
     CONFIG,
     LOW_TRANSFORMER,
     SCHEDULER,
+    Prompts,
     TextToImage,
     check_fixed,
     checked,
@@ -125,6 +126,7 @@ class DiffusersWan(TextToImage):
 
     kind, pipeline, named = "WanTransformer3DModel", "WanPipeline", "Wan"
     trained_on, direction, version = WanConfig, "to_noise", "0.35.0"
+    prompts = Prompts((-1,), "{}", "removed")
     has_experts = True
     config: WanConfig
 
