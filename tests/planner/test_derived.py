@@ -2,6 +2,7 @@
 
 import pytest
 from tiny import tiny_config
+from tiny_joint import joint_config
 
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.planner import hardware, rates
@@ -69,6 +70,23 @@ def test_derived_counts_are_those_of_a_rehearsal(setting, name):
         for counts in (mine, real)
     ]
     assert sent[0] == pytest.approx(sent[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("changes", [{"cp": 4}, {"cp": 4, "mode": "full"}])
+def test_a_text_that_stays_whole_is_counted_on_every_slice(changes):
+    sizes = {"num_layers": 1, "latent_size": [8, 16], "text_tokens": 64}
+    config = joint_config("wan", model=sizes, precision={"dtype": "bf16"})
+    exact = Rehearsals(config).counts
+    candidate = START._replace(**changes, dp_shard=2)
+    plan = Space(config, 8, DEVICE).plan(candidate)
+    mine, real = Derived(exact).counts(plan), exact(plan)
+    assert mine.stream == real.stream
+    for part in ("embed", "block", "head"):
+        own, its = getattr(mine, part), getattr(real, part)
+        assert own.kept == pytest.approx(its.kept, rel=1e-9), part
+        for which in ("forward", "backward"):
+            one, other = getattr(own, which), getattr(its, which)
+            assert took(one, 4) == pytest.approx(took(other, 4), rel=1e-9), (part, which)
 
 
 def test_few_rehearsals_give_all_sizes_and_slices(setting):

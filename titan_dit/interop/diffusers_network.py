@@ -235,8 +235,8 @@ class Prompts:
             "hidden_size": values.get("d_model"),
             "num_hidden_layers": values.get("num_layers"),
         }
-        given = {key: value for key, value in named.items() if value is not None} | values
-        found = checked(given, {"hidden_size": Dim, "num_hidden_layers": Layers})
+        given = {key: value for key, value in named.items() if value is not None}
+        found = checked({**given, **values}, {"hidden_size": Dim, "num_hidden_layers": Layers})
         hidden, layers = found["hidden_size"], found["num_hidden_layers"]
         least = max(layer if layer >= 0 else -layer - 1 for layer in self.layers)
         if layers < least or hidden * len(self.layers) != width:

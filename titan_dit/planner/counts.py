@@ -15,6 +15,7 @@ import torch
 
 from titan_dit.config.job import JobConfig
 from titan_dit.kernels.cross_entropy import CHUNK_ON_DEVICE
+from titan_dit.models.base import ModelSpec
 from titan_dit.opening import example_of
 from titan_dit.parallel import float8
 from titan_dit.parallel.float8 import UNIT
@@ -441,7 +442,7 @@ class Derived:
         return self._rehearsed(plain, cp, size).head
 
     def _derived(self, plan: RunPlan, cp: int, size: int) -> Counts:
-        if cp == 1:
+        if cp == 1 or has_whole_tokens(plan.spec):
             return self._of_size(plan, cp, size)
         # All-to-alls copy what they send: that is kept or not, as the mode says.
         if plan.activation_checkpoint.mode != "none" and plan.parallel.cp_method == "ring":
@@ -482,6 +483,14 @@ class Derived:
         if key not in self.rehearsed:
             self.rehearsed[key] = self.exact(one_data_rank(plan, cp, size))
         return self.rehearsed[key]
+
+
+def has_whole_tokens(spec: ModelSpec) -> bool:
+    """True if every cp rank holds all tokens of a stream tensor, such as a text's.
+
+    A slice of fewer samples then has as many sliced tokens, but fewer of these.
+    """
+    return any(len(each.shape) > 1 and each.token_dim is None for each in spec.stream.values())
 
 
 def derived_key(plan: RunPlan) -> tuple[Any, ...]:
