@@ -97,7 +97,8 @@ def write_moving_digits(place: Path) -> str:
     with ProgressLine(total, "clips") as progress:
         moving_digits.write(place, progress.add)
     encoder = place / moving_digits.ENCODER
-    captioned_digits.save_text_encoder(library, encoder, moving_digits.WORDS)
+    words, bias_std = moving_digits.WORDS, moving_digits.BIAS_STD
+    captioned_digits.save_text_encoder(library, encoder, words, bias_std)
     return (
         f"{total:,} clips with captions ({moving_digits.CLIPS}), a text encoder "
         f"({encoder.name}), {moving_digits.ABOUT}, {captioned_digits.PROMPTS}, "

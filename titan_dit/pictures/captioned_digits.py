@@ -130,10 +130,15 @@ def write(folder: Path, report: Callable[[int], None]) -> None:
         (folder / file).write_text("".join(f"{caption}\n" for caption in captions(held_out)))
 
 
-def save_text_encoder(library: Any, folder: Path, words: Sequence[str] = WORDS) -> None:
+def save_text_encoder(
+    library: Any, folder: Path, words: Sequence[str] = WORDS, bias_std: float | None = None
+) -> None:
     """Write a T5 encoder of random weights, and a tokenizer whose tokens are the captions' words.
 
     Random weights tell words and their places apart, which is all that a network needs here.
+    `bias_std`: of attention's biases by distance; None: T5's 0.125, by which a word in two places
+    differs by a thirtieth of what two words differ. That is too little for a network that gives
+    tokens of text no places of its own.
     """
     import tokenizers
 
@@ -158,5 +163,9 @@ def save_text_encoder(library: Any, folder: Path, words: Sequence[str] = WORDS) 
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
-        library.T5EncoderModel(config).save_pretrained(folder)
+        encoder = library.T5EncoderModel(config)
+        if bias_std is not None:
+            attention = encoder.encoder.block[0].layer[0].SelfAttention
+            torch.nn.init.normal_(attention.relative_attention_bias.weight, std=bias_std)
+        encoder.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -40,6 +40,8 @@ CLIPS_PER_DIGIT = 3
 NUM_HELD_OUT = 160
 """Captions that are held out, of 1,600."""
 WORDS = ("a", *DIGITS, "moves", *DIRECTIONS, "and")
+BIAS_STD = 3.0
+"""See `captioned_digits.save_text_encoder`: Wan's network gives a caption no places."""
 
 
 class Motion(NamedTuple):
