@@ -5,9 +5,9 @@ from pathlib import Path
 
 import tiny_vae
 import torch
-from tiny_text import CAPTIONS, save_chat_encoder
+from tiny_text import CAPTIONS, save_chat_encoder, save_encoder
 
-from titan_dit.pictures.library import diffusers
+from titan_dit.pictures.library import diffusers, transformers
 
 WIDTH = 24
 """Of the embeddings."""
@@ -17,6 +17,8 @@ ENCODERS = {
     # Three hidden states side by side, the last of them the 27th.
     "flux2": {"hidden_size": WIDTH // 3, "num_hidden_layers": 28},
 }
+WAN = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32}
+WAN |= {"in_channels": 4, "out_channels": 4, "text_dim": 32}
 KINDS = {"z_image": "ZImagePipeline", "flux2": "Flux2KleinPipeline"}
 NAMES = tuple(KINDS)
 
@@ -69,6 +71,26 @@ def save_pipeline(folder, name, captions=CAPTIONS, **scheduler):
             transformer=network,
         )
         pipeline.save_pretrained(folder)
+    return Path(folder)
+
+
+def save_wan_pipeline(folder):
+    """A pipeline of Wan with a tiny UMT5, which takes the words of CAPTIONS."""
+    library, kind = diffusers("the tests"), "UMT5EncoderModel"
+    scheduler = library.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
+    network = library.WanTransformer3DModel(**WAN)
+    with tempfile.TemporaryDirectory() as parts:
+        text = save_encoder(Path(parts) / "text", kind)
+        vae = tiny_vae.save_wan_vae(Path(parts) / "vae")
+        library.WanPipeline(
+            text_encoder=getattr(transformers("the tests"), kind).from_pretrained(text),
+            tokenizer=transformers("the tests").AutoTokenizer.from_pretrained(text),
+            vae=library.AutoencoderKLWan.from_pretrained(vae),
+            scheduler=scheduler,
+            transformer=scrambled(network),
+        ).save_pretrained(folder)
     return Path(folder)
 
 

@@ -5,12 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-import tiny_vae
 import torch
 from exports import CPU, converted
-from pipelines import NAMES, WIDTH, drawn_by, opened, save_pipeline
+from pipelines import NAMES, WIDTH, drawn_by, opened, save_pipeline, save_wan_pipeline
 from safetensors.torch import load_file, save_file
-from tiny_text import CAPTIONS, save_encoder
+from tiny_text import CAPTIONS
 
 from titan_dit.checkpoint.record import read_manifest, read_record
 from titan_dit.commands import sample
@@ -18,7 +17,6 @@ from titan_dit.commands.flags import SampleFlags
 from titan_dit.config.section import UserError
 from titan_dit.interop.diffusers_network import class_of
 from titan_dit.pictures import autoencoder
-from titan_dit.pictures.library import diffusers, transformers
 from titan_dit.trained_model import load
 
 PROMPTS = (CAPTIONS[0], CAPTIONS[2])
@@ -92,36 +90,8 @@ def test_the_empty_prompt_is_embedded_by_the_import(folders, name):
     assert torch.equal(given["text"][0, : len(null)], null)
 
 
-def save_wan_pipeline(folder, root):
-    """A pipeline of Wan with a tiny UMT5."""
-    library, width = diffusers("the tests"), 32
-    encoder, tokenizer = (
-        getattr(transformers("the tests"), kind).from_pretrained(save_encoder(root / "text", UMT5))
-        for kind in (UMT5, "AutoTokenizer")
-    )
-    network = library.WanTransformer3DModel(
-        num_layers=1,
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
-        text_dim=width,
-        ffn_dim=32,
-    )
-    vae = library.AutoencoderKLWan.from_pretrained(tiny_vae.save_wan_vae(root / "vae"))
-    scheduler = library.UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-    )
-    parts = {"text_encoder": encoder, "tokenizer": tokenizer, "vae": vae, "scheduler": scheduler}
-    library.WanPipeline(transformer=network, **parts).save_pretrained(folder)
-    return folder
-
-
-UMT5 = "UMT5EncoderModel"
-
-
 def test_prompts_of_an_import_of_wan_are_embedded_as_its_pipeline_embeds_them(tmp_path):
-    folder = save_wan_pipeline(tmp_path / "pipeline", tmp_path)
+    folder = save_wan_pipeline(tmp_path / "pipeline")
     run = converted(folder, tmp_path / "run")
     assert read_record(run)["config"]["objective"]["shift"] == 3.0
     found = load(run, device="cpu").embed(PROMPTS)
