@@ -15,6 +15,7 @@ from titan_dit.config.layout import CompileConfig
 from titan_dit.config.section import UserError
 from titan_dit.models.flux2_config import Flux2Config
 from titan_dit.models.joint_dit_config import JointDiTConfig
+from titan_dit.models.wan_config import WanConfig
 from titan_dit.models.z_image_config import ZImageConfig
 from titan_dit.parallel import compile
 
@@ -114,6 +115,7 @@ KINDS = [
     Flux2Config(num_double_layers=2, num_single_layers=3, **SIZES, rope_axes=[4, 2, 4, 2]),
     ZImageConfig(num_refiner_layers=2, num_layers=3, **SIZES),
     JointDiTConfig(num_layers=3, patch_size=1, **SIZES),
+    WanConfig(num_layers=3, intermediate_size=32, latent_frames=2, **SIZES),
 ]
 
 
