@@ -107,7 +107,10 @@ TEXT_LAYOUTS = {
 """Ranks of the recipes for text."""
 CAPTIONED = {"digits_captioned", "digits_moving"}
 """Trained in tests/pictures/test_captioned_digits.py and test_moving_digits.py, on their data."""
-TEXT_TO_IMAGE = {"emoji_captioned", "flux2_klein_lora", "z_image_lora", "z_image_6b"}
+TEXT_TO_IMAGE = {
+    *("emoji_captioned", "flux2_klein_lora", "z_image_lora", "z_image_6b"),
+    *("wan_1_3b", "wan_14b", "wan_14b_lora"),
+}
 
 
 @pytest.mark.parametrize(("name", "ranks", "flags"), LAYOUTS)
