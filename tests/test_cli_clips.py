@@ -4,7 +4,6 @@ import json
 import sys
 from collections import Counter
 
-import av
 import numpy as np
 import pytest
 import torch
@@ -67,6 +66,8 @@ import os
 import signal
 
 from titan_dit.hooks import Hook
+
+av = pytest.importorskip("av")
 
 
 class Kill(Hook):
