@@ -49,7 +49,7 @@ def drawn_captions() -> list[tuple[Caption, bool]]:
 
 def recognise(samples: Float[Tensor, "n 3 f h w"]) -> list[tuple[Motion, Motion]]:
     """The motions in the two halves of clips with values from 0 to 255."""
-    ink = samples[:, 0].float() / 255  # Both backgrounds are without red.
+    ink = samples.float().mean(1) / 255
     halves = torch.stack(ink.split(CELL, dim=3), 1).flatten(0, 1)
     middle = halves[:, halves.shape[1] // 2]
     edge = TRAVEL // 2

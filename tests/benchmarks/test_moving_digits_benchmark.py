@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import moving_digits as benchmark
 
 from titan_dit.pictures.captioned_digits import strokes
-from titan_dit.pictures.moving_digits import moved, painted
+from titan_dit.pictures.moving_digits import moved
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +29,8 @@ def drawn(wanted):
     clips = []
     for number, (caption, _) in enumerate(wanted):
         halves = [moved(inks[rows[of.digit][number]], of.direction) for of in caption]
-        clips.append(painted(halves).transpose(0, 1))
-    return torch.stack(clips).float()
+        clips.append(torch.cat(halves, 2))
+    return 255 * torch.stack(clips)[:, None].expand(-1, 3, -1, -1, -1)
 
 
 def test_real_digits_show_what_their_captions_say(drawn, wanted):

@@ -90,8 +90,6 @@ def test_clips_show_what_their_captions_and_the_list_say(root):
         (clip,) = found.clips((9,), clips.rate_of(16), "all")
         pixels = clips.read_clip(file, clip, clips.rate_of(16), (24, 12))
         middle = pixels[0, 4, 2:10].float() / 255
-        assert (pixels[:, :, 0, 0].float().mean(1) - torch.tensor([0, 0, 0])).abs().max() < 12
-        assert (pixels[:, :, 0, -1].float().mean(1) - torch.tensor([0, 0, 128])).abs().max() < 12
         for half, digit in zip((middle[:, 2:10], middle[:, 14:22]), line["digits"], strict=True):
             assert (half - inks[digit]).abs().max() < 0.04  # H.264
         assert line["rows"] == line["digits"]

@@ -1,16 +1,14 @@
 """Clips of two handwritten digits that drift: "a seven moves left and a two moves up".
 
-The first digit is in the left half, on black, the second one in the right half, on blue: positions
-in Wan's attention are relative, and without a difference only the canvas's edges would tell the
-halves apart. Each digit moves straight through the middle of its half, which it reaches in the
-middle frame. Some captions are held out: no clip
+The first digit is in the left half, the second one in the right half. Each moves straight through
+the middle of its half, which it reaches in the middle frame. Some captions are held out: no clip
 has them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -37,8 +35,6 @@ TRAVEL = 4
 """Pixels from the first frame to the last."""
 CELL = SIDE + TRAVEL
 """Side of a half."""
-BACKGROUNDS = ((0, 0, 0), (0, 0, 128))
-"""RGB behind the first and the second digit, which are white."""
 CLIPS_PER_DIGIT = 3
 """Clips in which each handwritten digit is the first one."""
 NUM_HELD_OUT = 160
@@ -110,16 +106,8 @@ def clips() -> Iterator[tuple[str, Caption, tuple[int, int], UInt8[Tensor, "f 3 
             others = of_digit[caption.second.digit]
             rows = row, others[drawn(len(others))]
             halves = [moved(inks[at], of.direction) for at, of in zip(rows, caption, strict=True)]
-            yield f"{row:04d}-{number}", caption, rows, painted(halves)
-
-
-def painted(halves: Sequence[Float[Tensor, "f cell cell"]]) -> UInt8[Tensor, "f 3 h w"]:
-    """White ink on the backgrounds of the halves, side by side."""
-    white, found = torch.tensor(255.0), []
-    for ink, background in zip(halves, BACKGROUNDS, strict=True):
-        behind = torch.tensor(background, dtype=torch.float32)[:, None, None]
-        found.append(torch.lerp(behind, white, ink[:, None]))
-    return torch.cat(found, 3).round().byte()
+            grey = (torch.cat(halves, 2) * 255).round().byte()
+            yield f"{row:04d}-{number}", caption, rows, grey[:, None].expand(-1, 3, -1, -1)
 
 
 def num_clips() -> int:
