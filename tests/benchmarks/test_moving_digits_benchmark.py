@@ -44,20 +44,41 @@ def test_real_digits_show_what_their_captions_say(drawn, wanted):
 def test_frames_in_reverse_order_show_no_direction(drawn, wanted):
     for figures in benchmark.score(drawn.flip(2), wanted).values():
         assert figures.digit >= 0.9
-        assert figures.direction == 0
+        assert figures.direction < 0.1  # Two equal digits may part in opposite directions.
 
 
-def test_halves_in_the_other_order_score_low(drawn, wanted):
-    for figures in benchmark.score(drawn.roll(12, 4), wanted).values():
-        assert figures.digit < 0.4
-        assert figures.direction < 0.6
+def test_the_halves_may_be_in_either_order(drawn, wanted):
+    assert benchmark.score(drawn.roll(12, 4), wanted) == benchmark.score(drawn, wanted)
+
+
+def test_the_direction_of_the_other_digit_is_wrong(drawn, wanted):
+    """Only clips of two digits and two directions tell them apart."""
+    kept = [
+        number
+        for number, (caption, _) in enumerate(wanted)
+        if caption.first.digit != caption.second.digit
+        and caption.first.direction != caption.second.direction
+    ]
+    swapped = [
+        (
+            benchmark.Caption(
+                caption.first._replace(direction=caption.second.direction),
+                caption.second._replace(direction=caption.first.direction),
+            ),
+            is_held_out,
+        )
+        for caption, is_held_out in (wanted[number] for number in kept)
+    ]
+    for figures in benchmark.score(drawn[kept], swapped).values():
+        assert figures.digit >= 0.9
+        assert figures.direction < 0.15
 
 
 def test_noise_scores_as_chance_does(wanted):
     rng = torch.Generator().manual_seed(0)
     noise = 255 * torch.rand(len(wanted), 3, 9, 12, 24, generator=rng)
     for figures in benchmark.score(noise, wanted).values():
-        assert np.array(figures).max() < 0.45
+        assert np.array(figures).max() < 0.6
 
 
 def test_seen_and_held_out_captions_are_drawn_as_often_as_it_says():

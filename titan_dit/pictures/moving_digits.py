@@ -1,8 +1,8 @@
 """Clips of two handwritten digits that drift: "a seven moves left and a two moves up".
 
-The first digit is in the left half, the second one in the right half. Each moves straight through
-the middle of its half, which it reaches in the middle frame. Some captions are held out: no clip
-has them.
+One is in the left half and one in the right half, in either order: the caption does not say it.
+Each moves straight through the middle of its half, which it reaches in the middle frame. Some
+captions are held out: no clip has them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from titan_dit.pictures.text_encoder import INSIDE
 CLIPS, ENCODER = "clips", INSIDE
 """Folders of the example."""
 ABOUT = "clips.jsonl"
-"""File with a line for each clip: its digits, their rows of `[data] name = "digits"`, and their
-directions."""
+"""File with a line for each clip: its digits, their rows of `[data] name = "digits"`, their
+directions, and which of the two is in the left half (0 or 1)."""
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 """Word -> signs of the motion along x and y."""
 FRAMES, FPS = 9, 16
@@ -56,7 +56,7 @@ class Motion(NamedTuple):
 
 
 class Caption(NamedTuple):
-    """What a clip shows, from left to right."""
+    """What a clip shows, in either half."""
 
     first: Motion
     second: Motion
@@ -90,8 +90,20 @@ def moved(ink: Float[Tensor, "8 8"], direction: str) -> Float[Tensor, "f cell ce
     return torch.stack(frames)
 
 
-def clips() -> Iterator[tuple[str, Caption, tuple[int, int], UInt8[Tensor, "f 3 h w"]]]:
-    """Yield (name, caption, rows of the two digits, frames) of every clip, drawn by SEED."""
+class Clip(NamedTuple):
+    """A clip of the example."""
+
+    name: str
+    caption: Caption
+    rows: tuple[int, int]
+    """Rows of the caption's digits."""
+    left: int
+    """Which of the caption's two motions is in the left half: 0 or 1."""
+    frames: UInt8[Tensor, "f 3 h w"]
+
+
+def clips() -> Iterator[Clip]:
+    """Yield every clip, drawn by SEED."""
     inks, digits = strokes()
     of_digit = [[row for row, found in enumerate(digits) if found == digit] for digit in range(10)]
     allowed = {digit: [c for c in captions(False) if c.first.digit == digit] for digit in range(10)}
@@ -106,8 +118,10 @@ def clips() -> Iterator[tuple[str, Caption, tuple[int, int], UInt8[Tensor, "f 3 
             others = of_digit[caption.second.digit]
             rows = row, others[drawn(len(others))]
             halves = [moved(inks[at], of.direction) for at, of in zip(rows, caption, strict=True)]
-            grey = (torch.cat(halves, 2) * 255).round().byte()
-            yield f"{row:04d}-{number}", caption, rows, grey[:, None].expand(-1, 3, -1, -1)
+            left = drawn(2)
+            grey = (torch.cat(halves[::-1] if left else halves, 2) * 255).round().byte()
+            frames = grey[:, None].expand(-1, 3, -1, -1)
+            yield Clip(f"{row:04d}-{number}", caption, rows, left, frames)
 
 
 def num_clips() -> int:
@@ -122,7 +136,7 @@ def write(folder: Path, report: Callable[[int], None]) -> None:
     """
     (folder / CLIPS).mkdir(parents=True)
     lines = []
-    for name, caption, rows, frames in clips():
+    for name, caption, rows, left, frames in clips():
         save_clip(folder / CLIPS / f"{name}.mp4", frames, FPS)
         (folder / CLIPS / f"{name}.txt").write_text(f"{caption}\n")
         about = {
@@ -130,6 +144,7 @@ def write(folder: Path, report: Callable[[int], None]) -> None:
             "digits": [of.digit for of in caption],
             "rows": rows,
             "directions": [of.direction for of in caption],
+            "left": left,
         }
         lines.append(json.dumps(about) + "\n")
         report(1)
