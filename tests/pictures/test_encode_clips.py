@@ -127,6 +127,7 @@ def test_every_file_is_reported_by_its_clips_or_a_reason(root):
         "starts": [0.0],
         "rows": [4],
         "decoded": 22,
+        "used": 9,
         "notes": [],
         "text": "what b shows",
     }
@@ -154,6 +155,7 @@ def test_all_clips_of_a_file_are_rows_with_its_caption(root, tmp_path):
     encoded(root / "in", tmp_path / "set", "none", lengths=(5,), choice="all")
     line = lines_of(tmp_path / "set")["b.mkv"]
     assert (line["frames"], line["starts"]) == ([5] * 4, [0.0, 0.3125, 0.625, 0.9375])
+    assert (line["decoded"], line["used"]) == (22, 20)
     source, frames = LatentShards(tmp_path / "set"), noise(22, seed=2)
     for number, row in enumerate(line["rows"]):
         stored = source.read([row])["latent"][0]
@@ -277,7 +279,7 @@ def test_the_command_says_what_became_of_all_files(root):
     assert "bucket 9 x 32x24: 4 clips" in done.stdout
     assert "the autoencoder waited for decoded pictures " in done.stdout
     listed = run([sys.executable, "-m", "titan_dit", "data", "report", "one/set"], root)
-    line = "d.mp4: 2 clips of 9+9 frames, 11 in the file, 24x32 to 24x32, crop 0.0%, "
+    line = "d.mp4: 2 clips of 9+9 frames, 11 of 11 used, 24x32 to 24x32, crop 0.0%, "
     assert line in listed.stdout
 
 

@@ -60,7 +60,9 @@ class ClipOptions:
         found = clips.look(path, scenes=self.scenes, max_pixels=self.max_pixels)
         cut = found.clips(self.lengths, self.rate, self.choice)
         starts = tuple(found.seconds(clip, self.rate) for clip in cut)
-        return found.size, FoundClips(tuple(cut), starts, len(found.times), found.notes)
+        notes = (*found.notes, *found.too_short(min(self.lengths), self.rate))
+        used = found.num_used(cut, self.rate)
+        return found.size, FoundClips(tuple(cut), starts, len(found.times), used, notes)
 
     def about(self) -> dict[str, Any]:
         """Keys of the manifest."""

@@ -11,11 +11,15 @@ FFmpeg open other files.
 from __future__ import annotations
 
 import math
+import stat
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -57,6 +61,13 @@ than this on average."""
 THUMBNAIL = Size(32, 18)
 VARIABLE = 1.5
 """Ratio of the longest to the shortest time from frame to frame above which a rate is variable."""
+GAP_SECONDS, GAP_STEPS = 1, 8
+"""Maximum time that a frame is shown: so many seconds, and times the median one. After a longer one
+a scene begins: nothing is known of what lies between."""
+MARKED = 3
+"""Packets before the begin of a part that may be marked as damaged."""
+MOST_PLACES = 3
+"""Maximum places of a file that a note names."""
 UNREADABLE = "not a readable video: damaged, or cut off before its index"
 Choice: TypeAlias = Literal["first", "middle", "uniform", "all"]
 
@@ -72,6 +83,8 @@ class Clip(NamedTuple):
     """Frames of the clip."""
     last: int
     """Timestamp of the frame of the file that is its last one."""
+    can_seek: bool = True
+    """False if times depend on all frames before."""
 
     def middles(self, fps: Fraction, time_base: Fraction) -> list[Fraction]:
         """The time at which each frame is taken, in the stream's time base."""
@@ -105,6 +118,7 @@ class Video:
     scenes: tuple[Scene, ...]
     notes: tuple[str, ...]
     """What a user should know of it: that it is cut off, rotated, of a variable rate."""
+    can_seek: bool = True
 
     def clips(self, lengths: Sequence[int], fps: Fraction, choice: Choice) -> list[Clip]:
         """Clips of the longest of `lengths` that each scene fills. Raises BadFileError for none."""
@@ -124,9 +138,28 @@ class Video:
             )
         return found
 
+    def num_used(self, clips: Sequence[Clip], fps: Fraction) -> int:
+        """Frames of the file while clips last, also those between two that a clip shows."""
+        used = np.zeros(len(self.times), bool)
+        step = 1 / (fps * self.time_base)
+        for clip in clips:
+            middles = clip.middles(fps, self.time_base)
+            shown = bisect_right(self.times, middles[0]) - 1
+            first = min(shown, bisect_left(self.times, middles[0] - step))
+            used[first : bisect_right(self.times, clip.last)] = True
+        return int(used.sum())
+
+    def too_short(self, length: int, fps: Fraction) -> Iterator[str]:
+        """A note of the scenes that are too short for clips of a length, if there are any."""
+        short = [s for s in self.scenes if s.num_frames(self.time_base, fps) < length]
+        if short:
+            ends = [bisect_left(self.times, time) for scene in short for time in scene]
+            frames = sum(ends[1::2]) - sum(ends[::2])
+            yield f"{len(short):,} of {len(self.scenes):,} scenes too short ({frames:,} frames)"
+
     def clip(self, scene: Scene, first: int, frames: int, fps: Fraction) -> Clip:
         """A clip of a scene, by its numbers at the clip's rate."""
-        clip = Clip(scene.begin, first, frames, scene.begin)
+        clip = Clip(scene.begin, first, frames, scene.begin, self.can_seek)
         shown = bisect_right(self.times, clip.middles(fps, self.time_base)[-1]) - 1
         return clip._replace(last=self.times[shown])
 
@@ -159,6 +192,7 @@ def opened(path: Path, max_pixels: int | None = None) -> Iterator[tuple[Any, Any
     FFmpeg in the block. `max_pixels`: of a frame; None: MAX_PIXELS.
     """
     av = video(f"[data encode] {path.name}")
+    check_opens(path)
     most = max_pixels or limits.raised(MAX_PIXELS)
     options = {
         "format_whitelist": FORMATS,
@@ -169,7 +203,6 @@ def opened(path: Path, max_pixels: int | None = None) -> Iterator[tuple[Any, Any
     try:
         found = av.open(f"file:{path}", options=options, metadata_errors="replace")
     except Exception:  # FFmpeg raises any exception on a damaged file.
-        check_opens(path)
         raise BadFileError(UNREADABLE) from None
     with closing(found):
         streams = [stream for stream in found.streams.video if not is_cover(stream)]
@@ -187,8 +220,10 @@ def opened(path: Path, max_pixels: int | None = None) -> Iterator[tuple[Any, Any
 
 
 def check_opens(path: Path) -> None:
-    """Raise BadFileError if a file cannot be opened, OSError on a disk error."""
+    """Raise BadFileError for what is no file, or cannot be opened; OSError on a disk error."""
     try:
+        if not path.is_dir() and not stat.S_ISREG(path.stat().st_mode):
+            raise BadFileError("no regular file")  # To open a pipe is to wait for its writer.
         path.open("rb").close()
     except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
         raise BadFileError(f"cannot be opened: {error.strerror}") from None
@@ -205,39 +240,228 @@ def check_stream(stream: Any, most: int) -> None:
     if context is None or context.name not in CODECS:
         name = "one that FFmpeg cannot decode" if context is None else context.name
         raise BadFileError(f"its codec is {name}. Convert it to H.264")
-    if context.width * context.height > most:
+    check_pixels(Size(context.width, context.height), most)
+
+
+def check_pixels(size: Size, most: int) -> None:
+    """Raise BadFileError for a frame that is too large."""
+    if size.pixels > most:
         raise BadFileError(
-            f"{context.width} x {context.height} pixels, more than {most:,}. Raise --max-pixels"
+            f"{size.width} x {size.height} pixels, more than {most:,}. Raise --max-pixels"
         )
 
 
+class Shown(NamedTuple):
+    """A frame, and when it is shown."""
+
+    time: int
+    """In the stream's time base; above that of the frame before it."""
+    frame: Any
+    is_new: bool
+    """True if it does not go on from the frame before: some are missing, or a part begins."""
+
+
 class Frames:
-    """The frames of a stream in the order of their timestamps, until one cannot be decoded."""
+    """The frames of a stream with rising times; those behind damage from the next key frame on."""
 
     def __init__(self, container: Any, stream: Any) -> None:
         self.container, self.stream = container, stream
+        self.codec = decoder_of(stream)
+        is_avi = "avi" in container.format.name.split(",")
+        self.is_numbered = is_avi and bool(stream.codec_context.has_b_frames)
+        """True for times by number: AVI has none, and FFmpeg's are those of the order of decoding,
+        which is another one."""
         self.is_cut = False
-        """True once the stream has ended with an error."""
+        """True once the stream has ended before the end that its header says, or with an error."""
+        self.damaged: list[int] = []
+        """Times at which frames are missing."""
+        self.parts: list[int] = []
+        """Times at which timestamps have fallen."""
+        self.num_equal = self.num_untimed = self.num_packets = 0
+        """Frames left out for the timestamp of another one; frames without one; packets read."""
 
-    def __iter__(self) -> Iterator[Any]:
-        """Yield frames. A frame that does not come after the one before it is left out.
+    @property
+    def can_seek(self) -> bool:
+        """True if a frame's time does not depend on the frames before it."""
+        return not (self.is_numbered or self.parts or self.num_untimed)
 
-        Raises BadFileError for frames without timestamps.
+    def __iter__(self) -> Iterator[Shown]:
+        """Yield frames. Timestamps that fall begin a part, whose times follow those before.
+
+        Raises BadFileError for frames with neither timestamps nor a rate.
         """
+        offset = before = 0
+        last: Shown | None = None
+        is_new = False
+        for frame, pts in self.decoded():
+            if frame is None:
+                if not is_new:
+                    self.damaged.append(0 if last is None else last.time + self.step(last.frame))
+                is_new = True
+                continue
+            if pts is None:
+                self.num_untimed += 1
+                self.check_rate(frame)
+                pts = 0 if last is None else before + self.step(frame)
+            before, time = pts, pts + offset
+            if last is not None and time < last.time:
+                time = last.time + self.step(last.frame)
+                offset, is_new = time - pts, True
+                self.parts.append(time)
+            if last is not None and time == last.time:
+                self.num_equal += 1
+                continue
+            last = Shown(time, frame, is_new)
+            is_new = False
+            yield last
+        said = self.stream.frames
+        if is_new and self.num_packets >= said > 0:
+            return
+        if is_new:
+            self.damaged.pop()
+        self.is_cut |= is_new or self.num_packets < said
+
+    def step(self, frame: Any) -> int:
+        """Time to the next frame, by its duration, or by the rate."""
+        rate = self.stream.average_rate
+        by_rate = round(1 / (rate * self.stream.time_base)) if rate else 1
+        return int(max(1, frame.duration or by_rate))
+
+    def check_rate(self, frame: Any) -> None:
+        """Raise BadFileError if nothing says when a frame is shown."""
+        if not frame.duration and not self.stream.average_rate:
+            raise BadFileError("its frames have neither timestamps nor a rate. Remux it")
+
+    def decoded(self) -> Iterator[tuple[Any, int | None]]:
+        """Yield (frame, timestamp), and (None, None) where frames are missing."""
+        numbers = deque[int]()
+        pending: list[int] = []
+        is_waiting, last = False, -math.inf
+        for packet, is_damaged in self.packets():
+            if self.is_numbered and packet is not None and packet.size:
+                if is_waiting and packet.is_keyframe:
+                    numbers.clear()
+                numbers.append(packet.dts if packet.dts is not None else self.num_packets - 1)
+            elif self.gives_a_frame(packet, last):
+                heappush(pending, packet.pts)
+            frames, fails = self.frames_of(packet, is_damaged)
+            for frame in frames:
+                number = numbers.popleft() if numbers else None
+                is_broken = bool(frame.is_corrupt) or skips(pending, frame.pts)
+                last = last if frame.pts is None else frame.pts
+                if is_broken and not is_waiting:
+                    yield None, None
+                is_key = frame.key_frame or (
+                    not self.codec.has_b_frames and packet is not None and packet.is_keyframe
+                )
+                is_waiting = (is_waiting or is_broken) and not (is_key and not frame.is_corrupt)
+                if not is_waiting:
+                    yield frame, number if self.is_numbered else frame.pts
+            if fails and not is_waiting:
+                yield None, None
+            is_waiting |= fails
+            if fails or packet is None:
+                numbers.clear()
+                pending.clear()
+                last = -math.inf
+
+    def gives_a_frame(self, packet: Any, last: float) -> bool:
+        """True for a packet whose frame is shown after time `last`, as all of H.264 and HEVC."""
+        if packet is None or packet.pts is None or packet.is_discard:
+            return False
+        return self.stream.codec_context.name in ("h264", "hevc") and packet.pts > last
+
+    def frames_of(self, packet: Any, is_damaged: bool) -> tuple[list[Any], bool]:
+        """(frames of a packet, True if it is damaged); the frames are then those shown before."""
         av = video("[data encode]")
-        last: int | None = None
-        try:
-            for frame in self.container.decode(self.stream):
-                if frame.is_corrupt:
-                    self.is_cut = True
-                    return
-                if frame.pts is None:
-                    raise BadFileError("its frames have no timestamps. Remux it: ffmpeg -c copy")
-                if last is None or frame.pts > last:
-                    last = frame.pts
-                    yield frame
-        except av.FFmpegError:
-            self.is_cut = True
+        kept: list[Any] = []
+        if packet is not None and not is_damaged:
+            with suppress(av.FFmpegError):
+                return self.codec.decode(packet), False
+        with suppress(av.FFmpegError):
+            kept = self.codec.decode(None)
+        with suppress(av.FFmpegError):
+            self.codec.flush_buffers()
+        if packet is None:
+            return kept, False
+        until = None if self.is_numbered else packet.pts
+        return [f for f in kept if None not in (f.pts, until) and f.pts < until], True
+
+    def packets(self) -> Iterator[tuple[Any, bool]]:
+        """Yield (packet, True if it is damaged), an empty packet at last.
+
+        None ends a part: the frames of the packets before it are to be decoded. MPEG-TS marks the
+        packets before a loss, also before the begin of a part, where nothing is lost.
+        """
+        ahead = deque[Any]()
+        before: int | None = None
+        for packet in self.demuxed():
+            time = None if packet is None else packet.dts
+            if time is not None and before is not None and time < before:
+                yield from ((one, False) for one in ahead)
+                ahead.clear()
+                yield None, False
+            before = time
+            ahead.append(packet)
+            if len(ahead) > MARKED:
+                yield ahead[0], is_marked(ahead.popleft())
+        yield from ((one, is_marked(one)) for one in ahead)
+
+    def demuxed(self) -> Iterator[Any]:
+        """Yield packets, also behind a damaged place of the file; None or an empty one at last."""
+        av = video("[data encode]")
+        is_over = False
+        while not is_over:
+            is_over = True
+            with suppress(av.FFmpegError):
+                for packet in self.container.demux(self.stream):
+                    is_over = False
+                    self.num_packets += bool(packet.size)
+                    yield packet
+                return
+        self.is_cut = True
+        yield None
+
+
+def is_marked(packet: Any) -> bool:
+    """True for a packet that FFmpeg calls damaged."""
+    return packet is not None and bool(packet.is_corrupt)
+
+
+def skips(pending: list[int], pts: int | None) -> bool:
+    """True if a packet before a frame's gave no frame. Removes those up to it from the heap."""
+    found = False
+    while pts is not None and pending and pending[0] <= pts:
+        found |= heappop(pending) < pts
+    return found
+
+
+def decoder_of(stream: Any) -> Any:
+    """The decoder of a stream; for a transparent one of VP8 or VP9 libvpx, which gives its alpha.
+
+    Raises BadFileError without libvpx.
+    """
+    context = stream.codec_context
+    if not is_transparent(stream):
+        return context
+    av = video("[data encode]")
+    name = "libvpx-vp9" if context.name == "vp9" else "libvpx"
+    try:
+        found = av.CodecContext.create(name, "r")
+    except ValueError:
+        raise BadFileError(
+            f"transparent {context.name}, which takes an FFmpeg with {name}. Convert it: "
+            f"ffmpeg -c:v {name} -i FILE -c:v ffv1 FILE.mkv"
+        ) from None
+    found.thread_count = 1
+    found.options = context.options
+    return found
+
+
+def is_transparent(stream: Any) -> bool:
+    """True for VP8 or VP9 with a second picture of alpha, which FFmpeg's own decoders drop."""
+    is_alpha = stream.metadata.get("alpha_mode", stream.metadata.get("ALPHA_MODE")) == "1"
+    return is_alpha and stream.codec_context.name in ("vp8", "vp9")
 
 
 def look(path: Path, *, scenes: bool = False, max_pixels: int | None = None) -> Video:
@@ -249,12 +473,13 @@ def look(path: Path, *, scenes: bool = False, max_pixels: int | None = None) -> 
         frames = Frames(container, stream)
         first = shown = before = None
         times: list[int] = []
-        cuts = [0]
+        cuts: list[int] = []
+        broken: list[int] = []
         duration = 0
-        for frame in frames:
+        for time, frame, is_new in frames:
             if first is None:
                 first = frame
-                check_frame(frame, size_of(frame, aspect_of(stream)))
+                check_frame(frame, size_of(frame, aspect_of(stream)), max_pixels)
             elif (frame.width, frame.height) != (first.width, first.height):
                 raise BadFileError("its frames differ in size. Cut it where the size changes")
             if frame.interlaced_frame:
@@ -263,31 +488,88 @@ def look(path: Path, *, scenes: bool = False, max_pixels: int | None = None) -> 
                 before, shown = shown, thumbnail(frame)
                 if before is not None and float(np.abs(shown - before).mean()) > SCENE_CUT:
                     cuts.append(len(times))
-            times.append(frame.pts)
+            if is_new and times:
+                broken.append(len(times))
+            times.append(time)
             duration = frame.duration or 0
             if len(times) > MAX_FRAMES:
                 raise BadFileError(f"more than {MAX_FRAMES:,} frames. Cut it into several files")
         if first is None:
             raise BadFileError("no frame of it can be decoded: damaged, or cut off")
-        time_base = Fraction(stream.time_base)
-        gaps = np.diff(np.array(times))
-        if not duration:
-            duration = int(np.median(gaps)) if len(gaps) else 1
-        bounds = [*(times[cut] for cut in cuts), times[-1] + duration]
+        timeline = Timeline(np.array(times), Fraction(stream.time_base), cuts, broken, duration)
         return Video(
             size_of(first, aspect_of(stream)),
-            time_base,
+            timeline.time_base,
             tuple(times),
-            tuple(map(Scene, bounds, bounds[1:])),
-            tuple(notes_of(container, stream, frames, first, len(times), gaps * float(time_base))),
+            timeline.scenes(),
+            tuple(notes_of(container, stream, frames, first, timeline)),
+            frames.can_seek,
         )
 
 
-def check_frame(frame: Any, size: Size) -> None:
+@dataclass(frozen=True)
+class Timeline:
+    """When the frames of a file are shown, and where it is cut."""
+
+    times: np.ndarray
+    """Of the frames, in the time base."""
+    time_base: Fraction
+    cuts: Sequence[int]
+    """Frames that begin a scene by what they show."""
+    broken: Sequence[int]
+    """Frames before which some are missing, or with which a part begins."""
+    duration: int
+    """Of the last frame; 0: not known."""
+
+    @cached_property
+    def steps(self) -> np.ndarray:
+        """Time from each frame to the next, without those that do not go on."""
+        return np.delete(np.diff(self.times), [number - 1 for number in self.broken])
+
+    @cached_property
+    def typical(self) -> int:
+        """The median time from frame to frame."""
+        return int(np.median(self.steps)) if len(self.steps) else max(1, self.duration)
+
+    @cached_property
+    def most(self) -> float:
+        """Maximum time that a frame is shown."""
+        return max(float(GAP_SECONDS / self.time_base), float(GAP_STEPS * self.typical))
+
+    @cached_property
+    def gaps(self) -> list[int]:
+        """Frames before which nothing is shown for too long."""
+        after = np.flatnonzero(np.diff(self.times) > self.most) + 1
+        return [number for number in after.tolist() if number not in set(self.broken)]
+
+    def scenes(self) -> tuple[Scene, ...]:
+        """The scenes. Before a gap a frame is shown for the median time."""
+        ends = {*self.gaps, *self.broken}
+        numbers = sorted({0, *self.cuts, *ends})
+        found = []
+        for begin, end in zip(numbers, [*numbers[1:], len(self.times)], strict=True):
+            held = int(self.times[end - 1]) + self.typical
+            if end == len(self.times):
+                last = self.duration if 0 < self.duration <= self.most else self.typical
+                held = int(self.times[-1]) + last
+            elif end in ends:
+                held = min(held, int(self.times[end]))
+            else:
+                held = int(self.times[end])
+            found.append(Scene(int(self.times[begin]), held))
+        return tuple(found)
+
+    def seconds(self, time: int) -> float:
+        """A time from the begin of the file, in seconds."""
+        return float((time - int(self.times[0])) * self.time_base)
+
+
+def check_frame(frame: Any, size: Size, max_pixels: int | None) -> None:
     """Raise BadFileError for a frame that 8-bit sRGB cannot show, or of a `size` not to be cropped.
 
-    Also for one that is turned by an angle between.
+    Also for one that is turned by an angle between. `size`: in square pixels.
     """
+    check_pixels(size, max_pixels or limits.raised(MAX_PIXELS))
     if (name := HDR.get(int(frame.color_trc))) is not None:
         raise BadFileError(f"HDR ({name}). Map its tones first: ffmpeg -vf zscale,tonemap")
     if turns_of(frame) is None:
@@ -305,16 +587,10 @@ def thumbnail(frame: Any) -> np.ndarray:
 
 
 def notes_of(
-    container: Any, stream: Any, frames: Frames, first: Any, count: int, gaps: np.ndarray
+    container: Any, stream: Any, frames: Frames, first: Any, timeline: Timeline
 ) -> Iterator[str]:
-    """What a user should know of a file; `gaps`: seconds from frame to frame."""
-    said = stream.frames
-    if frames.is_cut or count < said:
-        of = f" of {said:,}" if said else ""
-        yield f"cut off: {count:,}{of} frames decode"
-    if len(gaps) > 1 and gaps.max() > VARIABLE * gaps.min():
-        low, high = round(gaps.min() * 1000), round(gaps.max() * 1000)
-        yield f"variable rate: {low} to {high} ms from frame to frame"
+    """What a user should know of a file."""
+    yield from notes_of_times(stream.frames, frames, timeline)
     if turns_of(first):
         yield "turned upright"
     if aspect_of(stream) != 1:
@@ -325,6 +601,34 @@ def notes_of(
         yield "transparency on white"
     if container.streams.audio:
         yield "sound ignored"
+
+
+def notes_of_times(said: int, frames: Frames, timeline: Timeline) -> Iterator[str]:
+    """What a user should know of a file's times; `said`: its frames by the header."""
+    count = len(timeline.times)
+    if frames.is_cut:
+        of = f" of {said:,}" if said else ""
+        yield f"cut off: {count:,}{of} frames decode"
+    if frames.damaged:
+        yield f"damaged at {places(frames.damaged, timeline)}: cut there"
+    if frames.parts:
+        yield f"timestamps fall at {places(frames.parts, timeline)}: cut there"
+    if frames.num_equal:
+        yield f"left out: {frames.num_equal:,} frames with the timestamp of another one"
+    if timeline.gaps:
+        before = [int(timeline.times[number - 1]) for number in timeline.gaps]
+        yield f"no frame for too long after {places(before, timeline)}: cut there"
+    gaps = timeline.steps[timeline.steps <= timeline.most] * float(timeline.time_base)
+    if len(gaps) > 1 and gaps.max() > VARIABLE * gaps.min():
+        low, high = round(gaps.min() * 1000), round(gaps.max() * 1000)
+        yield f"variable rate: {low} to {high} ms from frame to frame"
+
+
+def places(times: Sequence[int], timeline: Timeline) -> str:
+    """Up to MOST_PLACES times of a file, in seconds."""
+    shown = ", ".join(f"{max(0.0, timeline.seconds(time)):.1f}" for time in times[:MOST_PLACES])
+    more = f" and {len(times) - MOST_PLACES:,} more" if len(times) > MOST_PLACES else ""
+    return f"{shown} s{more}"
 
 
 def bits_of(frame: Any) -> int:
@@ -382,7 +686,7 @@ def read_clip(
     Raises BadFileError if they do not decode as `look` found them.
     """
     # Not every file can be read from its middle.
-    for seeks in (True, False):
+    for seeks in (True, False) if clip.can_seek else (False,):
         with opened(path, max_pixels) as (container, stream):
             middles, aspect = clip.middles(fps, Fraction(stream.time_base)), aspect_of(stream)
             if seeks:
@@ -395,33 +699,35 @@ def read_clip(
 
 
 def taken(
-    frames: Iterator[Any], last: int, middles: Sequence[Fraction], aspect: Fraction, crop: Crop
+    frames: Iterator[Shown], last: int, middles: Sequence[Fraction], aspect: Fraction, crop: Crop
 ) -> UInt8[Tensor, "3 f h w"] | None:
-    """The frames that are shown at some times; None unless the last one has the timestamp `last`.
+    """The frames that are shown at some times; None unless the last one is shown from `last` on.
 
-    None, too, if the first frame comes too late. `aspect`: width of a pixel over its height.
+    None, too, if the first frame comes too late, or if some are missing. `aspect`: width of a pixel
+    over its height.
     """
     width, height = sides_of(crop)
     found = torch.empty(len(middles), height, width, 3, dtype=torch.uint8)
     number = 0
-    for frame, after in with_next(frames):
-        if frame.pts > middles[number]:
+    for shown, after in with_next(frames):
+        if shown.time > middles[number] or (shown.is_new and number):
             return None
         # Up to the begin of the next frame; the last one to the end.
-        end = len(middles) if after is None else bisect_left(middles, after.pts)
+        end = len(middles) if after is None else bisect_left(middles, after.time)
         if end > number:
-            found[number:end] = torch.from_numpy(picture_of(frame, aspect, crop))
+            found[number:end] = torch.from_numpy(picture_of(shown.frame, aspect, crop))
             number = end
         if number == len(middles):
-            is_same = frame.pts == last
+            is_same = shown.time == last
             return found.permute(3, 0, 1, 2).contiguous() if is_same else None
     return None
 
 
-def with_next(frames: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
+def with_next(frames: Iterator[Shown]) -> Iterator[tuple[Shown, Shown | None]]:
     """Each frame with the one after it; None after the last one."""
     before = next(frames, None)
     for frame in frames:
+        assert before is not None
         yield before, frame
         before = frame
     if before is not None:
@@ -434,12 +740,24 @@ def picture_of(frame: Any, aspect: Fraction, crop: Crop) -> UInt8[np.ndarray, "h
         image = on_white(Image.fromarray(frame.to_ndarray(format="rgba")), "RGB")
     else:
         image = Image.fromarray(frame.to_ndarray(format="rgb24"))
-    if aspect != 1:
-        square = max(1, round(frame.width * aspect)), frame.height
-        image = image.resize(square, Image.Resampling.BICUBIC)
     for turn in turns_of(frame) or []:
         image = image.transpose(turn)
-    return np.array(center_crop(image, crop))
+    square = image if aspect == 1 else fitted(image, size_of(frame, aspect), crop)
+    return np.array(center_crop(square, crop))
+
+
+def fitted(image: Image.Image, shown: Size, crop: Crop) -> Image.Image:
+    """A picture of pixels that are not square, resized to cover a crop. `shown`: its true size.
+
+    In one step: its width in square pixels may be thousands of times its own.
+    """
+    ratio = max(side / whole for side, whole in zip(sides_of(crop), shown, strict=True))
+    width, height = round(shown.width * ratio), round(shown.height * ratio)
+    while image.width >= 2 * width:
+        image = image.resize((image.width // 2, image.height), Image.Resampling.BOX)
+    while image.height >= 2 * height:
+        image = image.resize((image.width, image.height // 2), Image.Resampling.BOX)
+    return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def rate_of(fps: float) -> Fraction:

@@ -54,6 +54,8 @@ class FileReport:
     """The first row of each clip."""
     decoded: int = 0
     """Frames of a video that decode."""
+    used: int = 0
+    """Those while clips last, also those between two that a clip shows."""
     notes: tuple[str, ...] = ()
     """What a user should know of it: cut off, turned upright, of a variable rate."""
 
@@ -67,7 +69,7 @@ class FileReport:
             each = (
                 "+".join(map(str, self.frames)) if len(self.frames) < 9 else f"{self.frames[0]}..."
             )
-            parts.append(f"{count} of {each} frames, {self.decoded:,} in the file,")
+            parts.append(f"{count} of {each} frames, {self.used:,} of {self.decoded:,} used,")
         if self.bucket:
             parts.append(f"{self.size} to {self.bucket}, crop {self.crop:.1%},")
             parts.append(f"enlarged {self.scale:.2f}x," if self.scale > 1 else "not enlarged,")
@@ -89,6 +91,7 @@ SCHEMA = {
     "starts": Maybe(tuple[Finite, ...]),
     "rows": Maybe(tuple[NonNegativeInt, ...]),
     "decoded": Maybe(PositiveInt),
+    "used": Maybe(PositiveInt),
     "notes": Maybe(tuple[str, ...]),
 }
 """Schema of a line."""
@@ -144,7 +147,7 @@ def clip_lines(job: ClipJob, records: Sequence[ChunkRecord]) -> Iterator[bytes]:
             line["frames"] = [found.clips[number].frames for number in at]
             line["starts"] = [round(found.starts[number], ROUNDING) for number in at]
             line["rows"] = [firsts[row] for row in kept]
-            line["decoded"] = found.num_frames
+            line |= {"decoded": found.num_frames, "used": found.used}
             lost = sorted({dropped[row] for row in rows if row in dropped})
             line["notes"] = [*found.notes, *(f"clips left out: {reason}" for reason in lost)]
         if job.listed.texts:

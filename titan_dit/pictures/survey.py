@@ -40,6 +40,8 @@ class FoundClips(NamedTuple):
     """When each begins, in seconds from the begin of the file."""
     num_frames: int
     """Frames of the file that decode."""
+    used: int
+    """Those while clips last, also those between two that a clip shows."""
     notes: tuple[str, ...]
     """What a user should know of the file."""
 
