@@ -360,7 +360,11 @@ IMPOSSIBLE = [
     (z_image, {"num_layers": None}, ["num_layers missing", 'size = "6B"']),
     (z_image, {"size": "7B"}, ['size="7B"', "6B", "num_refiner_layers"]),
     (flux2, {"rope_axes": [2, 2, 2, 10, 2]}, ["rope_axes=[2, 2, 2, 10, 2]", "4 even numbers"]),
-    (flux2, {"rope_axes": [3, 5, 4, 4]}, ["rope_axes=[3, 5, 4, 4]", "hidden_size = 48"]),
+    (
+        flux2,
+        {"rope_axes": [3, 5, 4, 4]},
+        ["rope_axes=[3, 5, 4, 4]", "Set rope_axes = [4, 4, 4, 4]."],
+    ),
     (flux2, {"num_heads": 8}, ["num_heads=8", "hidden_size = 64", "rope_axes = [2, 2, 2, 2]"]),
     (flux2, {"size": "klein-4B"}, ["hidden_size=48", "disagrees"]),
     (wan, {"latent_frames": 0}, ["latent_frames=0", "at least 1"]),
@@ -391,13 +395,15 @@ def test_impossible_shapes_name_section_values_and_fix(build, values, words):
         (flux2, {"num_heads": 8}),
         (flux2, {"num_heads": 5}),
         (wan, {"num_heads": 5}),
+        (wan, {"rope_axes": [44, 42]}),
+        (z_image, {"rope_axes": [3, 5, 8]}),
     ],
 )
 def test_every_fix_that_a_message_names_works(build, values):
     with pytest.raises(UserError) as caught:
         build(**values)
     text = str(caught.value)
-    hidden = int(re.search(r"hidden_size = (\d+)", text)[1])
+    hidden = int(re.search(r".*hidden_size ?= ?(\d+)", text)[1])
     axes = [int(n) for n in re.search(r"rope_axes = \[([\d, ]+)\]", text)[1].split(",")]
     fixed = build(**{**values, "hidden_size": hidden, "rope_axes": axes})
     assert replace(fixed).axes == tuple(axes)

@@ -23,6 +23,7 @@ from titan_dit.data.latents import LatentShards
 from titan_dit.pictures import autoencoder
 from titan_dit.pictures.clip_job import ClipOptions, make_clip_job
 from titan_dit.pictures.encode import Waited
+from titan_dit.pictures.kept_looks import KeptLooks
 from titan_dit.pictures.picture_set import ListingOptions
 from titan_dit.pictures.picture_sizes import Size, parse_lengths
 from titan_dit.pictures.pixels import Pixels
@@ -281,6 +282,61 @@ def test_the_command_says_what_became_of_all_files(root):
     listed = run([sys.executable, "-m", "titan_dit", "data", "report", "one/set"], root)
     line = "d.mp4: 2 clips of 9+9 frames, 11 of 11 used, 24x32 to 24x32, crop 0.0%, "
     assert line in listed.stdout
+
+
+def kept_of(folder, root, **how):
+    return KeptLooks.opened(folder, root, ClipOptions(lengths=(5,), **how).key())
+
+
+def looked(source, folder, **how):
+    """(names of the videos that are decoded, what is found) of a survey."""
+    asked, decoded = ClipOptions(lengths=(5,), **how), []
+
+    class Counted:
+        def look(self, path):
+            decoded.append(path.name)
+            return asked.look(path)
+
+    pictures = open_input(source, ListingOptions(clips=True))
+    kept = kept_of(folder, source, **how)
+    found = survey_share(pictures, 1, lambda _: None, videos=Counted(), kept=kept)
+    return decoded, found, kept
+
+
+def test_a_video_is_decoded_once_until_it_or_an_option_changes(tmp_path):
+    source, out = save_clips(tmp_path / "in"), tmp_path / "set"
+    videos = {file.name for file in source.iterdir() if file.suffix in (".mkv", ".mp4")}
+    names, first, kept = looked(source, out)
+    assert set(names) == videos
+    assert first.reasons
+    # A command that is killed leaves the files of its ranks, the last line perhaps cut off.
+    part = out / "videos-00000.jsonl"
+    lines = part.read_bytes().splitlines(keepends=True)
+    part.write_bytes(b"".join(lines[:-1]) + lines[-1][:40])
+    names, second, kept = looked(source, out)
+    assert len(names) == 1
+    kept.join()
+    names, third, kept = looked(source, out)
+    assert not names
+    assert [path.name for path in out.iterdir()] == ["videos.jsonl"]
+    for found in (second, third):
+        assert (found.sizes == first.sizes).all()
+        assert (found.clips, found.reasons) == (first.clips, first.reasons)
+    save_video(source / "a.mkv", noise(7), codec="ffv1", pix_fmt="bgr0")
+    assert looked(source, out)[0] == ["a.mkv"]
+    assert set(looked(source, out, fps=8.0)[0]) == videos
+    (out / "videos.jsonl").write_text('{"options": 1}\nx\n[[[\n')
+    assert set(looked(source, out)[0]) >= videos - {"a.mkv"}
+
+
+def test_no_line_is_kept_where_the_output_is_refused(tmp_path):
+    (tmp_path / "in" / "set").mkdir(parents=True)
+    assert kept_of(tmp_path / "in" / "set", tmp_path / "in") is None
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").write_text("x")
+    assert kept_of(tmp_path / "other", tmp_path / "in") is None
+    (tmp_path / "file").write_text("x")
+    assert kept_of(tmp_path / "file", tmp_path / "in") is None
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import tiny_vae
 import torch
+from refusals import refused
 
 from titan_dit.config.section import UserError
 from titan_dit.data.latent_facts import LatentFacts
@@ -102,22 +103,37 @@ def test_tiles_are_those_of_diffusers(folder):
     assert not torch.equal(whole, mean)
 
 
-def test_a_clip_that_does_not_fit_is_encoded_in_tiles_from_then_on(folder, capsys):
+def test_a_clip_that_does_not_fit_is_drawn_in_tiles_from_then_on(folder, capsys):
     vae, tiled = autoencoder.load(folder, CPU), autoencoder.load(folder, CPU, tiles="always")
-    pixels = clip(1, num=1, height=272, width=16)
-    encode, calls = vae.module.encode, []
+    latents = tiled.encode(clip(1, num=1, height=272, width=16))[0]
+    decode, calls = vae.module.decode, []
 
     def full_at_first(values):
         calls.append(vae.module.use_tiling)
         if not vae.module.use_tiling:
             raise torch.OutOfMemoryError("full")
-        return encode(values)
+        return decode(values)
 
-    vae.module.encode = full_at_first
+    vae.module.decode = full_at_first
     for _ in range(2):
-        assert torch.equal(vae.encode(pixels)[0], tiled.encode(pixels)[0])
+        assert torch.equal(vae.decoded(latents), tiled.decoded(latents))
     assert calls == [False, True, True]
     assert capsys.readouterr().err.count("does not fit into the GPU's memory: in tiles") == 1
+
+
+def test_a_clip_that_does_not_fit_is_not_encoded_unlike_the_others(folder):
+    """Latents would depend on which rank runs out of memory."""
+
+    def full(values):
+        raise torch.OutOfMemoryError("full")
+
+    vae, tiled = autoencoder.load(folder, CPU), autoencoder.load(folder, CPU, tiles="always")
+    vae.module.encode = tiled.module.encode = full
+    said = refused(lambda: vae.encode(clip(1, num=1)))
+    assert said.endswith("Give --vae-tiles always, or a lower --batch-size.")
+    assert not vae.module.use_tiling
+    with pytest.raises(torch.OutOfMemoryError):
+        tiled.encode(clip(1, num=1))
 
 
 def test_an_autoencoder_of_pictures_encodes_each_frame_alone(tmp_path):

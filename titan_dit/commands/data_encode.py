@@ -31,12 +31,13 @@ from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.pictures.bucket_job import BucketJob, make_bucket_job
 from titan_dit.pictures.clip_job import ClipJob, ClipOptions, make_clip_job
 from titan_dit.pictures.encode import EncodeJob, Waited, make_job
+from titan_dit.pictures.kept_looks import KeptLooks
 from titan_dit.pictures.picture_set import ListingOptions, PictureSet, captions_in
 from titan_dit.pictures.picture_sizes import Size, check_lengths, check_multiples
 from titan_dit.pictures.pixels import NO_VAE, Pixels, check_stored
 from titan_dit.pictures.readers import open_input
 from titan_dit.pictures.report import by_bucket, read_report
-from titan_dit.pictures.survey import Looks, Survey, survey_share
+from titan_dit.pictures.survey import Keeps, Looks, Survey, survey_share
 from titan_dit.pictures.text_encoder import TextEncoder
 from titan_dit.ranks import process_group
 from titan_dit.ranks.process_group import Ranks
@@ -262,8 +263,10 @@ def plan_of_clips(
     )
     check_multiples(sizes, vae.facts.factor, vae.source)
     check_lengths(asked.lengths, vae.facts.frames_factor, vae.source)
-    survey = survey_of(pictures, ranks, threads_of(options.workers), asked)
     root, output = Path(options.input), Path(options.out)
+    kept = KeptLooks.opened(output, root, asked.key(), ranks.rank) if options.frames else None
+    survey = survey_of(pictures, ranks, threads_of(options.workers), asked, kept)
+    ranks.run_on_first(lambda: kept.join() if kept else None)
     return make_clip_job(
         pictures, root, output, vae, sizes=sizes, survey=survey, asked=asked, **how
     )
@@ -276,11 +279,16 @@ def threads_of(workers: int | None) -> int:
 
 
 def survey_of(
-    pictures: PictureSet, ranks: Ranks, threads: int, videos: Looks | None = None
+    pictures: PictureSet,
+    ranks: Ranks,
+    threads: int,
+    videos: Looks | None = None,
+    kept: Keeps | None = None,
 ) -> Survey:
     """The sizes of all pictures, and the clips of `videos`. Collective.
 
-    Each rank reads its share of the headers, and decodes its share of the videos.
+    Each rank reads its share of the headers, and decodes its share of the videos, except those that
+    are `kept`.
     """
     progress = ProgressLine(len(pictures), "files" if videos else "pictures", what="measured")
 
@@ -293,6 +301,7 @@ def survey_of(
                 ranks.rank,
                 ranks.count,
                 videos,
+                kept,
             )
 
     return Survey.joined(on_all(ranks, share))

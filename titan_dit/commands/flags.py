@@ -256,8 +256,8 @@ class DataEncodeFlags(Flags):
     vae_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the autoencoder."""
     vae_tiles: Literal["auto", "always", "never"] = "auto"
-    """Encode in overlapping tiles, which take less memory and differ slightly: always, never, or
-    once a batch does not fit into the GPU's."""
+    """Encode in overlapping tiles, which take less memory and differ slightly: always or never.
+    auto is never, and names the fix if a batch does not fit into the GPU's memory."""
     dtype: Literal["float16", "float32"] = "float16"
     """Dtype of stored latents."""
     classes: FilePath | None = None

@@ -6,6 +6,7 @@ import io
 import math
 import os
 import pickle
+import stat
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -95,13 +96,25 @@ def check_latent_size(size: int) -> None:
         raise BadFileError(f"{size:,} bytes, more than the {most:,} of one sample. {fix}")
 
 
+def open_regular(path: Path) -> io.FileIO:
+    """Open a file to read it. Raises BadFileError for a pipe or a device, and OSError.
+
+    Without O_NONBLOCK, opening a named pipe would wait for its writer.
+    """
+    file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise BadFileError("no regular file")
+    return file
+
+
 def read_whole(path: Path, check_size: Callable[[int], None] = check_latent_size) -> bytearray:
     """Read all bytes; raises BadFileError if the file cannot be opened, OSError on a disk error.
 
     `check_size` raises BadFileError for a file that is too large.
     """
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             check_size(size)
             data = bytearray(size)

@@ -65,6 +65,21 @@ def mixed(
     return MixedLatents(sources, datasets)
 
 
+def rates_of(sources: Sequence[Latent], datasets: Sequence[DatasetConfig]) -> Iterator[str]:
+    """A warning for the console if clips differ in their frames per second."""
+    rates = [
+        (source.facts.fps, dataset.path)
+        for source, dataset in zip(sources, datasets, strict=True)
+        if source.facts.fps is not None
+    ]
+    if other := next((rate for rate in rates if rate[0] != rates[0][0]), None):
+        (ours, here), (theirs, there) = rates[0], other
+        yield (
+            f"warning: [data] datasets: clips of {here} have {ours:g} frames per second, those of "
+            f"{there} {theirs:g}, so motion has two speeds. Encode both with the same --fps."
+        )
+
+
 def check_alike(
     sources: Sequence[Latent], datasets: Sequence[DatasetConfig], first: int, other: int
 ) -> None:
@@ -389,6 +404,7 @@ class MixedLatents(Source):
                 f"dataset {dataset.path}: {rows}, {often}: "
                 f"{float(samples / order.num_rows):.1%} of the samples{rule}"
             )
+        yield from rates_of(self.sources, self.datasets)
 
     def split(self, rows: Sequence[int]) -> Iterator[tuple[int, list[int], list[int]]]:
         """Yield (dataset, rows in it, places among `rows`) of each dataset that has some."""

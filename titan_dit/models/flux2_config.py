@@ -62,7 +62,7 @@ class Flux2Config(TextToImageConfig):
         """Fill in the named size, then check divisibility."""
         super().__post_init__()
         fill_in(self, self.size, shape_of(self.size, SIZES, self.replaces["size"]), "klein-4B")
-        check_axes(self.axes, self.shape, 4)
+        check_axes(self.axes, self.shape, self.default_axes)
         if self.rope_axes == self.default_axes:  # As weights without the key have them.
             object.__setattr__(self, "rope_axes", ())
 

@@ -210,17 +210,25 @@ def default_axes(shape: tuple[int, int, int, int]) -> tuple[int, int, int]:
     return 2 * (pairs - 2 * side), 2 * side, 2 * side
 
 
-def check_axes(axes: Sequence[int], shape: tuple[int, int, int, int], count: int) -> None:
-    """Raise UserError unless `count` axes have even numbers of channels that make up a head.
+def check_axes(
+    axes: Sequence[int], shape: tuple[int, int, int, int], default: Sequence[int]
+) -> None:
+    """Raise UserError unless axes have even numbers of channels that make up a head.
 
-    `shape`: of the network.
+    `shape`: of the network. `default`: the axes of such a head, as many.
     """
     hidden, _, heads, _ = shape
-    is_even = all(channels % 2 == 0 and channels for channels in axes)
-    if len(axes) != count or not is_even or sum(axes) * heads != hidden:
+    count = len(default)
+
+    def fits(found: Sequence[int]) -> bool:
+        is_even = all(channels % 2 == 0 and channels > 0 for channels in found)
+        return len(found) == count and is_even and sum(found) * heads == hidden
+
+    if not fits(axes):
         fit = [max(2, -(-hidden // heads // count // 2) * 2)] * count
+        other = f"hidden_size = {sum(fit) * heads} and rope_axes = {show(fit)}"
         raise UserError(
             f"[model] hidden_size={hidden} with num_heads={heads} and rope_axes={show(axes)}: a "
             f"head rotates by {count} even numbers of channels, which add up to its own. Set "
-            f"hidden_size = {sum(fit) * heads} and rope_axes = {show(fit)}."
+            f"{f'rope_axes = {show(list(default))}' if fits(default) else other}."
         )

@@ -65,7 +65,7 @@ class WanConfig(TextToImageConfig):
         """Fill in the named size, then check divisibility."""
         super().__post_init__()
         fill_in(self, self.size, shape_of(self.size, SIZES, self.replaces["size"]), "1.3B")
-        check_axes(self.axes, self.shape, 3)
+        check_axes(self.axes, self.shape, self.default_axes)
         self.check_latent_size()
 
     @property
@@ -78,9 +78,14 @@ class WanConfig(TextToImageConfig):
     @property
     def axes(self) -> tuple[int, ...]:
         """Channels of a head that rotate by frame, row and column: 44, 42 and 42 of 128."""
+        return self.rope_axes or self.default_axes
+
+    @property
+    def default_axes(self) -> tuple[int, ...]:
+        """`axes` if rope_axes is empty: about a third of a head each."""
         hidden, _, heads, _ = self.shape
         side = 2 * (hidden // heads // 6)
-        return self.rope_axes or (hidden // heads - 2 * side, side, side)
+        return hidden // heads - 2 * side, side, side
 
     @property
     def ffn(self) -> int:

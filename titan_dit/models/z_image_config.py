@@ -63,7 +63,7 @@ class ZImageConfig(TextToImageConfig):
         """Fill in the named size, then check divisibility."""
         super().__post_init__()
         fill_in(self, self.size, shape_of(self.size, SIZES, self.replaces["size"]), "6B")
-        check_axes(self.axes, self.shape, 3)
+        check_axes(self.axes, self.shape, default_axes(self.shape))
         if self.rope_axes == default_axes(self.shape):  # As weights without the key have them.
             object.__setattr__(self, "rope_axes", ())
         self.check_latent_size()

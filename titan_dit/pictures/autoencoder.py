@@ -131,7 +131,7 @@ class Autoencoder:
         if not self.is_of_clips:
             clips = clips.transpose(1, 2).flatten(0, 1)  # Each frame alone.
         pixels = clips.to(self.device, non_blocking=True).float() / 127.5 - 1
-        posterior = self.tiled_if_needed(self.module.encode, pixels.to(self.dtype)).latent_dist
+        posterior = self.encoded_whole(pixels.to(self.dtype)).latent_dist
         found = []
         for values in (posterior.mean, posterior.std):
             values = values.float()
@@ -164,6 +164,22 @@ class Autoencoder:
         """Pictures, or clips, of stored latents."""
         return as_pixels(self.decoded(latents))
 
+    def encoded_whole(self, values: Tensor) -> Any:
+        """Call the module's encoder, in tiles only if all batches are.
+
+        Tiles change values, so with "auto" a batch that does not fit raises UserError: what is
+        encoded would depend on the memory of each rank.
+        """
+        try:
+            return self.module.encode(values)  # type: ignore[operator]
+        except torch.OutOfMemoryError:
+            if self.tiles != "auto":
+                raise
+        raise UserError(
+            f"[data encode] {self.source}: [{', '.join(map(str, values.shape))}] does not fit into "
+            "the GPU's memory. Give --vae-tiles always, or a lower --batch-size."
+        )
+
     def tiled_if_needed(self, call: Any, values: Tensor) -> Any:
         """Call the module, in tiles if it has to; once it did not fit, always."""
         if self.tiles != "auto" or getattr(self.module, "use_tiling", True):
@@ -175,8 +191,7 @@ class Autoencoder:
         stdio.write(
             sys.stderr,
             f"{self.source}: [{', '.join(map(str, values.shape))}] does not fit into the GPU's "
-            "memory: in tiles from here on, whose values differ slightly. --vae-tiles always gives "
-            "the same ones everywhere\n",
+            "memory: in tiles from here on, whose values differ slightly\n",
         )
         torch.cuda.empty_cache()
         self.module.enable_tiling()  # type: ignore[operator]

@@ -13,7 +13,7 @@ from pathlib import Path
 from titan_dit.config import user_text
 from titan_dit.config.section import UserError, show
 from titan_dit.config.user_text import BadTextError
-from titan_dit.data.files import read_whole, stamp_of
+from titan_dit.data.files import BadFileError, open_regular, read_whole, stamp_of
 from titan_dit.data.listing import IMAGE_SUFFIXES, few, is_folder, kind_of, natural, suffix_of
 from titan_dit.data.manifest import CLAIM, MANIFEST
 from titan_dit.pictures import clips
@@ -157,13 +157,15 @@ def read_caption(root: Path, name: str | None, asked: ListingOptions) -> str:
         return ""
     at, most = f"{asked.where}{root / name}", asked.max_text_bytes
     try:
-        with (root / name).open("rb") as opened:
+        with open_regular(root / name) as opened:
             data = opened.read(most + 1)
         if len(data) > most:
             raise UserError(f"{at} is longer than {most:,} bytes. {asked.fix('--max-text-bytes')}")
         return user_text.decode(data).strip()
     except OSError as error:
         raise UserError(f"{at} cannot be read: {error.strerror}.") from None
+    except BadFileError as error:
+        raise UserError(f"{at} is {error}. Remove it.") from None
     except BadTextError as error:
         raise UserError(f"{at} is {error}. Save it as UTF-8.") from None
 
@@ -219,8 +221,11 @@ def apply_caption_rule(pictures: PictureSet, asked: ListingOptions) -> PictureSe
     names = few([pictures.names[row] for row in missing])
     fix = "Add it (NAME.txt beside NAME.jpg), or choose --no-caption skip or --no-caption empty"
     if not any(texts):
-        fix += ". For classes, make a folder for each one"
+        has_videos = any(map(is_video, pictures.names))
+        of_pictures = "For classes, make a folder for each one"
+        fix += ". Folders of videos are no classes" if has_videos else f". {of_pictures}"
+    what = "files" if asked.clips else "pictures"
     raise UserError(
-        f"{asked.where}{pictures.root}: {len(missing):,} of {len(pictures):,} pictures have no "
+        f"{asked.where}{pictures.root}: {len(missing):,} of {len(pictures):,} {what} have no "
         f"caption: {names}. {fix}."
     )

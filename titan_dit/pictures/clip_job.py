@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from titan_dit import __version__
+from titan_dit.config import limits
 from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError
 from titan_dit.data.listing import Names
@@ -27,6 +29,7 @@ from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.pictures.bucket_job import CROP, BucketJob
 from titan_dit.pictures.clips import Choice, Clip
 from titan_dit.pictures.encode import MAX_AHEAD, DecodedPicture, EncodeJob, EncodeOptions
+from titan_dit.pictures.library import video
 from titan_dit.pictures.picture_set import PictureSet
 from titan_dit.pictures.picture_sizes import Size, check_lengths, check_multiples
 from titan_dit.pictures.pixels import Pixels
@@ -63,6 +66,12 @@ class ClipOptions:
         notes = (*found.notes, *found.too_short(min(self.lengths), self.rate))
         used = found.num_used(cut, self.rate)
         return found.size, FoundClips(tuple(cut), starts, len(found.times), used, notes)
+
+    def key(self) -> str:
+        """What a look depends on besides the file: the options, and the versions that read it."""
+        versions = [__version__, video("[data encode]").__version__]
+        values = [*asdict(self).values(), limits.raised(clips.MAX_PIXELS), *versions]
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
     def about(self) -> dict[str, Any]:
         """Keys of the manifest."""

@@ -11,7 +11,6 @@ FFmpeg open other files.
 from __future__ import annotations
 
 import math
-import stat
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from PIL import Image
 from torch import Tensor
 
 from titan_dit.config import limits
-from titan_dit.data.files import BadFileError
+from titan_dit.data.files import BadFileError, open_regular
 from titan_dit.data.packing.images import THINNEST, Crop, center_crop, on_white, sides_of
 from titan_dit.pictures.library import video
 from titan_dit.pictures.picture_sizes import Size
@@ -222,9 +221,7 @@ def opened(path: Path, max_pixels: int | None = None) -> Iterator[tuple[Any, Any
 def check_opens(path: Path) -> None:
     """Raise BadFileError for what is no file, or cannot be opened; OSError on a disk error."""
     try:
-        if not path.is_dir() and not stat.S_ISREG(path.stat().st_mode):
-            raise BadFileError("no regular file")  # To open a pipe is to wait for its writer.
-        path.open("rb").close()
+        open_regular(path).close()
     except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
         raise BadFileError(f"cannot be opened: {error.strerror}") from None
 

@@ -12,14 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from titan_dit.config.section import UserError
-from titan_dit.data.files import BadFileError
+from titan_dit.data.files import NO_FILE, BadFileError
 from titan_dit.data.listing import suffix_of
 from titan_dit.data.packing.images import ORIENTATION, TURNED, TURNS, known_formats
 from titan_dit.pictures.clips import SUFFIXES, Clip
@@ -44,6 +44,20 @@ class FoundClips(NamedTuple):
     """Those while clips last, also those between two that a clip shows."""
     notes: tuple[str, ...]
     """What a user should know of the file."""
+
+
+Stamp: TypeAlias = tuple[int, int]
+"""Length and time of modification of a file."""
+
+
+class Keeps(Protocol):
+    """Keeps what was found in videos."""
+
+    def get(self, name: str, stamp: Stamp) -> tuple[Size, FoundClips] | str | None:
+        """What was found in a file, or why it is left out; None if it has changed."""
+
+    def add(self, name: str, stamp: Stamp, look: tuple[Size, FoundClips] | str) -> None:
+        """Keep what was found."""
 
 
 class Looks(Protocol):
@@ -89,10 +103,11 @@ def survey_share(
     rank: int = 0,
     num_ranks: int = 1,
     videos: Looks | None = None,
+    kept: Keeps | None = None,
 ) -> Survey:
     """Read the sizes of a rank's share of the pictures, and look at its videos.
 
-    `report` gets increments of files.
+    `report` gets increments of files. `kept`: has what was found before.
     """
     # Neighbours: a row group of parquet is unpacked as a whole.
     first, end = (len(pictures) * share // num_ranks for share in (rank, rank + 1))
@@ -105,8 +120,7 @@ def survey_share(
         try:
             check_used(pictures, row)
             if videos is not None and is_video(pictures, row):
-                assert pictures.path is not None
-                return videos.look(pictures.path(row))
+                return look(pictures, row, videos, kept)
             return size_of(pictures, row), None
         except BadFileError as error:
             return str(error)
@@ -126,6 +140,24 @@ def survey_share(
     except OSError as error:
         raise UserError(f"[data encode] {error}") from None
     return Survey(sizes, reasons, clips)
+
+
+def look(
+    pictures: PictureSet, row: int, videos: Looks, kept: Keeps | None
+) -> tuple[Size, FoundClips] | str:
+    """What a video holds, or why it is left out; as it was found before, if it is the same."""
+    assert pictures.path is not None
+    name, stamp = pictures.names[row], pictures.stamp(row)
+    if kept is not None and (before := kept.get(name, stamp)) is not None:
+        return before
+    found: tuple[Size, FoundClips] | str
+    try:
+        found = videos.look(pictures.path(row))
+    except BadFileError as error:
+        found = str(error)
+    if kept is not None and stamp == pictures.stamp(row) != NO_FILE:
+        kept.add(name, stamp, found)
+    return found
 
 
 def is_video(pictures: PictureSet, row: int) -> bool:

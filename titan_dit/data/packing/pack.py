@@ -567,6 +567,8 @@ KEPT_TEXT = "text-kept.json"
 """What the manifest said of captions and their embeddings, while lost shards are written again."""
 TEXT_FILES = r"text(-index\.safetensors|-kept\.json|-\d{5,}\.(safetensors|json)|\.json)"
 """Embeddings of captions, see `data.caption_embeddings`, and the files kept for resuming them."""
+LOOKS = "videos.jsonl"
+"""File of what the videos of the input hold; ranks write videos-00000.jsonl."""
 TEMPORARY = r"\.tmp\w{6}"
 """Temporary files that an earlier version left when it was killed."""
 
@@ -763,7 +765,7 @@ def check_output(job: ShardJob, output: Path) -> None:
             "--out."
         )
     written = f"{CLAIM}|{DROPPED}|{MANIFEST}|{SOURCES}|{re.escape(CAPTIONS)}|{re.escape(PICTURES)}"
-    written += f"|{TEXT_FILES}"
+    written += f"|{TEXT_FILES}|{re.escape(LOOKS)}|{Path(LOOKS).stem}-\\d{{5,}}\\.jsonl"
     known = rf"({re.escape(job.name)}{SHARD_FILES}|{written})(\..*\.partial|\.partial)?"
     if stated or (output / CLAIM).is_file():
         known += f"|{TEMPORARY}"
