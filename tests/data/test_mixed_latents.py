@@ -366,6 +366,20 @@ def test_pictures_beside_clips_are_clips_of_one_frame(tmp_path):
     assert counts == {((2, 1, 2, 4), 0): 8, ((2, 1, 4, 4), 0): 2, ((2, 3, 2, 4), 0): 10}
 
 
+@pytest.mark.parametrize(("other", "warns"), [(30.0, True), (16.0, False), (None, False)])
+def test_clips_of_two_rates_are_one_warning(other, warns, tmp_path):
+    rates = [{"fps": rate} if rate else {} for rate in (16.0, other)]
+    sets = [
+        write_set(tmp_path / f"{n}", {(3, 2, 4): 4 + n}, first=100 * n, **rates[n]) for n in (0, 1)
+    ]
+    source = opened(*((folder, {}) for folder in sets))
+    lines = list(source.lines(source.order(0, (), "feistel", [4])))
+    assert lines[2:] == warns * [
+        f"warning: [data] datasets: clips of {sets[0]} have 16 frames per second, those of "
+        f"{sets[1]} 30, so motion has two speeds. Encode both with the same --fps."
+    ]
+
+
 def test_the_largest_samples_are_known_from_the_manifests_alone(pair, tmp_path):
     clips = write_set(tmp_path / "clips", {(3, 2, 4): 1, (1, 8, 2): 2}, first=100)
     for shard in tmp_path.glob("*/*.safetensors"):

@@ -1,12 +1,14 @@
 """Folders with NAME.txt beside NAME.jpg: whose caption is which, and what is refused by name."""
 
 import json
+import os
 
 import pytest
 from encoded_sets import encoded, picture
 from refusals import refused
 from tiny_vae import save_vae
 
+from titan_dit.data.files import BadFileError
 from titan_dit.data.latents import LatentShards
 from titan_dit.pictures.picture_set import ListingOptions
 from titan_dit.pictures.readers import open_input
@@ -152,6 +154,27 @@ def test_what_cannot_be_read_is_one_line_with_the_file(tmp_path):
     (root / "1.TXT").unlink()
     (root / "circle").symlink_to("circle")
     assert ("circle", "not a picture") in listed(root).beside
+
+
+def test_a_pipe_is_no_caption_and_no_picture(tmp_path):
+    """To open it would be to wait for its writer."""
+    root = make(tmp_path / "in", {"1.png": None})
+    os.mkfifo(root / "1.txt")
+    assert said_of(root) == f"[data encode] input={root / '1.txt'} is no regular file. Remove it."
+    (root / "1.txt").unlink()
+    os.mkfifo(root / "2.png")
+    (root / "2.txt").write_text("two")
+    with pytest.raises(BadFileError, match="no regular file"):
+        listed(root, no_caption="empty").read(1)
+
+
+def test_folders_of_videos_are_no_classes(tmp_path):
+    for name in ("left", "right"):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        (tmp_path / "in" / name / "a.mp4").write_bytes(b"")
+    said = refused(lambda: listed(tmp_path / "in", clips=True))
+    assert "2 of 2 files have no caption: left/a.mp4, right/a.mp4. Add it" in said
+    assert said.endswith("or --no-caption empty. Folders of videos are no classes.")
 
 
 def test_links_in_a_circle_are_read_once(tmp_path):

@@ -16,6 +16,7 @@ from titan_dit.data.packing.images import center_crop
 from titan_dit.pictures import clips
 from titan_dit.pictures.clip_job import ClipOptions
 from titan_dit.pictures.clips import Clip, Scene, begins, look, read_clip
+from titan_dit.pictures.output import save_clip
 from titan_dit.pictures.picture_sizes import Size
 
 av = pytest.importorskip("av")
@@ -182,6 +183,19 @@ def test_sizes_bits_pixels_transparency_and_sound_are_named(tmp_path):
     assert look(wide).size == Size(64, 24)
     assert look(wide).notes == ("pixels of 2 made square",)
     assert read(wide, (5,), crop=(64, 24))[0].shape == (5, 24, 64, 3)
+
+
+def test_colours_are_those_of_the_matrix_that_a_file_names(tmp_path):
+    """An untagged one is BT.601."""
+    frames = np.full((3, 64, 64, 3), (200, 30, 60), np.uint8)
+    save_clip(tmp_path / "tagged.mp4", torch.from_numpy(frames).permute(0, 3, 1, 2), 16)
+    save_video(tmp_path / "untagged.mp4", frames, of_codec={"crf": "1"})
+    for name, matrix in (("tagged", 1), ("untagged", 2)):
+        path = tmp_path / f"{name}.mp4"
+        with av.open(str(path)) as container:
+            assert next(container.decode(video=0)).colorspace == matrix
+        (pixels,) = read(path, (3,), crop=(64, 64))
+        assert np.abs(pixels.astype(int) - frames).max() < 6, name
 
 
 def test_transparency_is_laid_on_white(tmp_path):

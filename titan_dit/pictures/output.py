@@ -223,6 +223,10 @@ QUALITY = {"libx264": {"crf": "17", "x264-params": "mbtree=0"}, "mpeg4": {"qscal
 """Options. With its tree of macroblocks x264 gives other bytes now and then, by its threads."""
 
 
+BT709, LIMITED = 1, 1
+"""FFmpeg's numbers of BT.709, and of levels from 16 to 235."""
+
+
 def write_clips(
     path: Path,
     batches: Iterable[UInt8[Tensor, "b f 3 h w"]],
@@ -266,9 +270,9 @@ def write_clip(path: Path, clip: UInt8[Tensor, "f 3 h w"], fps: float) -> None:
 def save_clip(path: Path, clip: UInt8[Tensor, "f 3 h w"], fps: float) -> None:
     """Write a clip as MP4 with H.264, else MPEG-4 Part 2.
 
-    Equal clips give equal bytes. A small one is enlarged by a power of two, of which `data encode`
-    gets its pixels back. One of odd height or width gets its last row or column twice, since MP4's
-    colours come in squares of four pixels.
+    Colours are BT.709, and tagged so. Equal clips give equal bytes. A small one is enlarged by a
+    power of two, of which `data encode` gets its pixels back. One of odd height or width gets its
+    last row or column twice, since MP4's colours come in squares of four pixels.
     """
     av = video("a clip as MP4")
     codec = next(name for name in CODECS if name in av.codecs_available)
@@ -281,10 +285,15 @@ def save_clip(path: Path, clip: UInt8[Tensor, "f 3 h w"], fps: float) -> None:
         stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width = pixels.shape[1:3]
         stream.pix_fmt, stream.options = "yuv420p", QUALITY[codec]
+        # Untagged, players guess BT.601 or BT.709, and some guess by the height.
+        context = stream.codec_context
+        context.colorspace = context.color_primaries = context.color_trc = BT709
+        context.color_range = LIMITED
         # Several threads would cut frames in as many slices, and give other bytes.
-        stream.codec_context.thread_count = 1
-        for frame in pixels:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        context.thread_count = 1
+        for pixels_of_frame in pixels:
+            frame = av.VideoFrame.from_ndarray(pixels_of_frame, format="rgb24")
+            container.mux(stream.encode(frame.reformat(format="yuv420p", dst_colorspace=BT709)))
         container.mux(stream.encode(None))
 
 
