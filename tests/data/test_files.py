@@ -6,6 +6,7 @@ import torch
 from folders_of_files import save
 from safetensors.torch import save_file
 
+from titan_dit.data import files
 from titan_dit.data.files import BadFileError, read_label, read_latent
 
 LATENT = torch.arange(32.0).view(2, 4, 4) - 3
@@ -132,8 +133,8 @@ class Slow:
 def test_reads_that_give_less_than_asked_go_on_until_the_file_ends(tmp_path, suffix, monkeypatch):
     path = tmp_path / f"0{suffix}"
     save(path, LATENT)
-    opened, length = type(path).open, path.stat().st_size
-    monkeypatch.setattr(type(path), "open", lambda *a, **k: Slow(opened(*a, **k), length))
+    opened, length = files.open_regular, path.stat().st_size
+    monkeypatch.setattr(files, "open_regular", lambda path: Slow(opened(path), length))
     assert torch.equal(read_latent(path), LATENT)
     length -= 20
     assert f"only {length} of its {length + 20} bytes" in reason(path).replace(",", "")
