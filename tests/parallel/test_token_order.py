@@ -80,7 +80,7 @@ def test_a_layer_copies_no_tokens_around_its_gathers(mode):
 
 def joint_copies(layers):
     """Of a text-to-image DiT with 192 tokens of text and 64 of the picture."""
-    sizes = {"latent_size": 16, "text_tokens": 192, "intermediate_size": HIDDEN}
+    sizes = {"latent_size": [16, 16], "text_tokens": 192, "intermediate_size": HIDDEN}
     model = {"hidden_size": HIDDEN, "num_layers": layers, "num_heads": 2, **sizes}
     training = {"global_batch_size": 2 * MICROBATCH, "microbatch_size": MICROBATCH}
     return copies_of(joint_config(model=model, parallel={"tp": TP}, training=training))
