@@ -21,6 +21,8 @@ from titan_dit.config.section import UserError
 from titan_dit.pictures import autoencoder
 from titan_dit.recovery.ledger import logged_samples
 
+av = pytest.importorskip("av")
+
 CONFIG = """
 [job]
 name = "clips"
@@ -66,8 +68,6 @@ import os
 import signal
 
 from titan_dit.hooks import Hook
-
-av = pytest.importorskip("av")
 
 
 class Kill(Hook):
