@@ -1,5 +1,6 @@
 """The dry run against real steps: bytes of torch's allocator, and storages by kind."""
 
+import gc
 import json
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -34,7 +35,7 @@ class Real:
     """A step on real tensors."""
 
     allocated: int
-    """Bytes at the peak, as torch's allocator has counted them."""
+    """Bytes at the peak, as torch's allocator has counted them, without those from before."""
     bytes: dict
     """By kind, at the peak of all storages."""
     live: int
@@ -49,6 +50,7 @@ def real_step(config, world, folder):
     mesh = Mesh(plan.sizes, "cpu")
     await_sends(mesh.p2p)
     trace = folder / f"{mesh.whole.get_rank()}.json"
+    gc.collect()  # What an earlier step of this process holds in cycles.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         rank = FakeRank(plan, objective, fields, mesh, nullcontext(), sections)
         count = plan.num_microbatches
@@ -57,8 +59,11 @@ def real_step(config, world, folder):
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "[memory]"]
     tables = rank.parameters, *rank.ema.averages.values(), *rank.optimizer.state.values()
     tensors = (tensor for table in tables for tensor in table.values())
+    events.sort(key=lambda event: event["ts"])
+    first = events[0]["args"]
+    before = first["Total Allocated"] - first["Bytes"]
     return Real(
-        allocated=max(event["args"]["Total Allocated"] for event in events),
+        allocated=max(event["args"]["Total Allocated"] for event in events) - before,
         bytes=dict(rank.memory.peak().bytes),
         live=sum(record.size for record in rank.memory.records.values()),
         state=sum(getattr(tensor, "to_local", lambda t=tensor: t)().nbytes for tensor in tensors),
