@@ -103,8 +103,7 @@ def alone(world, folder):
     bf16 = measured(joint_config(**BATCH, precision={"dtype": "bf16"}), world)
     with graphs_alone():
         each = compiled_losses(world, "each")
-    wan = measured_wan(world), measured_wan(world, precision={"dtype": "bf16"})
-    return fp32[1:], bf16[1:], drawn, each, losses_by_length(world, folder), wan
+    return fp32[1:], bf16[1:], drawn, each, losses_by_length(world, folder), wan_alone(world)
 
 
 def in_two(world, folder):
@@ -127,8 +126,16 @@ def in_two(world, folder):
         axis: losses_by_length(world, folder, parallel={axis: 2})
         for axis in ("tp", "cp", "pp", "dp_shard")
     }
+    return found, drawn, buckets, by_length, wan_in_two(world, ("tp", "dp_shard"))
+
+
+def wan_alone(world):
+    return measured_wan(world), measured_wan(world, precision={"dtype": "bf16"})
+
+
+def wan_in_two(world, axes):
     wan = {}
-    for axis in ("tp", "cp", "pp", "dp_shard"):
+    for axis in axes:
         sections = {"parallel": {axis: 2}, "precision": {"dtype": "bf16"}}
         wan[axis] = measured_wan(world, **sections)
         if axis in ("tp", "dp_shard"):
@@ -136,7 +143,14 @@ def in_two(world, folder):
                 wan[f"compiled, {axis}"] = measured_wan(
                     world, **sections, compile={"enabled": True}
                 )
-    return found, drawn, buckets, by_length, wan
+    return wan
+
+
+@pytest.mark.long
+def test_formats_of_wan_are_those_of_one_process_with_cp_and_pp():
+    [expected] = on_ranks(1, wan_alone)
+    for found in on_ranks(2, wan_in_two, ("cp", "pp")):
+        assert_formats_of_wan(expected, found)
 
 
 def test_compiled_blocks_and_bf16_give_what_they_give_on_one_process(tmp_path):
