@@ -123,6 +123,8 @@ def test_pieces_are_updated_as_the_whole(monkeypatch):
         ((1152, 16), 0),
         ((4096,), 0),
         ((60, 64), 0),
+        ((8, 1000), 0),  # 25 is odd.
+        ((8, 2000), 50),
     ],
 )
 def test_blocks_fit_every_tensor_parallel_size(shape, block):

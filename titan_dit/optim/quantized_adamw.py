@@ -56,7 +56,8 @@ class QuantizedAdamW(AdamW):
     """Quantised moments for the groups with a block, AdamW for the others."""
 
     def __init__(self, groups: Sequence[Group], config: QuantizedAdamWConfig) -> None:
-        self.bits = config.bits
+        device = groups[0]["params"][0].device
+        self.codes = [codes_of(config.bits, is_signed, device) for is_signed in (True, False)]
         super().__init__(groups, config.defaults)
 
     def new_states(self, weights: Sequence[Tensor], group: Group) -> list[State]:
@@ -65,7 +66,6 @@ class QuantizedAdamW(AdamW):
             return super().new_states(weights, group)
         device = weights[0].device
         counts = group["counts"] = torch.zeros(len(weights), device=device)
-        group["codes"] = [codes_of(self.bits, is_signed, device) for is_signed in (True, False)]
         found = []
         for weight, count in zip(weights, counts.unbind(), strict=True):
             if weight.shape[-1] % group["block"]:
@@ -76,7 +76,7 @@ class QuantizedAdamW(AdamW):
                 )
             state = {"step": count}
             rows, columns = weight.shape[:-1], weight.shape[-1]
-            for (key, scale), codes in zip(STATES, group["codes"], strict=True):
+            for (key, scale), codes in zip(STATES, self.codes, strict=True):
                 shape = *rows, columns // codes.packed
                 state[key] = torch.zeros(shape, dtype=torch.uint8, device=device)
                 state[scale] = torch.zeros(*rows, columns // group["block"], device=device)
@@ -111,7 +111,7 @@ class QuantizedAdamW(AdamW):
                     state["step"],
                     self.skip,
                     lr,
-                    codes=group["codes"],
+                    codes=self.codes,
                     betas=group["betas"],
                     eps=group["eps"],
                     weight_decay=group["weight_decay"],

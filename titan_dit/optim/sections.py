@@ -165,12 +165,14 @@ class QuantizedAdamWConfig(AdamWConfig):
         """Elements of a parameter that share a scale; 0 if its moments stay fp32.
 
         `shape`: that of the whole parameter. Every layout has the same blocks: they divide the
-        columns that a rank has with any tp from 1 to 8 that divides the columns.
+        columns that a rank has with any tp from 1 to 8 that divides the columns. They are even:
+        two codes of 4 bits share a byte.
         """
         if len(shape) < 2 or math.prod(shape) < self.least_elements:
             return 0
         least = shape[-1] // math.lcm(*(size for size in range(1, 9) if shape[-1] % size == 0))
-        fitting = (n for n in range(self.least_block, self.largest_block + 1) if least % n == 0)
+        even = range(self.least_block, self.largest_block + 1, 2)
+        fitting = (size for size in even if least % size == 0)
         return max(fitting, default=0)
 
     def num_moments(self, name: str, shape: Sequence[int]) -> float:
