@@ -6,7 +6,6 @@ gpu_verdicts.py compares them.
 
 from __future__ import annotations
 
-import importlib.util
 import mmap
 import os
 import statistics
@@ -25,7 +24,6 @@ from ours import learning, network, resident_batch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from titan_dit.config.section import UserError
 from titan_dit.optim.ema import move_one_by_one, move_together
 from titan_dit.parallel.ring_attention import joining
 from titan_dit.rng import SampleRNG
@@ -178,8 +176,6 @@ def reads(sizes: Sizes) -> Row:
 
     The file is in the current folder: in memory, as /tmp can be, both would read no disk.
     """
-    if importlib.util.find_spec("numpy") is None:  # Runs have it; a bare machine may not.
-        raise UserError("numpy is not installed")
     order = torch.randperm(sizes.rows, generator=torch.Generator().manual_seed(0))
     found: dict[str, list[float]] = {"mapped": [], "preadv": []}
     with tempfile.NamedTemporaryFile(dir=Path.cwd()) as file:

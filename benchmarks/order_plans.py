@@ -92,7 +92,7 @@ def planned(
     took = costs.seconds.__getitem__
     found = planned_order.plan_order(order, ranks, count, took, costs.latency, memory)
     files.write_order(folder / "order.csv", found.order)
-    return files.read_order(folder / "order.csv"), found
+    return files.read_order(folder / "order.csv").order, found
 
 
 def measure_case(case: str, steps: Steps, order: Order, arguments: argparse.Namespace) -> list[Any]:

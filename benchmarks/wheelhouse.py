@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks" / "wheels"
-NEEDED = ("torch", "jaxtyping", "wadler_lindig")
+NEEDED = ("torch", "numpy", "jaxtyping", "wadler_lindig")
 """Dependencies of titan_dit's core, direct and indirect."""
 
 
@@ -31,7 +31,9 @@ def complaint(needed: Sequence[str] = NEEDED) -> str | None:
     said = f"{', '.join(missing)} cannot be imported."
     if "torch" in missing:
         said += " Install torch (2.11 to 2.15) for your device, see pytorch.org."
-    if wheels := [name.replace("_", "-") for name in missing if name != "torch"]:
+    if "numpy" in missing:
+        said += " Install numpy."
+    if wheels := [name.replace("_", "-") for name in missing if name not in ("torch", "numpy")]:
         said += (
             f" Install {' '.join(wheels)}; or run scripts/gpu_wheels.sh in a checkout with a "
             "network and copy benchmarks/wheels here."

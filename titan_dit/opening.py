@@ -38,12 +38,11 @@ from titan_dit.checks.pipeline import check_same_file, order_hint
 from titan_dit.config.config_file import Tables, to_tables
 from titan_dit.config.dotted_names import origins
 from titan_dit.config.job import JobConfig
-from titan_dit.config.section import UserError, show
+from titan_dit.config.section import UserError, few, show
 from titan_dit.data import buckets
 from titan_dit.data.base import DataFacts, Field, SampleOrder, Source
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.data.listing import few
 from titan_dit.execution import Executor
 from titan_dit.hooks import Hooks
 from titan_dit.objectives.base import DataShare, Objective

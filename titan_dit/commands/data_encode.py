@@ -19,9 +19,8 @@ import torch
 from titan_dit.commands import train
 from titan_dit.commands.data_pack import read_classes, summary
 from titan_dit.commands.flags import DataEncodeFlags
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, few
 from titan_dit.data.latent_facts import ONLINE, shown
-from titan_dit.data.listing import few
 from titan_dit.data.manifest import read_json
 from titan_dit.data.packing import pack
 from titan_dit.data.packing.pack import claimed

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from titan_dit.commands.flags import DataPackFlags
 from titan_dit.config import user_text
-from titan_dit.config.section import UserError
-from titan_dit.data.listing import few
+from titan_dit.config.section import UserError, few
 from titan_dit.data.manifest import read_json
 from titan_dit.data.packing import pack
 from titan_dit.data.packing.pack import PackJob

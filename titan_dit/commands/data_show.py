@@ -10,13 +10,12 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from titan_dit.commands.flags import DataShowFlags
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, few
 from titan_dit.data.folders import LatentFolder
 from titan_dit.data.held_out import counted
 from titan_dit.data.indexed_file import IndexedFile, bin_of, idx_of
 from titan_dit.data.latent_facts import LatentFacts, shown
 from titan_dit.data.latents import LatentShards, open_surveyed, survey
-from titan_dit.data.listing import few
 from titan_dit.data.sections import Latents
 from titan_dit.data.token_windows import PART, digest_of
 from titan_dit.data.tokenizer_file import read_tokenizer

@@ -28,10 +28,9 @@ from titan_dit.commands.sample_inputs import NO_VAE, CaptionSource
 from titan_dit.commands.sample_pictures import Job, pictures_of
 from titan_dit.config import catalog, config_file, dotted_names, flags
 from titan_dit.config.job import JobConfig
-from titan_dit.config.section import Section, UserError
+from titan_dit.config.section import Section, UserError, few
 from titan_dit.data.base import Source
 from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.data.listing import few
 from titan_dit.data.manifest import file_digest
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.objective import Diffusion, has_clips

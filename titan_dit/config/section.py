@@ -285,6 +285,14 @@ def as_number(text: str, kind: type) -> str | None:
     return text if plain == text else show(number)
 
 
+def few(
+    names: Sequence[object], num: int = 4, total: int | None = None, between: str = ", "
+) -> str:
+    """The first `num` names as text, and the number of the others, of `total` (default: all)."""
+    shown, total = between.join(str(name) for name in names[:num]), total or len(names)
+    return shown if total <= num else f"{shown} and {total - num:,} more"
+
+
 def show(value: object) -> str:
     """A value in TOML syntax, for messages and the resolved config."""
     if isinstance(value, bool):

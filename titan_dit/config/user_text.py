@@ -16,8 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import tomli
-
 from titan_dit.config import limits
 from titan_dit.config.section import UserError
 
@@ -112,6 +110,8 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
 
 def parse_toml(text: str) -> dict[str, Any]:
     """The tables of a TOML text. Raises BadTextError, of which a TOMLDecodeError is the cause."""
+    import tomli  # Late: benchmarks run where torch alone is installed, and read JSON.
+
     try:
         tables: dict[str, Any] = shallow(tomli.loads(text))
         return tables

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, few
 from titan_dit.data.files import LABEL_LIMIT, LATENT_SUFFIXES, BadFileError, read_label
 from titan_dit.data.manifest import CLAIM, MANIFEST, SHARD_FORMATS, read_folder_manifest, read_json
 from titan_dit.system import stdio
@@ -239,14 +239,6 @@ def read_labels(paths: list[Path]) -> Int64[Tensor, " n"]:
             raise UserError(f"[data] {path}: {error}. Fix or replace the file.") from None
     progress.end()
     return torch.tensor(labels)
-
-
-def few(
-    names: Sequence[object], num: int = 4, total: int | None = None, between: str = ", "
-) -> str:
-    """The first `num` names as text, and the number of the others, of `total` (default: all)."""
-    shown, total = between.join(str(name) for name in names[:num]), total or len(names)
-    return shown if total <= num else f"{shown} and {total - num:,} more"
 
 
 def brief(value: object) -> str:

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from titan_dit.config import catalog
 from titan_dit.config.dotted_names import look_up
-from titan_dit.config.section import UserError, show
+from titan_dit.config.section import UserError, few, show
 from titan_dit.config.training import SamplingConfig
 from titan_dit.data.base import Source
 from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.data.listing import few
 from titan_dit.diffusion.base import Predict
 from titan_dit.diffusion.conditions import Captions, Conditions, Given, OpenedData, rows_of
 from titan_dit.diffusion.guidance import (

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int64, Shaped, UInt8
 from torch import Tensor
 from torch.nn import functional
 
-from titan_dit.config.section import UserError, show
+from titan_dit.config.section import UserError, few, show
 from titan_dit.config.training import GenerationConfig, SamplingConfig, TextConfig
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.data.latent_facts import (
@@ -29,7 +29,6 @@ from titan_dit.data.latent_facts import (
     name_of,
     shown,
 )
-from titan_dit.data.listing import few
 from titan_dit.data.sections import DataConfig
 from titan_dit.diffusion.base import (
     CaptionedModel,

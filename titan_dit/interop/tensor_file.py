@@ -22,9 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from titan_dit.checkpoint.store import Location
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, few
 from titan_dit.data.files import check_unpacked
-from titan_dit.data.listing import few
 from titan_dit.ranks import disk_errors
 from titan_dit.system.files import PARTIAL, reason_of, replacing, write_json
 from titan_dit.system.progress import ProgressLine, count, following

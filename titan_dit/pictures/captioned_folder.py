@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_dit.config import user_text
-from titan_dit.config.section import UserError, show
+from titan_dit.config.section import UserError, few, show
 from titan_dit.config.user_text import BadTextError
 from titan_dit.data.files import BadFileError, open_regular, read_whole, stamp_of
-from titan_dit.data.listing import IMAGE_SUFFIXES, few, is_folder, kind_of, natural, suffix_of
+from titan_dit.data.listing import IMAGE_SUFFIXES, is_folder, kind_of, natural, suffix_of
 from titan_dit.data.manifest import CLAIM, MANIFEST
 from titan_dit.pictures import clips
 from titan_dit.pictures.picture_set import (

@@ -15,10 +15,10 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from titan_dit.config import limits
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, few
 from titan_dit.config.user_text import is_utf8
 from titan_dit.data.files import LABEL_LIMIT, BadFileError
-from titan_dit.data.listing import Names, few, missing_below
+from titan_dit.data.listing import Names, missing_below
 
 Label = str | int | None
 Caption = str | tuple[str, ...]

@@ -10,9 +10,8 @@ import torch
 from jaxtyping import Bool, Int64, UInt8
 from torch import Tensor
 
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, few
 from titan_dit.config.training import FIDConfig, SamplingConfig
-from titan_dit.data.listing import few
 from titan_dit.objectives.base import DataShare, Forward, Objective
 from titan_dit.observe import console
 from titan_dit.observe.console import SCORE

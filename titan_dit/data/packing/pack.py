@@ -32,11 +32,11 @@ from safetensors import torch as safetensors
 from torch import Tensor
 
 from titan_dit.config import user_text
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, few
 from titan_dit.data.caption_embeddings import CAPTIONS as CAPTIONS
 from titan_dit.data.files import BadFileError, read_latent, read_whole, stamp_of
 from titan_dit.data.latents import STORED_DTYPES
-from titan_dit.data.listing import Listing, few, list_folder
+from titan_dit.data.listing import Listing, list_folder
 from titan_dit.data.manifest import (
     CLAIM,
     FORMAT,
