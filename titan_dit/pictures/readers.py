@@ -19,14 +19,13 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from titan_dit.config import limits, user_text
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, few
 from titan_dit.config.user_text import BadTextError, decode, parse_json
 from titan_dit.data.files import NO_FILE, BadFileError, read_whole, stamp_of
 from titan_dit.data.listing import (
     IMAGE_SUFFIXES,
     check_path,
     entries,
-    few,
     holds_samples,
     list_folder,
 )
