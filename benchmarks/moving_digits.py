@@ -4,8 +4,8 @@ Draws captions of `data example digits_moving` from the EMA weights, at guidance
 every ninth of those that clips have, and all of those held out. Two metrics of both, read from the
 pixels alone: the share of digits that are the caption's, by a 3-nearest-neighbour classifier of the
 middle frame, fitted on all real digits; and the share of motions whose direction is, by the way of
-the ink's centre from the first frame to the last. A caption does not say which half a digit is in:
-the halves are taken in the order that gives more digits, and a direction counts where its digit is.
+the ink's centre from the first frame to the last. The half with the darker ground has the caption's
+first digit; where no half is dark, or none is bright, one of the two is read as noise is.
 """
 
 from __future__ import annotations
@@ -49,9 +49,13 @@ def drawn_captions() -> list[tuple[Caption, bool]]:
 
 
 def recognise(samples: Float[Tensor, "n 3 f h w"]) -> list[tuple[Motion, Motion]]:
-    """The motions in the two halves of clips with values from 0 to 255."""
-    ink = samples.float().mean(1) / 255
-    halves = torch.stack(ink.split(CELL, dim=3), 1).flatten(0, 1)
+    """The motions of the white and of the black digit, of clips with values from 0 to 255."""
+    grey = samples.float().mean(1) / 255
+    left, right = grey.split(CELL, dim=3)
+    is_left_white = (left.mean((1, 2, 3)) < right.mean((1, 2, 3))).view(-1, 1, 1, 1)
+    white = torch.where(is_left_white, left, right)
+    black = 1 - torch.where(is_left_white, right, left)
+    halves = torch.stack((white, black), 1).flatten(0, 1)
     middle = halves[:, halves.shape[1] // 2]
     edge = TRAVEL // 2
     cut = middle[:, edge : edge + SIDE, edge : edge + SIDE].flatten(1)
@@ -79,25 +83,15 @@ def score(
     """The figures of seen captions, by False, and of held-out ones, by True."""
     right: dict[bool, list[tuple[bool, bool]]] = {False: [], True: []}
     for found, (caption, is_held_out) in zip(recognise(samples), wanted, strict=True):
-        right[is_held_out] += max(
-            matched(found, caption), matched(found[::-1], caption), key=sum_of
-        )
+        right[is_held_out] += [
+            (f.digit == asked.digit, f.direction == asked.direction)
+            for f, asked in zip(found, caption, strict=True)
+        ]
     return {
         kind: Figures(*(sum(each) / len(of_kind) for each in zip(*of_kind, strict=True)))
         for kind, of_kind in right.items()
         if of_kind
     }
-
-
-def matched(found: Sequence[Motion], asked: Sequence[Motion]) -> list[tuple[bool, bool]]:
-    """(same digit, same direction) of each motion that was asked for."""
-    pairs = zip(found, asked, strict=True)
-    return [(a.digit == b.digit, a.direction == b.direction) for a, b in pairs]
-
-
-def sum_of(matches: Sequence[tuple[bool, bool]]) -> tuple[int, int]:
-    """(digits, directions) that are right: halves are assigned by digits, then by directions."""
-    return sum(digit for digit, _ in matches), sum(way for _, way in matches)
 
 
 def draw(run: str, step: int | None, folder: Path) -> Float[Tensor, "n 3 f h w"]:

@@ -52,7 +52,7 @@ def test_seen_and_held_out_captions_are_all_that_there_are():
     assert (len(seen), len(held_out)) == (1440, 160)
     every = {str(caption) for caption in (*seen, *held_out)}
     assert len(every) == 1600
-    assert "a seven moves left and a two moves up" in every
+    assert "a white seven moves left and a black two moves up" in every
     # Every digit and every direction is seen in both halves.
     for place in (0, 1):
         assert {(c[place].digit, c[place].direction) for c in seen} == {
@@ -83,8 +83,10 @@ def test_clips_show_what_their_captions_and_the_list_say(root):
     for line in lines:
         file = root / "example" / "clips" / line["file_name"]
         words = [
-            f"a {DIGITS[digit]} moves {way}"
-            for digit, way in zip(line["digits"], line["directions"], strict=True)
+            f"a {ink} {DIGITS[digit]} moves {way}"
+            for ink, digit, way in zip(
+                ("white", "black"), line["digits"], line["directions"], strict=True
+            )
         ]
         assert file.with_suffix(".txt").read_text() == " and ".join(words) + "\n"
         found = clips.look(file)
@@ -92,7 +94,8 @@ def test_clips_show_what_their_captions_and_the_list_say(root):
         pixels = clips.read_clip(file, clip, clips.rate_of(16), (24, 12))
         middle = pixels[0, 4, 2:10].float() / 255
         halves = middle[:, 2:10], middle[:, 14:22]
-        for half, digit in zip(halves[:: -1 if line["left"] else 1], line["digits"], strict=True):
+        white, black = halves[:: -1 if line["left"] else 1]
+        for half, digit in zip((white, 1 - black), line["digits"], strict=True):
             assert (half - inks[digit]).abs().max() < 0.04  # H.264
         assert line["rows"] == line["digits"]
 
@@ -111,7 +114,7 @@ def test_the_recipe_trains_on_the_encoded_clips_and_shows_its_prompts(root):
     assert done.returncode == 0, done.stderr
     source = LatentShards(root / "set", verify=True)
     assert source.facts.shape == (3, 9, 12, 24)
-    assert source.facts.text.tokens == 10
+    assert source.facts.text.tokens == 12
     flags = ("--data.path", "set", "--training.steps", 3, "--training.global_batch_size", 4)
     flags += ("--metrics.every", 1, "--sampling.steps", 1, "--sampling.every", 3)
     done = run(train_command(*flags, config="digits_moving"), root)

@@ -1,8 +1,11 @@
-"""Clips of two handwritten digits that drift: "a seven moves left and a two moves up".
+"""Clips of two handwritten digits that drift: "a white seven moves left and a black two moves up".
 
 One is in the left half and one in the right half, in either order: the caption does not say it.
-Each moves straight through the middle of its half, which it reaches in the middle frame. Some
-captions are held out: no clip has them.
+The first is white on black, the second black on white. Each moves straight through the middle of
+its half, which it reaches in the middle frame. Some captions are held out: no clip has them.
+
+The two inks are there because Wan's network knows only how far apart two tokens are, and gives
+words no places: of two white digits each half drew either one, so half of the clips had one twice.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ CLIPS_PER_DIGIT = 3
 """Clips in which each handwritten digit is the first one."""
 NUM_HELD_OUT = 160
 """Captions that are held out, of 1,600."""
-WORDS = ("a", *DIGITS, "moves", *DIRECTIONS, "and")
+INKS = ("white", "black")
+"""Of the first digit and of the second one, each on a ground of the other."""
+WORDS = ("a", *INKS, *DIGITS, "moves", *DIRECTIONS, "and")
 BIAS_STD = 3.0
 """See `captioned_digits.save_text_encoder`: Wan's network gives a caption no places."""
 
@@ -50,9 +55,9 @@ class Motion(NamedTuple):
     digit: int
     direction: str
 
-    def __str__(self) -> str:
+    def said(self, ink: str) -> str:
         """The words."""
-        return f"a {DIGITS[self.digit]} moves {self.direction}"
+        return f"a {ink} {DIGITS[self.digit]} moves {self.direction}"
 
 
 class Caption(NamedTuple):
@@ -63,7 +68,7 @@ class Caption(NamedTuple):
 
     def __str__(self) -> str:
         """The words."""
-        return f"{self.first} and {self.second}"
+        return " and ".join(motion.said(ink) for motion, ink in zip(self, INKS, strict=True))
 
 
 @cache
@@ -117,9 +122,12 @@ def clips() -> Iterator[Clip]:
             caption = allowed[digit][drawn(len(allowed[digit]))]
             others = of_digit[caption.second.digit]
             rows = row, others[drawn(len(others))]
-            halves = [moved(inks[at], of.direction) for at, of in zip(rows, caption, strict=True)]
+            white, black = (
+                moved(inks[at], of.direction) for at, of in zip(rows, caption, strict=True)
+            )
             left = drawn(2)
-            grey = (torch.cat(halves[::-1] if left else halves, 2) * 255).round().byte()
+            halves = (1 - black, white) if left else (white, 1 - black)
+            grey = (torch.cat(halves, 2) * 255).round().byte()
             frames = grey[:, None].expand(-1, 3, -1, -1)
             yield Clip(f"{row:04d}-{number}", caption, rows, left, frames)
 
