@@ -15,6 +15,7 @@ from titan_dit.config.section import (
     Finite,
     FrameRate,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     UserError,
     conform,
@@ -69,6 +70,10 @@ TEXT_KEYS = {
     "cut": NonNegativeInt,
 }
 """Keys of `text`, the embeddings of captions: see `data.caption_embeddings`."""
+REFERENCE_KEYS = {"kind": Literal["picture", "first_frame"], "channels": Few}
+"""Keys of `reference`: each shard holds these latents beside those of its samples."""
+MASK_KEYS = {"mean": PositiveFloat}
+"""Keys of `mask`: each shard holds uint8 weights of its samples' latent pixels."""
 INDEX_KEYS = {"file": str, "bytes": PositiveInt, "sha256": str}
 FOLDER_KEYS = {
     "format": str,
@@ -145,6 +150,9 @@ def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
         check_channels(manifest[key], key, manifest["buckets"][0]["shape"][0], file)
     if manifest.get("vae") is not None:
         manifest["vae"] = conform_keys(manifest["vae"], VAE_KEYS, f"{file} vae")
+    for key, keys in (("reference", REFERENCE_KEYS), ("mask", MASK_KEYS)):
+        if manifest.get(key) is not None:
+            manifest[key] = conform_keys(manifest[key], keys, f"{file} {key}")
     names = manifest["classes"]
     if names and len(names) != manifest["num_classes"]:
         raise UserError(

@@ -23,7 +23,14 @@ from titan_dit.data.base import Source
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.listing import few
 from titan_dit.diffusion.base import Predict
-from titan_dit.diffusion.conditions import Captions, Conditions, Given, OpenedData, rows_of
+from titan_dit.diffusion.conditions import (
+    Captions,
+    Conditions,
+    Given,
+    OpenedData,
+    completed,
+    rows_of,
+)
 from titan_dit.diffusion.guidance import (
     Conditional,
     Guidance,
@@ -352,7 +359,7 @@ def generate(
         )
         return {"drawn": drawn}
 
-    null = {name: value.to(device) for name, value in null.items()}
+    null = completed({name: value.to(device) for name, value in null.items()}, given)
     return objective.by_text_length([given, null], draw, share)["drawn"]
 
 
