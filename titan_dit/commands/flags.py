@@ -348,8 +348,9 @@ class DataEncodeFlags(Flags):
         default = {f.name: f.default for f in fields(self)}
         for name in ("fps", "clip", "scenes", "first_frame"):
             if getattr(self, name) != default[name]:
+                flag = name.replace("_", "-")
                 raise UserError(
-                    f"[data encode] --{flag_of(name)} is about clips. Give --frames, or leave it out."
+                    f"[data encode] --{flag} is about clips. Give --frames, or leave it out."
                 )
         return ()
 

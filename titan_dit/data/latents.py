@@ -411,10 +411,10 @@ class LatentShards(Source):
         for name, tensor in {"latent": latents, **others}.items():
             if (tensor.dtype, tuple(tensor.shape)) != wanted[name]:
                 what = "" if name == "latent" else f"{name} of "
-                dtype = str(wanted[name][0]).removeprefix("torch.")
+                kind = str(wanted[name][0]).removeprefix("torch.")
                 raise UserError(
                     f"[data] {path}: holds {what}{tensor.dtype} {list(tensor.shape)}, but the "
-                    f"manifest says {dtype} {list(wanted[name][1])}. {remedy}"
+                    f"manifest says {kind} {list(wanted[name][1])}. {remedy}"
                 )
         check_shape(labels, entry["count"], path)
         with path.open("rb") as opened:

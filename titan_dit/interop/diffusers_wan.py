@@ -92,9 +92,9 @@ NORMS = {
 
 def layouts(config: WanConfig) -> dict[str, Same]:
     """Name of our parameter -> its layout in diffusers' tensors."""
-    _, layers, heads, patch = config.shape
+    _, layers, heads, _ = config.shape
     found: dict[str, Same] = {
-        "embed.patch.weight": ClipKernel(("patch_embedding.weight",), patch),
+        **patch_layouts(config),
         "embed.patch.bias": Same(("patch_embedding.bias",)),
         "head.modulation.table": Table(("scale_shift_table",), 2),
     }
@@ -134,7 +134,10 @@ class DiffusersWan(TextToImage):
     def of_folder(cls, values: Mapping[str, Any], index: Mapping[str, Any]) -> DiffusersWan:
         """See `Counterpart.of_folder`."""
         found = checked(values, SIZES)
-        outputs = {"out_channels": values.get("out_channels") and found["in_channels"]}
+        # I2V networks are given more channels than they predict.
+        channels = conform(values.get("out_channels"), Few | None, f"{CONFIG}: out_channels")
+        channels = min(channels or found["in_channels"], found["in_channels"])
+        outputs = {"out_channels": values.get("out_channels") and channels}
         check_fixed(values, FIXED | outputs, cls.named)
         frames, *sides = found["patch_size"]
         if frames != 1 or len(sides) != 2 or sides[0] != sides[1]:
@@ -147,7 +150,8 @@ class DiffusersWan(TextToImage):
             num_heads=found["num_attention_heads"],
             intermediate_size=found["ffn_dim"],
             patch_size=sides[0],
-            in_channels=found["in_channels"],
+            in_channels=channels,
+            condition_channels=found["in_channels"] - channels,
             latent_frames=FRAMES,
             latent_size=LATENTS,
             text_dim=found["text_dim"],

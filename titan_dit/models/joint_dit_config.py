@@ -134,7 +134,7 @@ class JointDiTConfig(ReferencedConfig):
         return JointDiT(self, output_channels)
 
     def positions(self, device: torch.device) -> tuple[Int[Tensor, "_ 3"], ...]:
-        """(text index, row, column) of every token, of caption [m, 3], picture and reference [n, 3].
+        """(text index, row, column) of all tokens, of caption [m, 3], picture and reference [n, 3].
 
         A caption's tokens are (i, 0, 0), those of the picture (text_tokens, row, column), those of
         a reference (text_tokens + 1, row, column).

@@ -32,7 +32,8 @@ def with_companions(pictures: PictureSet, asked: ListingOptions) -> PictureSet:
     if pictures.path is None or asked.gaps:
         return pictures
     files = files_of(pictures.root, asked.clips).pictures
-    found = {name: kind for name in files if (kind := kind_of(name))}
+    kinds = {name: kind_of(name) for name in files}
+    found = {name: kind for name, kind in kinds.items() if kind}
     if not found:
         return pictures
     kept = [row for row in range(len(pictures)) if pictures.names[row] not in found]

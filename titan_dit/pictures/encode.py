@@ -644,11 +644,12 @@ def write(job: EncodeJob, digest: str, output: Path, chunk: EncodedChunk) -> Non
     """Write a chunk's shard and its record."""
     (channels, *size), beside = job.shape_of(chunk.number), job.reference_channels
     every = chunk.latents or [torch.empty(0, job.copies, channels + beside, *size)]
-    latents, references = torch.cat(every).flatten(0, 1).split([channels, beside], 1)
+    rows = torch.cat(every).flatten(0, 1)
+    latents, references = rows[:, :channels].contiguous(), rows[:, channels:].contiguous()
     extra: dict[str, Any] = sums(job, latents) | {
         PICTURES: hashlib.sha256(b"".join(chunk.digests)).hexdigest()
     }
-    more = {"reference": references.contiguous()} if beside else {}
+    more = {"reference": references} if beside else {}
     if chunk.masks:
         more["mask"] = with_copies(job, torch.cat(chunk.masks))
         extra[MASKS] = [int(more["mask"].sum(dtype=torch.int64)), more["mask"].numel()]

@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -355,7 +356,7 @@ def shard_of(
     job: ShardJob,
     kept: Sequence[int],
     latents: Shaped[Tensor, "n c *size"],
-    more: Mapping[str, Tensor],
+    more: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> bytes:
     """The bytes of a shard."""
     labels = job.labels[torch.tensor(kept)].repeat_interleave(job.copies)
