@@ -840,6 +840,9 @@ class PictureFlags(DrawingFlags, CommonFlags):
     text_encoder: FilePath | None = None
     """Folder or name of the text encoder (transformers) that embedded the run's captions. Unset:
     where it was then."""
+    reference: FilePath | None = None
+    """Picture that the network is given, such as the one to edit; of clips the first frame. It is
+    cropped to the size of the samples."""
     size: str | None = None
     """Size of the pictures, width x height in pixels: 1024x768. Unset: that of training."""
     frames: Few | None = None

@@ -849,7 +849,14 @@ class Diffusion(Objective, ABC):
         classes = self.num_classes
         found = drawing.labels_like(like, num, classes, self.data.class_names)
         spread = drawing.spread_labels(num, list(range(classes))) if found is None else found
-        return lambda numbers: {"labels": spread.to(numbers.device)[numbers]}
+
+        def labels(numbers: Int64[Tensor, " b"]) -> Given:
+            return {"labels": spread.to(numbers.device)[numbers]}
+
+        if self.data.reference is None:
+            return labels
+        assert self.opened.source is not None
+        return drawing.with_references(self, self.opened.source, num, labels)
 
     def pictures(
         self,
@@ -911,7 +918,11 @@ class Diffusion(Objective, ABC):
         self.opened.source = source
         if self.captions and sampling.every:
             data, tokens = self.data, self.captions.tokens
-            found = on_first(lambda: drawing.prompts_of(sampling, data, tokens, source, folder))
+            rows = drawing.rows_to_show(self, source)
+            found = on_first(
+                lambda: drawing.prompts_of(sampling, data, tokens, source, folder, rows)
+            )
+            self.opened.rows = found.rows
             self.opened.prompts, self.opened.fields = found.prompts, found.fields
             self.opened.notes, self.opened.key = found.notes, found.key
             drawing.shown(self, sampling)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from titan_dit.config.section import Dim, Few, Layers, UserError, show
+from titan_dit.config.section import Dim, Few, Layers, UserError, conform, show
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.interop.diffusers_network import (
     CONFIG,
@@ -22,7 +22,7 @@ from titan_dit.interop.diffusers_network import (
     checked_shift,
     show_json,
 )
-from titan_dit.interop.tensor_layouts import ClipKernel, Same, SplitQKV, Table
+from titan_dit.interop.tensor_layouts import ClipKernel, KernelChannels, Same, SplitQKV, Table
 from titan_dit.models.wan_config import MODULATION, WanConfig
 
 FIXED = {
@@ -112,6 +112,18 @@ def layouts(config: WanConfig) -> dict[str, Same]:
     return found
 
 
+def patch_layouts(config: WanConfig) -> dict[str, Same]:
+    """Those of the projections of noisy channels and of those given, in diffusers one kernel."""
+    names, channels = ("patch_embedding.weight",), config.in_channels
+    patch = config.patch_size
+    if not config.condition_channels:
+        return {"embed.patch.weight": ClipKernel(names, patch)}
+    return {
+        "embed.patch.weight": KernelChannels(names, patch, 0, channels),
+        "embed.condition.weight": KernelChannels(names, patch, channels, config.all_channels),
+    }
+
+
 def linears(names: dict[str, str], prefix: str) -> dict[str, Same]:
     """Layouts of weights and biases. `prefix`: of their names in diffusers."""
     return {
@@ -166,6 +178,11 @@ class DiffusersWan(TextToImage):
         """See `Counterpart.check_expressible`."""
         super().check_expressible(as_is)
         config = self.config
+        if config.condition_channels:
+            raise UserError(
+                f"[model] condition_channels={config.condition_channels}: networks with condition "
+                "channels are imported, but not exported. Keep the run's checkpoint."
+            )
         hidden, _, heads, _ = config.shape
         side = 2 * (hidden // heads // 6)
         if config.axes[1:] != (side, side) or config.rope_theta != 10000:
