@@ -206,7 +206,8 @@ def prompts_of(
     """The prompts of [sampling] and their embeddings; without any, captions of stored rows.
 
     `tokens`: those of a prompt that the network takes. `shown`: rows to take captions of.
-    `folder`: of the run, which may have the embeddings. Raises UserError for another text encoder than that of the data.
+    `folder`: of the run, which may have the embeddings. Raises UserError for another text encoder
+    than that of the data.
     """
     # Imported late: the benchmarks train on machines without Pillow.
     from titan_dit.pictures.prompts import open_encoder
@@ -277,8 +278,8 @@ def shown(
     captions, opened = objective.captions, objective.opened
     if captions is None:
         labels = preview_labels(sampling.num or NUM, objective.num_classes)
-        given = {"labels": labels, **references_shown(objective, len(labels))}
-        return labels, given, objective.data.class_names
+        of_classes = {"labels": labels, **references_shown(objective, len(labels))}
+        return labels, of_classes, objective.data.class_names
     count = len(opened.prompts)
     num = sampling.num or count * (1 if objective.draws_clips else max(1, NUM // count))
     if num < count:
