@@ -1,11 +1,12 @@
 """From the command line: pairs of pictures with masks, and a network that is given references."""
 
+import re
 import sys
 
 import numpy as np
 import pytest
 import torch
-from commands import metrics, only_error, run, train_command
+from commands import ROOT, metrics, only_error, run, train_command
 from PIL import Image
 from safetensors.torch import load_file
 from tiny_text import CAPTIONS, save_encoder
@@ -66,6 +67,23 @@ def save_pictures(folder, with_companions):
         (folder / f"{number}.txt").write_text(CAPTIONS[number % len(CAPTIONS)])
 
 
+SMALLER = {
+    "--pixels 1048576": "--buckets 12x8,8x8",
+    "VAE": "vae",
+    "--text-encoder T5": "--text-encoder t5 --text-tokens 10 --device cpu",
+}
+
+
+def typed(command, name):
+    """A command of docs/conditions.md after `titan_dit`, for smaller pictures."""
+    page = (ROOT / "docs" / "conditions.md").read_text()
+    (words,) = re.findall(rf"python -m titan_dit ({command} --input pairs .*)", page)
+    for part, smaller in SMALLER.items():
+        assert part in words
+        words = words.replace(part, smaller)
+    return words.replace("--input pairs --out pairs_latents", f"--input in_{name} --out {name}")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Pairs with masks, the same pictures alone, both encoded, and a run on the latter."""
@@ -75,9 +93,8 @@ def folder(tmp_path_factory):
     (folder / "edits.toml").write_text(CONFIG)
     for name in ("pairs", "alone"):
         save_pictures(folder / f"in_{name}", name == "pairs")
-        words = ["--input", f"in_{name}", "--out", name, "--vae", "vae", "--buckets", "12x8,8x8"]
-        words += ["--text-encoder", "t5", "--text-tokens", "10", "--device", "cpu"]
-        done = run([sys.executable, "-m", "titan_dit", "data", "encode", *words], folder)
+        words = typed("data encode", name).split()
+        done = run([sys.executable, "-m", "titan_dit", *words], folder)
         assert done.returncode == 0, done.stderr
     trained(folder, "--job.dir", "base", "--data.path", "alone", "--training.steps", 2)
     return folder
@@ -130,9 +147,9 @@ def test_samples_depend_on_their_reference_which_is_cropped_to_their_size(folder
 def test_references_that_are_missing_or_of_no_use_are_refused(folder, monkeypatch):
     with pytest.raises(UserError, match=r"given reference pictures .* `sample --reference FILE`"):
         here(folder, monkeypatch)
-    with pytest.raises(UserError, match="--reference edits.toml: not a readable image"):
+    with pytest.raises(UserError, match=r"--reference edits.toml: not a readable image"):
         here(folder, monkeypatch, reference="edits.toml")
-    with pytest.raises(UserError, match="the network is given no references. Leave it out"):
+    with pytest.raises(UserError, match=r"the network is given no references. Leave it out"):
         here(folder, monkeypatch, run="base", reference="in_pairs/1.reference.png")
     said = only_error(run(train_command("--job.dir", "bad", config="edits.toml"), folder))
     assert "[data] holds reference pictures of 2 channels, but [model]" in said

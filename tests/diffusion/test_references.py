@@ -69,14 +69,14 @@ def test_a_mask_weighs_the_tokens_by_the_mean_of_their_pixels_over_that_of_all_m
     assert weight[0].equal(prepared.weight[0])
 
 
-def test_a_mask_of_another_size_does_not_pass():
+@pytest.mark.parametrize("name", ["mask", "reference"])
+def test_a_mask_and_a_reference_of_another_size_are_refused(name):
     objective, source = built()
-    batch = batch_of(source, [3, 5])
-    fields = {**batch.fields, "mask": batch.fields["mask"][:, :, :4]}
-    smaller = replace(batch, fields=fields)
-    with pytest.raises(Exception, match="shape|size|broadcast"):
-        prepared = objective.prepare(smaller, SampleRNG(1, batch.sample_numbers))
-        torch.ones(2, 8) * prepared.token_weight
+    fields = source.read([3, 5])
+    objective.inspect(fields)
+    fields[name] = fields[name][..., :4]
+    said = refused(lambda: objective.inspect(fields))
+    assert said == f"[data] {name} is of [4, 4], but its latent of [4, 8]. Store both in one size."
 
 
 def test_a_first_frame_is_marked_as_wan_expects_it():

@@ -62,7 +62,7 @@ def test_another_reference_is_noticed_after_encoding(tmp_path, vae):
     root = make(tmp_path / "in", ["0", "1"])
     assert encoded(root, tmp_path / "out", vae) == []
     assert encoded(root, tmp_path / "out", vae) is None, "it is whole"
-    before = os.stat(root / "1.reference.png").st_mtime_ns
+    before = (root / "1.reference.png").stat().st_mtime_ns
     picture(7).save(root / "1.reference.png")
     os.utime(root / "1.reference.png", ns=(before + 10**9, before + 10**9))
     assert "files have changed" in refused(lambda: encoded(root, tmp_path / "out", vae))

@@ -757,8 +757,15 @@ class Diffusion(Objective, ABC):
         return {**labels, "timestep": own.timesteps_of(rng)}
 
     def inspect(self, fields: Fields) -> None:
-        """Refuse a std below 0."""
+        """Refuse a std below 0, and references and masks of another size than their latents."""
         check_std(fields["latent"], self.data, self.channels)
+        size = fields["latent"].shape[2:]
+        for name, leading in (("reference", 2), ("mask", 1)):
+            if name in self.takes and fields[name].shape[leading:] != size:
+                raise UserError(
+                    f"[data] {name} is of {list(fields[name].shape[leading:])}, but its latent of "
+                    f"{list(size)}. Store both in one size."
+                )
 
     def evaluations(self, batch: Batch, rng: SampleRNG) -> dict[str, Prepared]:
         """The batch, without condition dropout, at the middle timestep of every bin."""
