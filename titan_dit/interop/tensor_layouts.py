@@ -194,6 +194,18 @@ class ClipKernel(ConvKernel):
 
 
 @dataclass(frozen=True)
+class KernelChannels(ClipKernel):
+    """Some of the input channels of a `ClipKernel`, from `first` to before `end`; import only."""
+
+    first: int
+    end: int
+
+    def to_ours(self, *theirs: Tensor) -> Tensor:
+        """The parameter, [out, p p c]."""
+        return super().to_ours(theirs[0][:, self.first : self.end])
+
+
+@dataclass(frozen=True)
 class Table(Same):
     """A table [1, rows, d]; ours is a vector [rows * d]."""
 
