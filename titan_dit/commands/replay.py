@@ -171,6 +171,7 @@ def main(options: ReplayFlags) -> None:
             sample_order=order,
             built=rebuilt(config, plan, objective, source, origin, world.device),
             num_samples=len(origin.numbers),
+            step=options.step,
             loss_scale=scaling.value.to(world.device) if scaling else None,
         )
         samples, norms = [], []
@@ -357,6 +358,7 @@ class Replayer:
     built: BuiltNetwork
     num_samples: int
     """Samples of the whole step, over which the loss is averaged."""
+    step: int
     loss_scale: Tensor | None
     """fp16's loss scale; None in other formats."""
 
@@ -367,7 +369,7 @@ class Replayer:
         rows = self.sample_order.rows(numbers)
         pairs = list(zip(numbers, rows, strict=True))
         inspect, total = self.objective.inspect, float(self.num_samples)
-        batch = loader.load_samples(self.source, pairs, inspect, device, total)
+        batch = loader.load_samples(self.source, pairs, inspect, device, total, self.step)
         rng = SampleRNG(self.seed, batch.sample_numbers)
         prepared = self.built.prepare(batch, rng)
         seen: dict[str, Tensor] = {**batch.fields}

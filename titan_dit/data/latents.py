@@ -4,7 +4,9 @@ A dataset is a folder with `manifest.json` and shards. A shard holds `latent`, [
 pictures or [n, c, f, h, w] of clips (float16, float32 or uint8), and `label` [n] (int64). The
 manifest holds shape, dtype, scale, shift, source and count, and the count, bytes and SHA-256 of
 each shard. In its third version shards have several shapes: the rows of each shape, one after
-another, are a bucket. Beside the shards may lie the embeddings of captions (`caption_embeddings`).
+another, are a bucket. A shard may hold `features` of its pictures, [n, rows, columns, dim]
+(float16), which the manifest describes. Beside the shards may lie the embeddings of captions
+(`caption_embeddings`).
 """
 
 from __future__ import annotations
@@ -29,7 +31,16 @@ from titan_dit.data.base import Field, SampleOrder, Source
 from titan_dit.data.buckets import BucketOrder
 from titan_dit.data.caption_embeddings import CAPTIONS, INDEX, CaptionEmbeddings, texts_of
 from titan_dit.data.folders import LatentFolder
-from titan_dit.data.latent_facts import LatentFacts, Shape, VAEFacts, clip_of, name_of
+from titan_dit.data.latent_facts import (
+    FEATURES,
+    FEATURES_DTYPE,
+    FeatureFacts,
+    LatentFacts,
+    Shape,
+    VAEFacts,
+    clip_of,
+    name_of,
+)
 from titan_dit.data.listing import Listing, layout_of, list_folder
 from titan_dit.data.manifest import (
     BUCKETS_FORMAT,
@@ -43,7 +54,7 @@ from titan_dit.data.manifest import (
     read_manifest,
 )
 from titan_dit.data.sections import Latents
-from titan_dit.data.shards import RowFile, ShardRows, bytes_of, read_header
+from titan_dit.data.shards import RowFile, ShardRows, StoredTensor, bytes_of, read_header
 from titan_dit.system.files import write_json, write_whole
 from titan_dit.system.progress import ProgressLine, count
 
@@ -85,6 +96,8 @@ class LatentShard(NamedTuple):
     latents: RowFile
     labels: Int64[Tensor, " n"]
     """A view of the mapped file, read on access."""
+    features: RowFile | None
+    """None if it holds none."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +157,7 @@ class LatentShards(Source):
         sizes = [math.prod(bucket.shape) * self.dtype.itemsize for bucket in self.buckets]
         row_bytes = [sizes[entry["bucket"]] for entry in manifest["shards"]]
         self._latents = ShardRows([shard.latents for shard in self.shards], row_bytes)
+        self._features: ShardRows | None = None
         shapes = tuple(bucket.shape for bucket in self.buckets)
         scale, shift = manifest["scale"], manifest["shift"]
         units = [] if (scale, shift) == (1.0, 0.0) else [f"scale={scale} shift={shift}"]
@@ -178,7 +192,8 @@ class LatentShards(Source):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the path only; a spawned process opens the files itself."""
         as_ids = self.facts.text is not None and self.facts.text.is_online
-        return reopened, (self.path, as_ids, self.facts.has_clips)
+        has_features = self._features is not None
+        return reopened, (self.path, as_ids, self.facts.has_clips, has_features)
 
     def as_ids(self) -> LatentShards:
         """See `Source.as_ids`."""
@@ -186,6 +201,19 @@ class LatentShards(Source):
             return super().as_ids()
         text = self._text.as_ids()
         return self._with(replace(self.facts, text=text.facts), _text=text)
+
+    def with_features(self) -> LatentShards:
+        """See `Source.with_features`."""
+        files = [shard.features for shard in self.shards if shard.features is not None]
+        if len(files) < len(self.shards):
+            return super().with_features()
+        entry = self.manifest["features"]
+        facts = FeatureFacts(
+            **{key: entry[key] for key in ("name", "digest", "dim")}, grid=tuple(entry["grid"])
+        )
+        size = facts.num_tokens * facts.dim * np.dtype(FEATURES_DTYPE).itemsize
+        rows = ShardRows(files, size)
+        return self._with(replace(self.facts, features=facts), _features=rows)
 
     def as_clips(self) -> LatentShards:
         """See `Source.as_clips`: the bytes of a row are the same."""
@@ -310,6 +338,10 @@ class LatentShards(Source):
         pairs = zip(shard.tolist(), within.tolist(), strict=True)
         labels = np.array([self._labels[number][row] for number, row in pairs], dtype=np.int64)
         found = {"latent": torch.from_numpy(latents), "label": torch.from_numpy(labels)}
+        if self._features and (facts := self.facts.features):
+            features = np.empty((len(at), facts.num_tokens, facts.dim), FEATURES_DTYPE)
+            self._features.read(shard, within, bytes_of(features))
+            found[FEATURES] = torch.from_numpy(features)
         if self._text:
             found |= self._text.read(at // self.copies, numbers, text_tokens)
         return found
@@ -370,10 +402,17 @@ class LatentShards(Source):
             )
         check_shape(labels, entry["count"], path)
         with path.open("rb") as opened:
-            tensors = read_header(opened.fileno())
-        start = next(tensor.start for tensor in tensors if tensor.name == "latent")
-        rows = RowFile(path, start, status.st_size, status.st_mtime_ns, tensors)
-        return LatentShard(rows, labels)
+            tensors = {tensor.name: tensor for tensor in read_header(opened.fileno())}
+
+        def rows_of(name: str) -> RowFile:
+            stamp = status.st_size, status.st_mtime_ns
+            return RowFile(path, tensors[name].start, *stamp, tuple(tensors.values()))
+
+        features = None
+        if (about := manifest.get("features")) is not None:
+            check_features(tensors.get(FEATURES), entry["count"], about, path)
+            features = rows_of(FEATURES)
+        return LatentShard(rows_of("latent"), labels, features)
 
 
 def check_maps(path: Path, num_shards: int) -> None:
@@ -389,9 +428,10 @@ def check_maps(path: Path, num_shards: int) -> None:
         )
 
 
-def reopened(path: Path, as_ids: bool, as_clips: bool) -> LatentShards:
+def reopened(path: Path, as_ids: bool, as_clips: bool, with_features: bool) -> LatentShards:
     """The shards of a folder, their captions perhaps as token ids, pictures perhaps as clips."""
     found = LatentShards(path)
+    found = found.with_features() if with_features else found
     found = found.as_ids() if as_ids else found
     return found.as_clips() if as_clips else found
 
@@ -404,6 +444,19 @@ def vae_facts(entry: dict[str, Any]) -> VAEFacts:
         factor=entry["factor"],
         frames_factor=entry["frames_factor"] or 1,
     )
+
+
+def check_features(
+    found: StoredTensor | None, count: int, about: dict[str, Any], path: Path
+) -> None:
+    """Refuse a shard whose features are not those of the manifest."""
+    wanted = "F16", (count, *about["grid"], about["dim"])
+    if found is None or (found.dtype, found.shape) != wanted:
+        holds = "no features" if found is None else f"{found.dtype} {list(found.shape)} of features"
+        raise UserError(
+            f"[data] {path}: holds {holds}, but the manifest says {wanted[0]} {list(wanted[1])}. "
+            "Restore the file, or encode the dataset again."
+        )
 
 
 def check_shape(labels: Tensor, count: int, path: Path) -> None:

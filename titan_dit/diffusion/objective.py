@@ -18,11 +18,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from titan_dit.config.section import UserError, show
-from titan_dit.config.training import GenerationConfig, SamplingConfig, TextConfig
+from titan_dit.config.training import (
+    NO_REPA,
+    GenerationConfig,
+    RepaConfig,
+    SamplingConfig,
+    TextConfig,
+)
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.data.latent_facts import (
     CONDITION_DROPOUT,
+    FEATURES,
     BucketShape,
+    FeatureFacts,
     LatentFacts,
     Padding,
     TextFacts,
@@ -65,6 +73,7 @@ from titan_dit.objectives.base import (
     Preview,
     missing_members,
 )
+from titan_dit.objectives.repa import normalized
 from titan_dit.rng import SampleRNG
 
 if TYPE_CHECKING:
@@ -155,6 +164,40 @@ def check_kind(facts: LatentFacts, model: Any) -> None:
         f"[model] name={show(model.name)} takes clips, but [data] holds pictures of {held}. Give "
         "its source as_clips (docs/extending.md)."
     )
+
+
+def token_grid(model: LatentModel) -> tuple[int, int]:
+    """Rows and columns of a picture's tokens, for [repa]. Raises UserError for clips."""
+    if has_clips(model):
+        raise UserError(
+            f"[repa] aligns networks of pictures, but [model] name={show(model.name)} takes clips. "
+            "Leave [repa] out."
+        )
+    _, height, width = model.sample_shape
+    tokens = model.num_real_tokens if isinstance(model, PaddedModel) else model.token_shape[0]
+    patch = math.isqrt(height * width // tokens)
+    return height // patch, width // patch
+
+
+def check_features(found: FeatureFacts | None, grid: tuple[int, int], repa: RepaConfig) -> None:
+    """Raise UserError unless a dataset holds the features that [repa] takes."""
+    rows, columns = grid
+    if found is None:
+        raise UserError(
+            f"[repa] block={repa.block}, but [data] holds no features of its pictures. Store them: "
+            "`python -m titan_dit data encode --features MODULE:FUNCTION`."
+        )
+    if found.grid != grid:
+        own = " x ".join(map(str, found.grid))
+        raise UserError(
+            f"[repa] the features of [data] have a grid of {own}, but [model] has {rows} x "
+            f"{columns} tokens. Encode them with --features-grid {rows}x{columns}."
+        )
+    if found.dim != repa.dim:
+        raise UserError(
+            f"[repa] dim={repa.dim}, but the features of [data], of {found.name}, have "
+            f"{found.dim} elements. Set dim = {found.dim}."
+        )
 
 
 def text_multiple(model: object) -> int:
@@ -340,6 +383,8 @@ class Diffusion(Objective, ABC):
     """Cache: [sampling] vae -> the autoencoder of previews."""
     opened: OpenedData = dataclasses.field(default_factory=OpenedData, repr=False, compare=False)
     """What previews and scores take of the data."""
+    repa: RepaConfig = NO_REPA
+    """With a block, the features of pictures go to the network, see `objectives.repa`."""
 
     @classmethod
     def of(cls: type[Kind], config: Any, model: ModelConfig, facts: DataFacts) -> Kind:
@@ -356,7 +401,13 @@ class Diffusion(Objective, ABC):
     def __post_init__(self) -> None:
         """Read what the condition needs, and what a subclass takes besides."""
         own = [name for name in type(self).takes if name not in Diffusion.takes]
-        object.__setattr__(self, "takes", ("latent", *self.condition.stored, *own))
+        features = (FEATURES,) if self.repa.block else ()
+        object.__setattr__(self, "takes", ("latent", *self.condition.stored, *features, *own))
+
+    def aligned(self: Kind, repa: RepaConfig) -> Kind:
+        """See `Objective.aligned`."""
+        check_features(self.data.features, token_grid(self.model), repa)
+        return dataclasses.replace(self, repa=repa, static_inputs={}, by_size={}, by_text={})
 
     @property
     def num_classes(self) -> int:
@@ -549,9 +600,12 @@ class Diffusion(Objective, ABC):
         return text.place(placement, flops_per_sample) if text else ()
 
     def collect(self, batch: Batch) -> Batch:
-        """Embed the captions of a batch."""
-        text = self.opened.text
-        return dataclasses.replace(batch, fields=text.embed(batch.fields)) if text else batch
+        """Embed the captions of a batch; leave out its features after [repa] last_step."""
+        text, last = self.opened.text, self.repa.last_step
+        fields = text.embed(batch.fields) if text else batch.fields
+        if last is not None and batch.step > last:
+            fields = {name: value for name, value in fields.items() if name != FEATURES}
+        return dataclasses.replace(batch, fields=fields)
 
     def collected(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Objective.collected`."""
@@ -632,7 +686,14 @@ class Diffusion(Objective, ABC):
             weight=weight,
             total_tokens=batch.total_weight * tokens,
             static=self.static(clean.device),
+            context=self.features_of(batch.fields),
         )
+
+    def features_of(self, fields: Fields) -> dict[str, Tensor]:
+        """The features for [repa], by the name of their side input; {} without any."""
+        if not self.repa.block or FEATURES not in fields:
+            return {}
+        return {FEATURES: normalized(fields[FEATURES], self.repa.spatial_norm)}
 
     def static(self, device: torch.device) -> dict[str, Tensor]:
         """The model's static inputs."""
