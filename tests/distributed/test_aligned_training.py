@@ -19,7 +19,7 @@ OWN = "objective.1.projector.0.weight"
 STEPS, LAST = 4, 3
 
 
-def config_of(folder, parallel=None, pipeline=None, repa=None, **more):
+def config_of(folder, parallel=None, pipeline=None, aligns=True, **more):
     own = {
         "model": {"num_layers": 4},
         "training": {"global_batch_size": 8, "microbatch_size": 2, "steps": STEPS},
@@ -27,8 +27,12 @@ def config_of(folder, parallel=None, pipeline=None, repa=None, **more):
         "job": {"dir": str(folder)},
         "parallel": parallel or {},
         "pipeline": pipeline or {},
+        # Else AdamW makes steps of the rounding errors of gradients that are 0.
+        "precision": {"dtype": "fp64"},
     }
-    own |= sections(last_step=LAST, **(repa or {}))
+    own |= sections(last_step=LAST)
+    if not aligns:
+        del own["repa"]
     for name, table in more.items():
         own[name] = own.get(name, {}) | table
     return tiny_config(**own)
@@ -69,7 +73,7 @@ def alone(world, folder):
         ("compiled", {"compile": {"enabled": True, "objective": False}}),
         ("bf16", {"precision": {"dtype": "bf16"}}),
         ("fp16", {"precision": {"dtype": "fp16"}}),
-        ("no_repa", {"repa": {"block": None}}),
+        ("no_repa", {"aligns": False}),
     ):
         with graphs_alone():
             config = config_of(folder / name, **more)
@@ -154,7 +158,7 @@ def test_every_layout_goes_on_as_one_process_does(runs):
         assert seen.keys() == wanted.keys(), layout
         for name, tensor in wanted.items():
             error = (seen[name].double() - tensor.double()).abs().max()
-            assert error <= 2e-4 * tensor.abs().max() + 1e-6, (layout, name, error)
+            assert error <= 1e-6 * tensor.abs().max() + 1e-9, (layout, name, error)
 
 
 def test_the_loss_is_counted_once_where_the_block_runs_twice_or_is_compiled(runs):
@@ -184,7 +188,8 @@ def test_it_changes_the_weights_before_its_block_and_is_averaged_and_saved(runs)
     assert f"optimizer.{OWN}.exp_avg" in tensors
     saved = load(folder / "whole", weights="model")
     assert not [name for name, _ in saved.network.named_parameters() if "objective" in name]
-    assert torch.equal(saved.network.head.out.weight, tensors["model.head.out.weight"])
+    wanted = tensors["model.head.out.weight"].float()
+    assert torch.equal(saved.network.head.out.weight, wanted)
 
 
 def test_after_the_last_step_the_features_are_left_out_and_the_projector_rests(runs):

@@ -171,7 +171,7 @@ LONG = {
             (PP, schedule("1f1b", split=[1, 4]), REPA),
             (PP, schedule("1f1b"), CONV, "selective"),
             (PP, schedule("looped_bfs", 2), REPA),
-            (PP, schedule("zbv_zero_bubble"), REPA, "full"),
+            (PP, schedule("zbv_zero_bubble"), REPA),
             (PP, schedule("interleaved_zero_bubble", 2, order="run_time", memory=1.5), CONV),
         ],
         4: [
