@@ -95,7 +95,7 @@ class Alignment(nn.Module):
         """Predicted features of a rank's tokens."""
         if not self.is_conv:
             return self.projected(tokens)
-        pictures = self.join_tokens(tokens).transpose(1, 2).unflatten(2, self.grid)
+        pictures = torch.unflatten(self.join_tokens(tokens).transpose(1, 2), 2, self.grid)
         return self.own_of_all(self.projected(pictures).flatten(2).transpose(1, 2))
 
     def projected(self, x: Tensor) -> Tensor:
