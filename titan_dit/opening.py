@@ -146,7 +146,7 @@ def open_source(config: JobConfig) -> Source:
     data, multiple = config.data, config.objective.text_multiple(config.model)
     source = data.open_surveyed(Ranks().run_on_first(data.survey))
     check_source(source, data.name)
-    if config.repa.block:
+    if config.repa.block and config.repa.network is None:
         source = source.with_features()
     if config.objective.takes_clips(config.model):
         source = source.as_clips()

@@ -112,8 +112,26 @@ def adapted(world, folder):
     return {name for name, p in trainer.parameters.items() if not torch.equal(before[name], p)}
 
 
+PICTURED = {"data": {"name": "tiny_repa:Pictured"}, "model": {"num_layers": 4, "in_channels": 3}}
+ONLINE = {"repa": {"network": "tiny_repa:squares"}}
+
+
+def pictured(world, folder):
+    """A run on pictures with stored features, and with features that it computes."""
+    found = []
+    for number, more in enumerate((PICTURED, PICTURED | ONLINE)):
+        validated = {"validation": {"every": 2, "samples": 20}}
+        config = config_of(folder / f"pictured-{number}", **more, **validated)
+        trainer, rows = train(world, config, STEPS)
+        batch = next(trainer.batches())
+        loss = trainer.validate()["validation_loss"]
+        found.append((state(trainer), [*numbers_of(rows), loss], [*batch.fields]))
+    return found
+
+
 def on_one(world, folder):
-    return alone(world, folder), weights_by_step(world, folder), adapted(world, folder)
+    found = alone(world, folder)
+    return found, weights_by_step(world, folder), (adapted(world, folder), pictured(world, folder))
 
 
 LAYOUTS = [
@@ -203,11 +221,21 @@ def test_after_the_last_step_the_features_are_left_out_and_the_projector_rests(r
 
 
 def test_adapters_and_the_projector_are_trained_alone(runs):
-    _, (_, _, moved), _ = runs
+    _, (_, _, (moved, _)), _ = runs
     own = {name for name in moved if name.startswith("objective.1.")}
     assert len(own) == 6
     assert moved - own
     assert all("lora_" in name for name in moved - own)
+
+
+def test_features_that_are_computed_in_steps_are_those_that_are_stored(runs):
+    _, (_, _, (_, (stored, computed))), _ = runs
+    assert "features" in stored[2]
+    assert "features" not in computed[2]
+    assert stored[1] == computed[1]
+    for name, tensor in stored[0].items():
+        # In another order in memory: sums over a token's features differ in their last bits.
+        torch.testing.assert_close(tensor, computed[0][name], rtol=1e-9, atol=1e-9, msg=name)
 
 
 def test_the_rows_of_metrics_have_the_loss(runs):
@@ -244,6 +272,17 @@ def refusal(repa, more):
             {"model": {"patch_size": 4}},
             "[repa] the features of [data] have a grid of 4 x 4, but [model] has 2 x 2 tokens. "
             "Encode them with --features-grid 2x2.",
+        ),
+        (
+            {"network": "tiny_repa:squares"},
+            {},
+            '[repa] network="tiny_repa:squares" sees RGB pixels, but [data] holds [1, 8, 8] that '
+            "are none. Leave it out",
+        ),
+        (
+            {"network": "tiny_repa:nose"},
+            PICTURED,
+            '[repa] network="tiny_repa:nose": ',
         ),
         (
             {},

@@ -39,6 +39,48 @@ class FeaturedLatents(Source):
         return {name: found[name] for name in self.fields}
 
 
+def squares(pictures):
+    """Features of RGB pictures 8 x 8: the colours of squares of two pixels, and their squares."""
+    x = pictures.float().unflatten(3, (4, 2)).unflatten(2, (4, 2)).mean((3, 5)) / 255
+    return torch.cat([x, x.square()], 1).permute(0, 2, 3, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictured(DataConfig):
+    """64 random RGB pictures of ten classes, which may come with their `squares`."""
+
+    def open(self):
+        return Pictures()
+
+
+class Pictures(Source):
+    def __init__(self, features=None):
+        self.facts = LatentFacts(
+            count=64,
+            digest="pictured",
+            shape=(3, 8, 8),
+            num_classes=10,
+            scale=1 / 127.5,
+            shift=127.5,
+            value_range=(0.0, 255.0),
+            features=features,
+        )
+        self.fields = self.facts.fields(torch.uint8)
+
+    def with_features(self):
+        return Pictures(FeatureFacts(name="tiny_repa:squares", digest="0", grid=GRID, dim=DIM))
+
+    def __getitem__(self, index):
+        rng = torch.Generator().manual_seed(index)
+        picture = torch.randint(256, (1, 3, 8, 8), generator=rng, dtype=torch.uint8)
+        found = {
+            "latent": picture[0],
+            "label": torch.tensor(index % 10),
+            "features": squares(picture).half()[0].flatten(0, 1),
+        }
+        return {name: found[name] for name in self.fields}
+
+
 def repa(**keys):
     """Keys of [repa] for a tiny DiT on this data."""
     return {"block": 2, "dim": DIM, "hidden_size": 16} | keys

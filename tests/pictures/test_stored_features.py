@@ -64,7 +64,7 @@ def root(tmp_path_factory):
 
 
 def network(name, grid=None):
-    return PictureFeatures.load(f"own_squares:{name}", CPU, 8, grid)
+    return PictureFeatures.load(f"own_squares:{name}", CPU, (8, 8), grid)
 
 
 def squares_of(root):

@@ -113,7 +113,8 @@ def features_of(
         return None
     assert options.image_size
     grid = None if options.features_grid is None else parse_grid(options.features_grid)
-    found = PictureFeatures.load(options.features, device, options.image_size, grid)
+    size = options.image_size, options.image_size
+    found = PictureFeatures.load(options.features, device, size, grid)
     if ranks.is_first:
         rows, columns = found.grid
         console.say(

@@ -32,7 +32,7 @@ from titan_dit.data.base import SampleOrder, Source
 from titan_dit.data.buckets import BucketOrder, step_plan
 from titan_dit.data.order import SampleRange, StepPlan, numbers_of, ranges_of
 from titan_dit.execution import LocalExecutor, Output, first_of
-from titan_dit.objectives.base import Objective
+from titan_dit.objectives.base import Objective, with_collect
 from titan_dit.observe import console, metrics
 from titan_dit.opening import open_objective, open_source, rows_held_out, training_order
 from titan_dit.optim.ema import EMA
@@ -328,7 +328,8 @@ def rebuilt(
     if compiles(config.compile):
         try:
             compile.check(replace(config.compile, cuda_graphs=False), device)
-            built = replace(built, prepare=compile_prepare(objective, config.compile, device))
+            prepare = compile_prepare(objective, config.compile, device)
+            built = replace(built, prepare=with_collect(objective, prepare))
         except UserError as error:
             console.say(f"inputs equal those of the run up to rounding only: {error}")
     freeze(built.parameters, config.optimizer.groups)

@@ -250,6 +250,10 @@ class RepaConfig(Section):
     Unset: none, and no other key has an effect."""
     dim: Dim | None = None
     """Elements of a token's features: those of `data encode --features`, which prints them."""
+    network: str | None = None
+    """Your frozen network, "package.module:function" as of `data encode --features`: its features
+    are computed in every step, of data that holds RGB pixels (`data encode --vae none`). Unset:
+    those that the data holds."""
     weight: Annotated[float, Bound(above=0, most=1000)] = 0.5
     """Weight of the loss, the negative cosine similarity of each token, beside the objective's."""
     projector: Literal["mlp", "conv"] = "mlp"

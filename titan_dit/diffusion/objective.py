@@ -78,6 +78,7 @@ from titan_dit.rng import SampleRNG
 
 if TYPE_CHECKING:
     from titan_dit.pictures.autoencoder import Autoencoder
+    from titan_dit.pictures.features import PictureFeatures
 
 Kind = TypeVar("Kind", bound="Diffusion")
 
@@ -177,6 +178,21 @@ def token_grid(model: LatentModel) -> tuple[int, int]:
     tokens = model.num_real_tokens if isinstance(model, PaddedModel) else model.token_shape[0]
     patch = math.isqrt(height * width // tokens)
     return height // patch, width // patch
+
+
+def open_features(name: str, data: LatentFacts, grid: tuple[int, int]) -> PictureFeatures:
+    """The network of [repa], on the CPU. Raises UserError for data that holds no RGB pixels."""
+    if len(data.shape) != 3 or data.shape[0] != 3 or data.value_range != (0.0, 255.0):
+        raise UserError(
+            f"[repa] network={show(name)} sees RGB pixels, but [data] holds {list(data.shape)} "
+            "that are none. Leave it out and store features: `python -m titan_dit data encode "
+            "--features MODULE:FUNCTION`."
+        )
+    # Imported late: most runs have none.
+    from titan_dit.pictures.features import IN_STEPS, PictureFeatures
+
+    height, width = data.shape[1:]
+    return PictureFeatures.load(name, torch.device("cpu"), (height, width), grid, IN_STEPS)
 
 
 def check_features(found: FeatureFacts | None, grid: tuple[int, int], repa: RepaConfig) -> None:
@@ -401,12 +417,16 @@ class Diffusion(Objective, ABC):
     def __post_init__(self) -> None:
         """Read what the condition needs, and what a subclass takes besides."""
         own = [name for name in type(self).takes if name not in Diffusion.takes]
-        features = (FEATURES,) if self.repa.block else ()
+        features = (FEATURES,) if self.repa.block and not self.opened.features else ()
         object.__setattr__(self, "takes", ("latent", *self.condition.stored, *features, *own))
 
     def aligned(self: Kind, repa: RepaConfig) -> Kind:
         """See `Objective.aligned`."""
-        check_features(self.data.features, token_grid(self.model), repa)
+        grid, found = token_grid(self.model), self.data.features
+        if repa.network is not None and found is None:
+            self.opened.features = network = open_features(repa.network, self.data, grid)
+            found = network.facts
+        check_features(found, grid, repa)
         return dataclasses.replace(self, repa=repa, static_inputs={}, by_size={}, by_text={})
 
     @property
@@ -600,16 +620,28 @@ class Diffusion(Objective, ABC):
         return text.place(placement, flops_per_sample) if text else ()
 
     def collect(self, batch: Batch) -> Batch:
-        """Embed the captions of a batch; leave out its features after [repa] last_step."""
-        text, last = self.opened.text, self.repa.last_step
+        """Embed the captions of a batch; leave out its features after [repa] last_step.
+
+        With [repa] network they are computed, of batches that are trained on.
+        """
+        text, network, last = self.opened.text, self.opened.features, self.repa.last_step
         fields = text.embed(batch.fields) if text else batch.fields
         if last is not None and batch.step > last:
             fields = {name: value for name, value in fields.items() if name != FEATURES}
+        elif network and batch.step:
+            network.to(batch.weight.device)
+            fields = {
+                **fields,
+                FEATURES: network.of(fields["latent"].to(torch.uint8)).flatten(1, 2),
+            }
         return dataclasses.replace(batch, fields=fields)
 
     def collected(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Objective.collected`."""
-        text = self.data.text
+        text, network = self.data.text, self.opened.features
+        if network:
+            found = dataclasses.replace(self.data, features=network.facts)
+            fields = {**fields, FEATURES: found.fields(torch.uint8)[FEATURES]}
         if not text or not text.is_online:
             return fields
         kept = {name: field for name, field in fields.items() if name != "text_ids"}
@@ -733,12 +765,14 @@ class Diffusion(Objective, ABC):
         return (*(() if line is None else (line,)), *self.opened.notes)
 
     def imported(self, sampling: SamplingConfig) -> Mapping[str, object]:
-        """The sampler, if [sampling] every turns previews on."""
+        """The network of [repa]; the sampler, if [sampling] every turns previews on."""
         from titan_dit.diffusion import drawing
 
+        network = self.opened.features
+        found: dict[str, object] = {"repa": network.name} if network else {}
         if not sampling.every:
-            return {}
-        return {"sampling": drawing.sampler_of(self.config, sampling.sampler)}
+            return found
+        return {**found, "sampling": drawing.sampler_of(self.config, sampling.sampler)}
 
     def preview(
         self,

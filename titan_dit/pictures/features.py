@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from titan_dit.config.dotted_names import imported
 from titan_dit.config.section import UserError
-from titan_dit.data.latent_facts import FEATURES_DTYPE, TEXT_DTYPES
+from titan_dit.data.latent_facts import FEATURES_DTYPE, TEXT_DTYPES, FeatureFacts
 from titan_dit.pictures.autoencoder import digest_of_weights
 
 WHERE = "[data encode] features"
+IN_STEPS = "[repa] network"
 MOST = 10**4
 """Maximum rows, and columns, of a grid."""
 
@@ -61,26 +62,42 @@ class PictureFeatures:
     digest: str
     """See `user_function`."""
     function: Callable[[Tensor], Any]
-    device: torch.device
+    where: str
+    """The flag or key that names it, for errors."""
     grid: tuple[int, int]
     """Rows and columns of the stored features; those of the network are resampled to it."""
     dim: int
 
     @classmethod
     def load(
-        cls, name: str, device: torch.device, side: int, grid: tuple[int, int] | None
+        cls,
+        name: str,
+        device: torch.device,
+        size: tuple[int, int],
+        grid: tuple[int, int] | None,
+        where: str = WHERE,
     ) -> PictureFeatures:
-        """Load a function, and call it for one picture of `side` pixels. Raises UserError.
+        """Load a function, and call it for one picture. Raises UserError.
 
-        `grid`: None takes the network's own.
+        `size`: height and width. `grid`: None takes the network's own.
         """
-        function, digest = user_function(name, device, WHERE)
+        function, digest = user_function(name, device, where)
         # Noise, not black: a function may divide by the norm of its features.
         rng = torch.Generator().manual_seed(0)
-        picture = torch.randint(256, (1, 3, side, side), generator=rng, dtype=torch.uint8)
-        found = checked(name, function, picture.to(device))
+        picture = torch.randint(256, (1, 3, *size), generator=rng, dtype=torch.uint8)
+        found = checked(f"{where} {name}", function, picture.to(device))
         rows, columns = grid or (found.shape[1], found.shape[2])
-        return cls(name, digest, function, device, (rows, columns), found.shape[3])
+        return cls(name, digest, function, where, (rows, columns), found.shape[3])
+
+    def to(self, device: torch.device) -> None:
+        """Move the network, if it is a module; a function computes where its pictures are."""
+        if isinstance(self.function, nn.Module):
+            self.function.to(device)
+
+    @property
+    def facts(self) -> FeatureFacts:
+        """The features as facts of a dataset."""
+        return FeatureFacts(name=self.name, digest=self.digest, grid=self.grid, dim=self.dim)
 
     @property
     def entry(self) -> dict[str, Any]:
@@ -95,11 +112,11 @@ class PictureFeatures:
 
     def of(self, pictures: UInt8[Tensor, "b 3 h w"]) -> Float[Tensor, "b rows columns dim"]:
         """Features to store. Raises UserError if the function gives others than for one picture."""
-        found = checked(self.name, self.function, pictures)
+        found = checked(f"{self.where} {self.name}", self.function, pictures)
         if found.shape[3] != self.dim:
             raise UserError(
-                f"{WHERE} {self.name} gave {found.shape[3]} elements of a feature, but {self.dim} "
-                "for the first picture. Give as many for all."
+                f"{self.where} {self.name} gave {found.shape[3]} elements of a feature, but "
+                f"{self.dim} for the first picture. Give as many for all."
             )
         if found.shape[1:3] != self.grid:
             channels = found.permute(0, 3, 1, 2).float()
@@ -110,7 +127,7 @@ class PictureFeatures:
 
 @torch.no_grad()
 def checked(
-    name: str, function: Callable[[Tensor], Any], pictures: UInt8[Tensor, "b 3 h w"]
+    what: str, function: Callable[[Tensor], Any], pictures: UInt8[Tensor, "b 3 h w"]
 ) -> Float[Tensor, "b rows columns dim"]:
     """Features by a user's function. Raises UserError for what is none."""
     found, count = function(pictures), len(pictures)
@@ -126,7 +143,7 @@ def checked(
         if isinstance(found, Tensor):
             given = f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
         raise UserError(
-            f"{WHERE} {name} gave {given} for {count} pictures. It must give a floating-point "
+            f"{what} gave {given} for {count} pictures. It must give a floating-point "
             f"tensor ({count}, rows, columns, dim)."
         )
     return found
