@@ -70,7 +70,7 @@ def alone(world, folder):
     found["whole"] = state(trainer), numbers_of(rows)
     for name, more in (
         ("full", {"activation_checkpoint": {"mode": "full"}}),
-        ("compiled", {"compile": {"enabled": True, "objective": False}}),
+        ("compiled", {"compile": {"enabled": True}}),
         ("bf16", {"precision": {"dtype": "bf16"}}),
         ("fp16", {"precision": {"dtype": "fp16"}}),
         ("no_repa", {"aligns": False}),

@@ -139,13 +139,14 @@ def similarity(a: Float[Tensor, "b n d"], b: Shaped[Tensor, "b n d"]) -> Float[T
 def normalized(features: Shaped[Tensor, "b n d"], share: float | None) -> Shaped[Tensor, "b n d"]:
     """Features without a share of their mean over tokens, divided by their std over tokens.
 
-    iREPA's spatial normalisation (arXiv:2512.10794 sec. 4); None leaves them as they are.
+    iREPA's spatial normalisation (arXiv:2512.10794); None leaves them as they are.
     """
     if share is None:
         return features
+    # Not in fp16 again: an element that is equal in all tokens has std 0, and gets huge.
     wide = at_least_fp32(features)
     std, mean = torch.std_mean(wide, dim=1, keepdim=True)
-    return ((wide - share * mean) / (std + EPSILON)).to(features.dtype)
+    return (wide - share * mean) / (std + EPSILON)
 
 
 def with_alignment(spec: ModelSpec, config: RepaConfig, grid: tuple[int, int]) -> ModelSpec:
