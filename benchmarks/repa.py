@@ -40,7 +40,10 @@ VAE, PIXELS = "examples/vae", 96
 """The autoencoder of the emoji; side that pictures are resized to for the distances."""
 MODEL = {"hidden_size": 128, "num_layers": 6, "num_heads": 4, "patch_size": 2}
 DIM = 1280
-ALIGNED = {"block": 2, "dim": DIM, "hidden_size": 512}
+ALIGNED = {
+    "repa": {"block": 2, "dim": DIM, "hidden_size": 512},
+    "irepa": {"block": 2, "dim": DIM, "projector": "conv", "spatial_norm": 0.8},
+}
 
 
 def encode(folder: Path) -> Path:
@@ -172,7 +175,7 @@ def measure(world: World, options: argparse.Namespace, latents: Path) -> list[di
     rows: list[dict[str, object]] = []
     for seed in range(options.seeds):
         losses, distances, seconds, aligned = {}, {}, {}, {}
-        for name, repa in (("without", {}), ("with", ALIGNED | {"projector": options.projector})):
+        for name, repa in (("without", {}), ("with", ALIGNED[options.way])):
             trainer = trainer_of(world, options, latents, seed, repa)
             losses[name], seconds[name], aligned[name] = train(trainer, options.every)
             drawn = drawn_pictures(trainer, options.num)
@@ -205,14 +208,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--num", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--projector", choices=("mlp", "conv"), default="mlp")
+    parser.add_argument("--way", choices=tuple(ALIGNED), default="repa")
     parser.add_argument("--out")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     latents = encode(options.folder)
     with process_group.start("cpu") as world:
         rows = measure(world, options, latents)
-    what = f"{options.steps} steps of {options.batch}, {options.projector}; without / with"
+    what = f"{options.steps} steps of {options.batch}, {options.way}; without / with"
     finish(f"[repa] on the emoji: {what}", rows, options.out)
 
 

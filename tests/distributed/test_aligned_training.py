@@ -7,11 +7,14 @@ import torch
 from harness import on_ranks
 from test_grid import CP, DP, PP, TP, schedule
 from tiny import graphs_alone, randomize, state, tiny_config, torch_rng, whole
-from tiny_repa import sections
+from tiny_gpt import gpt_config
+from tiny_joint import joint_config
+from tiny_repa import repa, sections
 
 from titan_dit.config.section import UserError
 from titan_dit.objectives.repa import FEATURES, alignments
 from titan_dit.opening import open_objective, open_source, plan_run
+from titan_dit.plan import resolve, with_buckets
 from titan_dit.trained_model import load
 from titan_dit.trainer import Trainer
 
@@ -169,10 +172,10 @@ def test_every_layout_goes_on_as_one_process_does(runs):
         for ranks in by_rank:
             tensors, rows = ranks[place]
             seen |= tensors
-            for (loss, repa), (own_loss, own_repa) in zip(rows, numbers[2:], strict=True):
+            for (loss, cosine), (own_loss, own_cosine) in zip(rows, numbers[2:], strict=True):
                 assert loss == pytest.approx(own_loss, rel=1e-5), layout
-                assert (repa is None) == (own_repa is None), layout
-                assert repa is None or repa == pytest.approx(own_repa, rel=1e-5), layout
+                assert (cosine is None) == (own_cosine is None), layout
+                assert cosine is None or cosine == pytest.approx(own_cosine, rel=1e-5), layout
         assert seen.keys() == wanted.keys(), layout
         for name, tensor in wanted.items():
             error = (seen[name].double() - tensor.double()).abs().max()
@@ -195,7 +198,7 @@ def test_it_changes_the_weights_before_its_block_and_is_averaged_and_saved(runs)
     folder, (found, _, _), _ = runs
     tensors, _ = found["whole"]
     without, numbers = found["no_repa"]
-    assert [repa for _, repa in numbers] == [None] * STEPS
+    assert [cosine for _, cosine in numbers] == [None] * STEPS
     assert set(tensors) - set(without) == {name for name in tensors if ".objective.1." in name}
     changed = {
         n for n in without if n.startswith("model.") and not torch.equal(tensors[n], without[n])
@@ -217,7 +220,7 @@ def test_after_the_last_step_the_features_are_left_out_and_the_projector_rests(r
     assert not torch.equal(one, two)
     assert not torch.equal(two, three)
     assert torch.equal(three, four)
-    assert [repa is None for _, repa in found["whole"][1]] == [False] * LAST + [True]
+    assert [cosine is None for _, cosine in found["whole"][1]] == [False] * LAST + [True]
 
 
 def test_adapters_and_the_projector_are_trained_alone(runs):
@@ -241,8 +244,8 @@ def test_features_that_are_computed_in_steps_are_those_that_are_stored(runs):
 def test_the_rows_of_metrics_have_the_loss(runs):
     folder, (found, _, _), _ = runs
     rows = [json.loads(line) for line in (folder / "whole/metrics.jsonl").read_text().splitlines()]
-    assert [row.get("repa_loss") for row in rows] == [repa for _, repa in found["whole"][1]]
-    assert all(-1 <= repa <= 1 for _, repa in found["whole"][1] if repa is not None)
+    assert [row.get("repa_loss") for row in rows] == [cosine for _, cosine in found["whole"][1]]
+    assert all(-1 <= cosine <= 1 for _, cosine in found["whole"][1] if cosine is not None)
 
 
 def opened(config):
@@ -251,14 +254,14 @@ def opened(config):
     return open_objective(config, plan, open_source(config))
 
 
-def refusal(repa, more):
+def refusal(keys, more):
     with pytest.raises(UserError) as caught:
-        opened(tiny_config(**sections(**repa) | more))
+        opened(tiny_config(**sections(**keys) | more))
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("repa", "more", "message"),
+    ("keys", "more", "message"),
     [
         ({"block": 4}, {}, "[repa] block=4, but [model] has 3 blocks. Set a number from 1"),
         (
@@ -291,7 +294,37 @@ def refusal(repa, more):
         ),
     ],
 )
-def test_what_does_not_fit_is_one_line(repa, more, message):
-    found = refusal(repa, more)
+def test_what_does_not_fit_is_one_line(keys, more, message):
+    found = refusal(keys, more)
     assert found.startswith(message), found
     assert "\n" not in found
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda **repa: gpt_config(**repa), "[repa] aligns networks of pictures, but [objective]"),
+        (
+            lambda **repa: joint_config("wan", **repa),
+            '[repa] aligns networks of pictures, but [model] name="wan" takes clips. Leave [repa]',
+        ),
+        (
+            # 6 x 3 tokens, and 14 of padding.
+            lambda **repa: joint_config("z_image", model={"latent_size": [6, 12]}, **repa),
+            "[repa] block=2: [model] has 32 tokens for 3 x 6 of the picture: it pads them,",
+        ),
+    ],
+)
+def test_networks_that_cannot_be_aligned_are_one_line(config, message):
+    with pytest.raises(UserError) as caught:
+        resolve(config(repa=repa()), 1)
+    assert str(caught.value).startswith(message), str(caught.value)
+
+
+def test_buckets_are_one_line():
+    more = {"data": {"others": [[4, 4]]}, "training": {"global_batch_size": None}}
+    more["training"]["tokens_per_step"] = 64
+    config = joint_config("joint_dit", repa=repa(), **more)
+    plan = resolve(config, 1)
+    with pytest.raises(UserError, match=r"^\[repa\] block=2: \[data\] holds 2 buckets"):
+        with_buckets(plan, config, config.data.open().facts)
