@@ -1,10 +1,12 @@
 """Latents of one channel with labels, and features of 4 x 4 tokens, for [repa]."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from tiny_joint import Captioned, Captions
 
-from titan_dit.data.base import DataConfig, Source
+from titan_dit.config.section import PositiveInt
+from titan_dit.data.base import DataConfig, Field, Source
 from titan_dit.data.latent_facts import FeatureFacts, LatentFacts
 
 GRID, DIM = (4, 4), 6
@@ -89,3 +91,31 @@ def repa(**keys):
 def sections(**keys):
     """Sections of a tiny config: the data, and [repa] with these keys."""
     return {"data": {"name": "tiny_repa:Featured"}, "repa": repa(**keys)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeaturedCaptions(Captioned):
+    """The latents and captions of `tiny_joint`, with random features."""
+
+    patch_size: PositiveInt = 2
+
+    def open(self):
+        shapes = [(self.channels, *self.latent_size)]
+        found = CaptionsWithFeatures(shapes, (self.text_tokens, self.text_dim), self.text_padding)
+        height, width = self.latent_size
+        found.grid = height // self.patch_size, width // self.patch_size
+        return found
+
+
+class CaptionsWithFeatures(Captions):
+    def with_features(self):
+        features = FeatureFacts(name="tests:random", digest="0", grid=self.grid, dim=DIM)
+        self.facts = replace(self.facts, features=features)
+        tokens = self.facts.features.num_tokens
+        self.fields = {**self.fields, "features": Field(torch.float16, (tokens, DIM))}
+        return self
+
+    def __getitem__(self, index):
+        rng = torch.Generator().manual_seed(index)
+        features = torch.randn(self.facts.features.num_tokens, DIM, generator=rng).half()
+        return {**super().__getitem__(index), "features": features}
