@@ -21,7 +21,7 @@ TEXT = {
     *("split", "size", "eod_token", "language", "schedule", "dtype", "name", "weights"),
     *("backends", "json_keys", "fix", "kind", "posterior", "units", "prediction", "noise_schedule"),
     *("buckets", "no_caption", "caption_prefix", "text_layer", "text_template", "negative"),
-    *("frames", "clip", "vae_dtype", "vae_tiles"),
+    *("frames", "clip", "vae_dtype", "vae_tiles", "features_grid"),
 }
 """Options whose text is no path of a file."""
 NEEDED = {"vocabulary": 300, "sigma_rel": 0.1, "image_size": 32, "name": "pictures", "step": 1}

@@ -27,6 +27,7 @@ from titan_dit.execution import (
 from titan_dit.models import lora
 from titan_dit.models.base import Model, ModelSpec, TensorSpec, default_initializer, kind_of
 from titan_dit.models.layers import Attention
+from titan_dit.objectives import repa
 from titan_dit.objectives.base import Objective, Placement, Prepared, with_collect
 from titan_dit.parallel import fsdp, tensor
 from titan_dit.parallel.apply import parallelize
@@ -65,6 +66,9 @@ class BuiltNetwork:
     """Console lines about the build."""
     recording: PipelineRecording | None
     """Recording of the pipeline's timeline; None without a pipeline."""
+    readings: Callable[[], Mapping[str, float | None]] = dict
+    """Values for the next row of metrics, measured in the network since the last one. Collective.
+    """
 
     @property
     def flops_per_sample(self) -> int:
@@ -80,7 +84,7 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
     modules = objective.modules()
     count += sum(p.numel() for p in modules.parameters()) if modules is not None else 0
     for part in parts.values():
-        table = {**part.initializers(), **lora.initializers(part)}
+        table = {**part.initializers(), **lora.initializers(part), **repa.table_of(part)}
         initialize(part, table, plan.seed, device, plan.initial_weights)
     parameters = own_parameters(parts)
     if plan.num_stages - 1 in parts:  # The last stage computes the loss.
@@ -101,6 +105,7 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
         flops_by_bucket=flops,
         notes=[*lines, *float8_lines(plan, parts), *executor.notes],
         recording=recording_of(executor, plan, mesh),
+        readings=repa.reading(plan.repa, parts.values(), device, mesh.sum_over_all),
     )
 
 
@@ -324,6 +329,8 @@ def executor_of(
         slicing = slicing_of(plan.spec.mask, plan.parallel.cp_method)
         executor = SlicedExecutor(executor, mesh.axis("cp"), dims, slicing)
     executor.sum_over_data, executor.spec = mesh.sum_over_data, plan.spec
+    if plan.repa.block:
+        executor.with_side_losses = partial(repa.weighted, plan.repa)
     return executor
 
 

@@ -103,6 +103,11 @@ class Executor(ABC):
     score: Callable[[TokenLoss, Output, Prepared], Scored] = staticmethod(scored)
     """`scored` as training calls it; compiled with [compile] objective."""
 
+    with_side_losses: Callable[[Prepared, Tensor | None], Prepared] = staticmethod(
+        lambda prepared, loss_scale: prepared
+    )
+    """Add what the objective's modules in the model take, given a step's batch and `loss_scale`."""
+
     notes: Sequence[str] = ()
     """Console lines about the executor, such as its transport."""
 
@@ -119,7 +124,7 @@ class Executor(ABC):
             # A tensor: reading it would synchronise. In fp64: fp32 counts only to 16.7 million.
             total = self.sum_over_data(prepared.weight.sum(dtype=torch.float64))
             prepared = replace(prepared, total_tokens=total)
-        return self.run(prepared, loss_scale)
+        return self.run(self.with_side_losses(prepared, loss_scale), loss_scale)
 
     def for_inputs(self, inputs: Tensors) -> Executor:
         """The executor that runs such inputs."""
@@ -203,7 +208,8 @@ def check_names(prepared: Prepared, model_spec: ModelSpec) -> None:
     """Raise UserError if prepared names differ from the spec's, or weights cannot be summed."""
     for kind in ("inputs", "context", "static"):
         given, taken = getattr(prepared, kind), getattr(model_spec, kind)
-        if given.keys() != taken.keys():
+        needed = taken.keys() - {*model_spec.optional}
+        if not needed <= given.keys() <= taken.keys():
             raise UserError(
                 f"[objective] prepares the {kind} {', '.join(given) or 'none'}, but [model] takes "
                 f"{', '.join(taken) or 'none'}. Use the same names in `prepare` and in the spec."

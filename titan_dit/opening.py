@@ -42,7 +42,7 @@ from titan_dit.config.section import UserError, few, show
 from titan_dit.data import buckets
 from titan_dit.data.base import DataFacts, Field, SampleOrder, Source
 from titan_dit.data.held_out import held_out_rows
-from titan_dit.data.latent_facts import LatentFacts
+from titan_dit.data.latent_facts import FeatureFacts, LatentFacts
 from titan_dit.execution import Executor
 from titan_dit.hooks import Hooks
 from titan_dit.objectives.base import DataShare, Objective
@@ -121,9 +121,23 @@ class DataExample:
 def example_of(config: JobConfig) -> DataExample:
     """The objective's example of a dataset; without one [data] is opened."""
     if found := config.objective.example(config.model):
-        return DataExample(*found)
+        return DataExample(*with_example_features(config, *found))
     source = open_source(config)
     return DataExample(source.facts, source.fields)
+
+
+def with_example_features(
+    config: JobConfig, facts: DataFacts, fields: Mapping[str, Field]
+) -> tuple[DataFacts, Mapping[str, Field]]:
+    """An example of a dataset with the features that [repa] takes, if it is set."""
+    repa = config.repa
+    if not repa.block or not isinstance(facts, LatentFacts):
+        return facts, fields
+    assert repa.dim
+    grid = config.objective.token_grid(config.model)
+    features = FeatureFacts(name="", digest="", grid=grid, dim=repa.dim)
+    found = replace(facts, features=features)
+    return found, found.fields(fields["latent"].dtype)
 
 
 def open_source(config: JobConfig) -> Source:
@@ -131,6 +145,8 @@ def open_source(config: JobConfig) -> Source:
     data, multiple = config.data, config.objective.text_multiple(config.model)
     source = data.open_surveyed(Ranks().run_on_first(data.survey))
     check_source(source, data.name)
+    if config.repa.block and config.repa.network is None:
+        source = source.with_features()
     if config.objective.takes_clips(config.model):
         source = source.as_clips()
     if config.text.mode == "online":
@@ -257,6 +273,8 @@ def open_objective(
     UserError.
     """
     objective = config.objective.build(config.model, data.facts)
+    if config.repa.block:
+        objective = objective.aligned(config.repa)
     source = data if isinstance(data, Source) else None
     if source is not None:
         source.check_holds(objective.takes)

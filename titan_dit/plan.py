@@ -24,9 +24,10 @@ from titan_dit.config.layout import (
 )
 from titan_dit.config.parameter_groups import GroupConfig
 from titan_dit.config.section import UserError, show
-from titan_dit.config.training import LoRAConfig, TrainingConfig
+from titan_dit.config.training import NO_REPA, LoRAConfig, RepaConfig, TrainingConfig
 from titan_dit.models import lora
 from titan_dit.models.base import ModelSpec
+from titan_dit.objectives.repa import with_alignment
 from titan_dit.objectives.sections import NO_FROZEN, FrozenWork
 from titan_dit.parallel.fsdp import DTYPES
 from titan_dit.parallel.mesh import AxisSizes, solve
@@ -76,6 +77,7 @@ class RunPlan:
     activation_checkpoint: ActivationCheckpointConfig
     compile: CompileConfig
     lora: LoRAConfig
+    repa: RepaConfig = NO_REPA
     frozen: FrozenWork = NO_FROZEN
     """The objective's frozen modules."""
     device: str = ""
@@ -273,6 +275,8 @@ def resolve(config: JobConfig, world_size: int, resuming: bool = False) -> RunPl
     """
     sizes = solve(config.parallel, world_size, resuming)
     spec = config.objective.model_spec(config.model)
+    if config.repa.block:
+        spec = with_alignment(spec, config.repa, config.objective.token_grid(config.model))
     batch = config.training.samples_per_step(spec.num_tokens)
     return RunPlan(
         name=config.job.name,
@@ -296,6 +300,7 @@ def resolve(config: JobConfig, world_size: int, resuming: bool = False) -> RunPl
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
         lora=config.lora,
+        repa=config.repa,
         frozen=config.objective.frozen_work(config.model, config.text, config.data),
     )
 
@@ -313,7 +318,14 @@ def microbatch_size(
 def with_buckets(plan: RunPlan, config: JobConfig, facts: DataFacts) -> RunPlan:
     """A plan with those of the data's buckets. Raises UserError if the model has one size."""
     found = []
-    for name, model in config.objective.sized_models(config.model, facts):
+    models = config.objective.sized_models(config.model, facts)
+    if models and config.repa.block:
+        raise UserError(
+            f"[repa] block={config.repa.block}: [data] holds {len(models)} buckets, and features "
+            "are of pictures of one shape. Encode pictures of one size (--image-size), or leave "
+            "[repa] out."
+        )
+    for name, model in models:
         spec = config.objective.model_spec(model)
         batch = config.training.samples_per_step(spec.num_tokens, name)
         size = microbatch_size(config.training, spec, plan.sizes, batch, resuming=plan.resuming)

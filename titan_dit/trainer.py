@@ -229,6 +229,7 @@ class Trainer:
             self.objective.inspect,
             share.device,
             workers=self.config.data.num_workers,
+            step=self.step + 1,
         )
 
     def train_step(self, batch: Batch) -> tuple[Tensor, Tensor, float]:
@@ -283,7 +284,11 @@ class Trainer:
             times=self.meter.read(),
             work=work,
             peak_gib=peak_gib(self.world.device),
-            counters={**self.guard.counters, **self.objective.readings()},
+            counters={
+                **self.guard.counters,
+                **self.objective.readings(),
+                **self.built.readings(),
+            },
         )
         # The first step of a resumed run is printed only.
         if self.step == 1 or validated or self.due(self.config.metrics.every):

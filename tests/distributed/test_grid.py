@@ -13,6 +13,7 @@ from tiny import randomize, tiny_config, torch_rng, whole
 from tiny_bert import bert_config
 from tiny_gpt import gpt_config
 from tiny_joint import joint_config
+from tiny_repa import sections as repa_sections
 
 from titan_dit.build import run_executor
 from titan_dit.data import loader
@@ -37,6 +38,8 @@ def schedule(name, virtual_stages=1, **more):
 FOLDED = schedule("interleaved_1f1b", 2)
 # Kinds of a DiT: tables of [objective].
 FLOW, DDPM = {}, {"name": "ddpm", "min_snr_gamma": 5.0}
+# A flow with keys of [repa]: its block is on another pipeline stage than the loss.
+REPA, CONV = {"repa": {}}, {"repa": {"projector": "conv", "spatial_norm": 0.6, "weight": 2.0}}
 # Of a GPT: keys of [model].
 TIED = {"dropout": 0.1}
 UNTIED = {
@@ -72,23 +75,23 @@ CASES = {
         2: [
             (DP, {}, DDPM),
             (COPIES, {}, FLOW),
-            (TP, {}, FLOW),
+            (TP, {}, REPA),
             (PLAIN, {}, DDPM),
-            (CP, {}, FLOW),
+            (CP, {}, CONV),
             (ULYSSES, {}, DDPM),
             (PP, schedule("1f1b", split=[2, 3]), DDPM),
-            (PP, schedule("interleaved_zero_bubble", 2), FLOW),
+            (PP, schedule("interleaved_zero_bubble", 2), REPA),
             (PP, schedule("zbv_zero_bubble"), DDPM),
-            (PP, schedule("dualpipev"), FLOW),
+            (PP, schedule("dualpipev"), CONV),
         ],
         4: [
             ({"pp": 4}, FOLDED, FLOW),
             ({"tp": 4}, {}, FLOW),
             (DP | CP, {}, DDPM),
-            (TP | PP, schedule("dualpipev"), FLOW),
+            (TP | PP, schedule("dualpipev"), REPA),
             (ULYSSES | PP, FOLDED, DDPM),
         ],
-        8: [(PP | TP | CP, FOLDED, FLOW, "selective")],
+        8: [(PP | TP | CP, FOLDED, CONV, "selective")],
     },
     "gpt": {
         2: [
@@ -173,8 +176,29 @@ CASES = {
 # The whole grid, for ./run_tests.sh --long.
 LONG = {
     "dit": {
-        2: [(PP, schedule("gpipe"), FLOW), (PP, FOLDED, FLOW)],
+        2: [
+            (PP, schedule("gpipe"), FLOW),
+            (PP, FOLDED, FLOW),
+            (DP, {}, REPA),
+            (COPIES, {}, CONV),
+            (TP, {}, CONV),
+            (PLAIN, {}, REPA),
+            (PLAIN, {}, CONV),
+            (CP, {}, REPA),
+            (ULYSSES, {}, CONV),
+            (PP, schedule("gpipe"), REPA, "full"),
+            (PP, schedule("1f1b", split=[1, 4]), REPA),
+            (PP, schedule("1f1b"), CONV, "selective"),
+            (PP, schedule("looped_bfs", 2), REPA),
+            (PP, schedule("zbv_zero_bubble"), REPA),
+            (PP, schedule("interleaved_zero_bubble", 2, order="run_time", memory=1.5), CONV),
+        ],
         4: [
+            (TP | CP, {}, CONV),
+            (HSDP, {}, REPA, "full"),
+            (DP | PP, schedule("zbv_zero_bubble"), CONV),
+            (PLAIN | PP, schedule("1f1b"), REPA),
+            (PLAIN | CP, {}, CONV),
             (HSDP, {}, DDPM),
             (DP | TP, {}, FLOW),
             (DP | PP, schedule("zbv_zero_bubble"), FLOW),
@@ -191,7 +215,7 @@ LONG = {
         ],
         8: [
             (PP | TP | ULYSSES, schedule("zbv_zero_bubble"), DDPM, "attention"),
-            (PP | DP | TP, schedule("dualpipev"), FLOW),
+            (PP | DP | TP, schedule("dualpipev"), REPA, "attention"),
             (PP | DP | CP, schedule("1f1b"), DDPM, "full"),
             (DP | CP | TP, {}, DDPM, "attention"),
             (COPIES | ULYSSES | TP, {}, FLOW, "full"),
@@ -377,6 +401,9 @@ def case_config(model, parallel, pipeline, kind, dtype="fp32", mode="none", laye
         # Several microbatches on every rank, and as many as its schedule needs.
         "training": {"global_batch_size": 8, "microbatch_size": 1 if data_ranks > 1 else 2},
     }
+    if "repa" in kind:
+        sections |= repa_sections(**kind["repa"])
+        kind = FLOW
     if model == "dit":
         return tiny_config(model=layers | {"qk_norm": True}, objective=kind, **sections)
     if model == "gpt":

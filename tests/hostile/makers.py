@@ -18,7 +18,7 @@ import torch
 from data.small_tokens import write_tokens
 from interop import exports
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.commands import evaluate
@@ -150,6 +150,21 @@ def shards(folder):
     latents = torch.randn(10, 1, 8, 8).half()
     labels = torch.arange(10) % 4
     write_shards(folder / "set", latents, labels, num_classes=4, source="tests", shard_size=5)
+    add_features(folder / "set")
+
+
+def add_features(path):
+    """Features of the pictures in every shard, as `data encode --features` writes them."""
+    file = path / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["features"] = {"name": "own:network", "digest": "0", "grid": [2, 2], "dim": 3}
+    for entry in manifest["shards"]:
+        shard = path / entry["file"]
+        tensors = load_file(shard) | {"features": torch.randn(entry["count"], 2, 2, 3).half()}
+        save_file(tensors, shard)
+        digest = hashlib.sha256(shard.read_bytes()).hexdigest()
+        entry |= {"bytes": shard.stat().st_size, "sha256": digest}
+    file.write_text(json.dumps(manifest))
 
 
 def latent_folder(folder):

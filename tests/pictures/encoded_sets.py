@@ -47,14 +47,14 @@ def plan_of(source, output, vae, device=CPU, **how):
 
 def encoded(source, output, vae, **how):
     """Encode; return the dropped pictures, None if the output was whole."""
-    return run_job(*plan_of(source, output, vae, **how), output)
+    return run_job(*plan_of(source, output, vae, **how), output, how.get("features"))
 
 
-def run_job(plan, loaded, output):
+def run_job(plan, loaded, output, features=None):
     """Encode a job in this process, as `encoded`."""
     with ExitStack() as stack:
         todo = data_encode.begin(plan, output, stack)
         if todo is None:
             return None
-        encode.encode_chunks(plan, loaded, output, todo, 2, lambda *_: None)
+        encode.encode_chunks(plan, loaded, output, todo, 2, lambda *_: None, features)
         return encode.finish(plan, output)[0]

@@ -306,11 +306,11 @@ def check_optimizer(plan: RunPlan, objective: Objective, config: OptimizerConfig
 
 def stage_of(plan: RunPlan, name: str) -> int:
     """The pipeline stage that holds a parameter."""
-    part, _, rest = name.partition(".")
-    if part != "blocks":
-        return 0 if part == "embed" else plan.num_stages - 1
-    layer = int(rest.partition(".")[0])
-    return next(i for i, layers in enumerate(plan.stage_layers) if layer in layers)
+    part, key, *_ = name.split(".")
+    # A module of the objective in the model is named by its layer, others by words.
+    if part == "blocks" or (part == "objective" and key.isdecimal()):
+        return next(i for i, layers in enumerate(plan.stage_layers) if int(key) in layers)
+    return 0 if part == "embed" else plan.num_stages - 1
 
 
 def shapes_of(plan: RunPlan, objective: Objective) -> dict[str, torch.Size]:

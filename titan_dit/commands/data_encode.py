@@ -30,6 +30,7 @@ from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.pictures.bucket_job import BucketJob, make_bucket_job
 from titan_dit.pictures.clip_job import ClipJob, ClipOptions, make_clip_job
 from titan_dit.pictures.encode import EncodeJob, Waited, make_job
+from titan_dit.pictures.features import PictureFeatures, parse_grid
 from titan_dit.pictures.kept_looks import KeptLooks
 from titan_dit.pictures.picture_set import ListingOptions, PictureSet, captions_in
 from titan_dit.pictures.picture_sizes import Size, check_lengths, check_multiples
@@ -54,6 +55,7 @@ def main(options: DataEncodeFlags) -> None:
     options.sizes()  # Refused before anything starts.
     options.lengths()
     options.check_text()
+    options.check_features()
     options.check_prefix()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     train.start_ranks(gpus=device == "cuda", cores=train.num_cores())
@@ -85,13 +87,14 @@ def run(options: DataEncodeFlags, device: torch.device) -> None:
         )
     encoder = text_encoder_of(options, pictures, device, ranks)
     vae = vae_of(options, device)
-    plan = plan_of(options, pictures, vae, ranks)
+    features = features_of(options, device, ranks)
+    plan = plan_of(options, pictures, vae, ranks, features)
     if len(set(ranks.gather(plan.digest()))) > 1:
         raise UserError(
             f"[data encode] input={source}: ranks found other pictures or another autoencoder. "
             "Give all of them the same files."
         )
-    encode_pictures(plan, vae, output, ranks, options)
+    encode_pictures(plan, vae, output, ranks, options, features)
     if encoder is not None:
         encode_captions(options, encoder, ranks)
 
@@ -106,12 +109,32 @@ def vae_of(options: DataEncodeFlags, device: torch.device) -> Autoencoder | Pixe
     return vae
 
 
+def features_of(
+    options: DataEncodeFlags, device: torch.device, ranks: Ranks
+) -> PictureFeatures | None:
+    """The network of --features, None without it; prints what [repa] takes. Raises UserError."""
+    if options.features is None:
+        return None
+    assert options.image_size
+    grid = None if options.features_grid is None else parse_grid(options.features_grid)
+    size = options.image_size, options.image_size
+    found = PictureFeatures.load(options.features, device, size, grid)
+    if ranks.is_first:
+        rows, columns = found.grid
+        console.say(
+            f"features of {found.name}: grid {rows} x {columns}, [repa] dim = {found.dim}; "
+            f"{count(found.num_bytes)}B of float16 each row"
+        )
+    return found
+
+
 def encode_pictures(
     plan: EncodeJob,
     vae: Autoencoder | Pixels,
     output: Path,
     ranks: Ranks,
     options: DataEncodeFlags,
+    features: PictureFeatures | None = None,
 ) -> None:
     """Encode this rank's chunks of pictures; the first rank writes the manifest. Collective."""
     pictures = plan.pictures
@@ -131,7 +154,7 @@ def encode_pictures(
                 f"{pictures.num_classes:,} classes into {plan.num_chunks:,} shards of "
                 f"{plan.dtype} {shapes_of(plan)}{by}, {ranks.count} ranks"
             )
-        waited = encode_share(plan, vae, output, todo, ranks, options.workers)
+        waited = encode_share(plan, vae, output, todo, ranks, options.workers, features)
         found = ranks.run_on_first(lambda: encode.finish(plan, output))
     if ranks.is_first:
         report(plan, output, *found)
@@ -222,7 +245,11 @@ def encode_captions(options: DataEncodeFlags, encoder: TextEncoder, ranks: Ranks
 
 
 def plan_of(
-    options: DataEncodeFlags, pictures: PictureSet, vae: Autoencoder | Pixels, ranks: Ranks
+    options: DataEncodeFlags,
+    pictures: PictureSet,
+    vae: Autoencoder | Pixels,
+    ranks: Ranks,
+    features: PictureFeatures | None = None,
 ) -> EncodeJob:
     """Plan the shards; for buckets, read the sizes of all pictures first. Collective."""
     source, output, sizes = Path(options.input), Path(options.out), options.sizes()
@@ -236,10 +263,16 @@ def plan_of(
         "text": options.source,
         "max_pixels": options.max_pixels,
         "first_frame": options.first_frame,
+        "features": features,
     }
     if isinstance(vae, Pixels):
         how |= {"posterior": "mean", "dtype": "uint8"}
     if options.frames is not None or vae.is_of_clips:
+        if features:
+            raise UserError(
+                f"[data encode] --features are of pictures, but {vae.source} encodes clips. Leave "
+                "them out, or give an autoencoder of pictures."
+            )
         return plan_of_clips(options, pictures, vae, ranks, how)
     if options.image_size is not None:
         return make_job(pictures, source, output, vae, image_size=options.image_size, **how)
@@ -355,6 +388,7 @@ def encode_share(
     todo: list[int],
     ranks: Ranks,
     workers: int | None,
+    features: PictureFeatures | None,
 ) -> Waited:
     """Encode this rank's chunks; a UserError of one rank is raised on all. Collective.
 
@@ -377,7 +411,7 @@ def encode_share(
 
     def encode_mine() -> Waited:
         with progress:
-            return encode.encode_chunks(plan, vae, output, mine, threads, report)
+            return encode.encode_chunks(plan, vae, output, mine, threads, report, features)
 
     return Waited.joined(on_all(ranks, encode_mine))
 

@@ -290,6 +290,12 @@ class DataEncodeFlags(Flags):
     """kept: every caption is filled to --text-tokens, and the padding has embeddings, too."""
     text_dtype: Literal["float16", "bfloat16", "float32", "none"] = "float16"
     """Dtype of stored embeddings. none stores token ids alone, for [text] mode = "online"."""
+    features: str | None = None
+    """Store a frozen network's features of each picture, too, for [repa]: module:function, of
+    uint8 [b, 3, h, w] to [b, rows, columns, dim]. With --image-size."""
+    features_grid: str | None = None
+    """Rows x columns that features are resampled to: 16x16, the model's tokens. Default: the
+    network's own."""
     split: str | None = None
     """Parquet or tar files to take: those whose name, or folder's, begins with it: train."""
     shard_size: PositiveInt | None = None
@@ -377,6 +383,18 @@ class DataEncodeFlags(Flags):
                     raise UserError(
                         f"[data encode] --{flag} without --text-encoder. Give both, or none."
                     )
+
+    def check_features(self) -> None:
+        """Raise UserError for features of pictures of several sizes, or a grid of no features."""
+        if self.features is None and self.features_grid is not None:
+            raise UserError(
+                "[data encode] --features-grid without --features. Give both, or neither."
+            )
+        if self.features is not None and (self.image_size is None or self.frames is not None):
+            raise UserError(
+                "[data encode] --features are of pictures of one size. Give --image-size, without "
+                "--buckets, --pixels and --frames."
+            )
 
     def check_prefix(self) -> None:
         """Raise UserError for a prefix of spaces."""

@@ -32,7 +32,7 @@ from titan_dit.data.base import SampleOrder, Source
 from titan_dit.data.buckets import BucketOrder, step_plan
 from titan_dit.data.order import SampleRange, StepPlan, numbers_of, ranges_of
 from titan_dit.execution import LocalExecutor, Output, first_of
-from titan_dit.objectives.base import Objective
+from titan_dit.objectives.base import Objective, with_collect
 from titan_dit.observe import console, metrics
 from titan_dit.opening import open_objective, open_source, rows_held_out, training_order
 from titan_dit.optim.ema import EMA
@@ -171,6 +171,7 @@ def main(options: ReplayFlags) -> None:
             sample_order=order,
             built=rebuilt(config, plan, objective, source, origin, world.device),
             num_samples=len(origin.numbers),
+            step=options.step,
             loss_scale=scaling.value.to(world.device) if scaling else None,
         )
         samples, norms = [], []
@@ -327,7 +328,8 @@ def rebuilt(
     if compiles(config.compile):
         try:
             compile.check(replace(config.compile, cuda_graphs=False), device)
-            built = replace(built, prepare=compile_prepare(objective, config.compile, device))
+            prepare = compile_prepare(objective, config.compile, device)
+            built = replace(built, prepare=with_collect(objective, prepare))
         except UserError as error:
             console.say(f"inputs equal those of the run up to rounding only: {error}")
     freeze(built.parameters, config.optimizer.groups)
@@ -357,6 +359,7 @@ class Replayer:
     built: BuiltNetwork
     num_samples: int
     """Samples of the whole step, over which the loss is averaged."""
+    step: int
     loss_scale: Tensor | None
     """fp16's loss scale; None in other formats."""
 
@@ -367,7 +370,7 @@ class Replayer:
         rows = self.sample_order.rows(numbers)
         pairs = list(zip(numbers, rows, strict=True))
         inspect, total = self.objective.inspect, float(self.num_samples)
-        batch = loader.load_samples(self.source, pairs, inspect, device, total)
+        batch = loader.load_samples(self.source, pairs, inspect, device, total, self.step)
         rng = SampleRNG(self.seed, batch.sample_numbers)
         prepared = self.built.prepare(batch, rng)
         seen: dict[str, Tensor] = {**batch.fields}

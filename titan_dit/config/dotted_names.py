@@ -18,6 +18,7 @@ OF_RUN = {
     "lr_scheduler": "decay",
     "pipeline": "schedule",
     "parallel": "tensor_plan",
+    "repa": "network",
 }
 """Section -> the key that may name a module. Commands that read a run's config import these.
 

@@ -23,6 +23,7 @@ from titan_dit.config.training import (
     GenerationConfig,
     LoRAConfig,
     LRSchedulerConfig,
+    RepaConfig,
     SamplingConfig,
     TextConfig,
     TrainingConfig,
@@ -107,6 +108,7 @@ class JobConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     optimizer: OptimizerConfig
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    repa: RepaConfig = field(default_factory=RepaConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     ema: EMAConfig = field(default_factory=EMAConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -1,11 +1,11 @@
-"""Steps, learning rate, LoRA, EMA, validation, previews."""
+"""Steps, learning rate, LoRA, REPA, EMA, validation, previews."""
 
 from __future__ import annotations
 
 import fractions
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
 from titan_dit.config.catalog import LR_DECAYS
@@ -14,10 +14,12 @@ from titan_dit.config.section import (
     BatchSize,
     Bound,
     Decay,
+    Dim,
     Few,
     FilePath,
     Fraction,
     GuidanceScale,
+    Layers,
     NonNegativeFloat,
     NonNegativeInt,
     OneOf,
@@ -231,6 +233,51 @@ class LoRAConfig(Section):
     def scale(self) -> float:
         """Alpha / rank."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepaConfig(Section):
+    """Representation alignment, REPA (arXiv:2410.06940).
+
+    The tokens behind one block are projected, and trained to be like a frozen network's features
+    of the clean picture.
+    """
+
+    section = "repa"
+
+    block: Layers | None = None
+    """Number of the block whose output is aligned, from 1: the paper takes 8 of DiT-XL/2's 28.
+    Unset: none, and no other key has an effect."""
+    dim: Dim | None = None
+    """Elements of a token's features: those of `data encode --features`, which prints them."""
+    network: str | None = None
+    """Your frozen network, "package.module:function" as of `data encode --features`: its features
+    are computed in every step, of data that holds RGB pixels (`data encode --vae none`). Unset:
+    those that the data holds."""
+    weight: Annotated[float, Bound(above=0, most=1000)] = 0.5
+    """Weight of the loss, the negative cosine similarity of each token, beside the objective's."""
+    projector: Literal["mlp", "conv"] = "mlp"
+    """From tokens to features. mlp: three linear layers with SiLU between them, as REPA. conv: one
+    3 x 3 convolution over the picture's tokens, as iREPA (arXiv:2512.10794)."""
+    hidden_size: Dim = 2048
+    """Width of the mlp's two hidden layers."""
+    spatial_norm: Annotated[float, Bound(least=0, most=1)] | None = None
+    """Take this share of a picture's mean features from those of its tokens, and divide by their
+    standard deviation over the tokens, as iREPA, whose authors take 0.6 to 1. Unset: as stored."""
+    last_step: PositiveInt | None = None
+    """The last step with this loss. From then on the projector rests (arXiv:2505.16792, HASTE).
+    Unset: every step."""
+
+    def __post_init__(self) -> None:
+        """Refuse keys that would have no effect."""
+        super().__post_init__()
+        if self.block is None and any(getattr(self, f.name) != f.default for f in fields(self)):
+            raise UserError(
+                "[repa] block is not set: nothing is aligned. Set it, such as block = 8."
+            )
+
+
+NO_REPA = RepaConfig()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,6 +49,8 @@ class Batch:
     """1 for a sample, 0 for padding."""
     total_weight: float
     """Sum of the step's weights over all data-parallel ranks."""
+    step: int = 0
+    """The optimizer step that takes it, from 1; 0 for none."""
 
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to a device; asynchronous from pinned memory."""
@@ -166,6 +168,16 @@ class Source:
         raise UserError(
             '[text] mode="online": [data] holds no token ids of captions. Store them: '
             "`python -m titan_dit data encode --text-encoder DIR --text-dtype none`."
+        )
+
+    def with_features(self: T) -> T:
+        """This source, with the field `features` of its pictures, for [repa].
+
+        Raises UserError if it has none.
+        """
+        raise UserError(
+            "[repa] block is set, but [data] holds no features of its pictures. Store them: "
+            "`python -m titan_dit data encode --features MODULE:FUNCTION`."
         )
 
     def as_clips(self: T) -> T:

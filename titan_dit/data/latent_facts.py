@@ -50,6 +50,8 @@ ONLINE = "none"
 """In place of a dtype: captions are token ids, which the encoder embeds while the run trains."""
 IDS = Field(torch.int32, (None,))
 """Token ids of captions, padded with zeros to the longest of a batch."""
+FEATURES, FEATURES_DTYPE = "features", "float16"
+"""Field of a sample, and tensor of a shard: a frozen network's features of its picture."""
 Padding: TypeAlias = Literal["removed", "kept"]
 """Padding behind a caption: "removed", or "kept": it has embeddings, as the caption's tokens."""
 CHANNELS = schema.Either(Finite, tuple[Finite, ...])
@@ -75,6 +77,9 @@ SCHEMA = {
                 "frames_factor": Maybe(PositiveInt),
             }
         )
+    ),
+    "features": Maybe(
+        OrNone({"name": str, "digest": str, "grid": schema.Row((Few, Few)), "dim": Dim})
     ),
     "vae_source": Maybe(str),
     "posterior": Maybe(Literal["", "both", "mean"]),
@@ -126,6 +131,25 @@ class VAEFacts:
         """Class and digest, for messages."""
         frames = f", frames_factor {self.frames_factor}" if self.frames_factor > 1 else ""
         return f"{self.kind} {self.digest[:12]}{frames}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureFacts:
+    """A frozen network's features of pictures, which a dataset holds for [repa]."""
+
+    name: str
+    """Its function, as "package.module:function"."""
+    digest: str
+    """SHA-256 of its weights, or of its source file, see `scores.features.user_function`."""
+    grid: tuple[int, int]
+    """Rows and columns of a picture's features."""
+    dim: int
+    """Elements of a feature."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Features of a picture."""
+        return self.grid[0] * self.grid[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +261,7 @@ class LatentFacts(DataFacts):
 
     differing: ClassVar[frozenset[str]] = DataFacts.differing | {
         "class_names",
+        "features",
         "vae_source",
         "posterior",
         "fps",
@@ -275,6 +300,8 @@ class LatentFacts(DataFacts):
     bucket_text: tuple[int, ...] = ()
     """Tokens of the text of each bucket, with padding; empty if all have one length. Then there are
     buckets even of one shape, and several of each."""
+    features: FeatureFacts | None = None
+    """The features that are read with the samples; None if none are."""
     text: TextFacts | None = None
     """The encoder of the captions; None if no embeddings are stored."""
     text_digest: str = ""
@@ -298,6 +325,8 @@ class LatentFacts(DataFacts):
         values = super().as_json()
         if self.vae and self.vae.frames_factor == 1:
             del values["vae"]["frames_factor"]
+        if self.features is None:
+            del values["features"]
         if self.fps is None:
             del values["fps"]
         if not self.bucket_shapes:
@@ -370,13 +399,17 @@ class LatentFacts(DataFacts):
     def fields(self, dtype: torch.dtype) -> dict[str, Field]:
         """Fields of a sample: `latent` in its stored dtype, and `label`.
 
-        With embeddings of captions also `text`, padded with zeros, and `text_length`, its tokens;
+        With features of pictures also `features`, [n, dim] by rows of their grid. With embeddings
+        of captions also `text`, padded with zeros, and `text_length`, its tokens;
         with token ids `text_ids` in place of `text`; with datasets that have one, their
         `CONDITION_DROPOUT`. With references the latents `reference`, with masks `mask`, uint8.
         """
         size: tuple[int | None, ...] = self.shape[1:]
         shape = (self.shape[0], *((None,) * len(size) if self.bucket_shapes else size))
         found = {"latent": Field(dtype, shape), "label": Field(torch.int64, ())}
+        if self.features is not None:
+            size = (self.features.num_tokens, self.features.dim)
+            found[FEATURES] = Field(TEXT_DTYPES[FEATURES_DTYPE], size)
         if self.text is not None:
             size = (None if self.bucket_text else self.text.tokens, self.text.width)
             name = "text_ids" if self.text.is_online else "text"
@@ -407,6 +440,8 @@ class LatentFacts(DataFacts):
             known["vae"] = VAEFacts(
                 **{f.name: vae[f.name] for f in fields(VAEFacts) if f.name in vae}
             )
+        if features := known.get("features"):
+            known["features"] = FeatureFacts(**{**features, "grid": tuple(features["grid"])})
         if text := known.get("text"):
             known["text"] = TextFacts.from_json(text)
         if reference := known.get("reference"):

@@ -5,8 +5,8 @@ pictures or [n, c, f, h, w] of clips (float16, float32 or uint8), and `label` [n
 manifest holds shape, dtype, scale, shift, source and count, and the count, bytes and SHA-256 of
 each shard. In its third version shards have several shapes: the rows of each shape, one after
 another, are a bucket. A shard may hold `reference`, latents [n, k, *size] that a network is given,
-and `mask` [n, *size] (uint8), weights of the loss. Beside the shards may lie the embeddings of
-captions (`caption_embeddings`).
+`mask` [n, *size] (uint8), weights of the loss, and `features` of its pictures, [n, rows, columns,
+dim] (float16). Beside the shards may lie the embeddings of captions (`caption_embeddings`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from titan_dit.data.buckets import BucketOrder
 from titan_dit.data.caption_embeddings import CAPTIONS, INDEX, CaptionEmbeddings, texts_of
 from titan_dit.data.folders import LatentFolder
 from titan_dit.data.latent_facts import (
+    FEATURES,
+    FEATURES_DTYPE,
+    FeatureFacts,
     LatentFacts,
     ReferenceFacts,
     Shape,
@@ -56,7 +59,7 @@ from titan_dit.data.shards import RowFile, ShardRows, bytes_of, read_header
 from titan_dit.system.files import write_json, write_whole
 from titan_dit.system.progress import ProgressLine, count
 
-BESIDE = "reference", "mask"
+BESIDE = "reference", "mask", FEATURES
 """Keys of a manifest that say that its shards hold a tensor of this name."""
 MAX_MAPS = 65_530
 """Linux's default of vm.max_map_count."""
@@ -158,6 +161,7 @@ class LatentShards(Source):
         row_bytes = [sizes[entry["bucket"]] for entry in manifest["shards"]]
         self._latents = ShardRows([shard.latents for shard in self.shards], row_bytes)
         self._beside = self._rows_beside()
+        self._features: ShardRows | None = None
         shapes = tuple(bucket.shape for bucket in self.buckets)
         scale, shift = manifest["scale"], manifest["shift"]
         units = [] if (scale, shift) == (1.0, 0.0) else [f"scale={scale} shift={shift}"]
@@ -195,7 +199,8 @@ class LatentShards(Source):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the path only; a spawned process opens the files itself."""
         as_ids = self.facts.text is not None and self.facts.text.is_online
-        return reopened, (self.path, as_ids, self.facts.has_clips)
+        has_features = self._features is not None
+        return reopened, (self.path, as_ids, self.facts.has_clips, has_features)
 
     def as_ids(self) -> LatentShards:
         """See `Source.as_ids`."""
@@ -203,6 +208,19 @@ class LatentShards(Source):
             return super().as_ids()
         text = self._text.as_ids()
         return self._with(replace(self.facts, text=text.facts), _text=text)
+
+    def with_features(self) -> LatentShards:
+        """See `Source.with_features`."""
+        if FEATURES not in self.shards[0].beside:
+            return super().with_features()
+        files = [shard.beside[FEATURES] for shard in self.shards]
+        entry = self.manifest["features"]
+        facts = FeatureFacts(
+            **{key: entry[key] for key in ("name", "digest", "dim")}, grid=tuple(entry["grid"])
+        )
+        size = facts.num_tokens * facts.dim * np.dtype(FEATURES_DTYPE).itemsize
+        rows = ShardRows(files, size)
+        return self._with(replace(self.facts, features=facts), _features=rows)
 
     def as_clips(self) -> LatentShards:
         """See `Source.as_clips`: the bytes of a row are the same."""
@@ -241,9 +259,9 @@ class LatentShards(Source):
         return {**self.fields, "latent": Field(self.dtype, shape), **beside}
 
     def _rows_beside(self) -> dict[str, ShardRows]:
-        """The rows of further tensors of the shards, by name."""
+        """The rows of further tensors of the shards, by name; features are read when asked for."""
         found = {}
-        for name in self.shards[0].beside:
+        for name in set(self.shards[0].beside) - {FEATURES}:
             itemsize = self.dtype.itemsize if name == "reference" else 1
             shapes = [beside_shape(name, self.manifest, bucket.shape) for bucket in self.buckets]
             row_bytes = [math.prod(shapes[number]) * itemsize for number in self._bucket.tolist()]
@@ -348,6 +366,10 @@ class LatentShards(Source):
             values = np.empty((len(at), *beside_shape(name, self.manifest, shape)), dtype)
             stored.read(shard, within, bytes_of(values))
             found[name] = torch.from_numpy(values)
+        if self._features and (facts := self.facts.features):
+            features = np.empty((len(at), facts.num_tokens, facts.dim), FEATURES_DTYPE)
+            self._features.read(shard, within, bytes_of(features))
+            found[FEATURES] = torch.from_numpy(features)
         if self._text:
             found |= self._text.read(at // self.copies, numbers, text_tokens)
         return found
@@ -406,7 +428,7 @@ class LatentShards(Source):
         stored = STORED_DTYPES[manifest["dtype"]]
         wanted = {"latent": (stored, (entry["count"], *shape))}
         for name in beside:
-            dtype = stored if name == "reference" else torch.uint8
+            dtype = {"reference": stored, FEATURES: torch.float16}.get(name, torch.uint8)
             wanted[name] = dtype, (entry["count"], *beside_shape(name, manifest, shape))
         for name, tensor in {"latent": latents, **others}.items():
             if (tensor.dtype, tuple(tensor.shape)) != wanted[name]:
@@ -428,7 +450,9 @@ class LatentShards(Source):
 
 
 def beside_shape(name: str, manifest: dict[str, Any], shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape of a row of `reference` or `mask`, beside a latent of `shape`."""
+    """Shape of a row of a tensor of `BESIDE`, beside a latent of `shape`."""
+    if name == FEATURES:
+        return (*manifest[FEATURES]["grid"], manifest[FEATURES]["dim"])
     channels = [manifest["reference"]["channels"]] if name == "reference" else []
     return (*channels, *shape[1:])
 
@@ -446,9 +470,10 @@ def check_maps(path: Path, num_shards: int) -> None:
         )
 
 
-def reopened(path: Path, as_ids: bool, as_clips: bool) -> LatentShards:
+def reopened(path: Path, as_ids: bool, as_clips: bool, with_features: bool) -> LatentShards:
     """The shards of a folder, their captions perhaps as token ids, pictures perhaps as clips."""
     found = LatentShards(path)
+    found = found.with_features() if with_features else found
     found = found.as_ids() if as_ids else found
     return found.as_clips() if as_clips else found
 

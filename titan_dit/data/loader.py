@@ -186,14 +186,14 @@ def load_samples(
     inspect: Inspect,
     device: torch.device,
     total_weight: float,
+    step: int = 0,
 ) -> Batch:
     """Load one batch of given (sample number, row) pairs, as training does."""
     stored = NumberedSamples(source, inspect).__getitems__(pairs)
     if isinstance(stored, UserError):
         raise stored
-    return Batch(stored.fields, stored.sample_numbers, torch.ones(len(pairs)), total_weight).to(
-        device
-    )
+    weight = torch.ones(len(pairs))
+    return Batch(stored.fields, stored.sample_numbers, weight, total_weight, step).to(device)
 
 
 def load(
@@ -204,8 +204,11 @@ def load(
     device: torch.device,
     *,
     workers: int = 0,
+    step: int = 1,
 ) -> Iterator[Batch]:
     """Yield endless batches from `cursor` on, on `device`, in their stored dtypes.
+
+    `step`: the optimizer step that takes the first one.
 
     The cursor is the only position; the loader keeps no state. `inspect` validates the fields in
     the process that reads them. Copies to a GPU are asynchronous, through pinned memory.
@@ -228,13 +231,14 @@ def load(
         )
         shares = started(loader, workers)
     try:
-        for read, share in zip(with_killed_workers(shares), order.shares(cursor), strict=False):
+        pairs = zip(with_killed_workers(shares), order.shares(cursor), strict=False)
+        for number, (read, share) in enumerate(pairs, step):
             if isinstance(read, UserError):
                 break
             assert read.sample_numbers[: len(share.numbers)].tolist() == list(share.numbers)
             weight = weights(len(share.numbers), share.size)
             total = float(share.step_size)
-            yield Batch(read.fields, read.sample_numbers, weight, total).to(device)
+            yield Batch(read.fields, read.sample_numbers, weight, total, number).to(device)
     except Exception:
         if workers:
             # The traceback keeps them. They ignore SIGTERM: the exit would wait for them for ever.

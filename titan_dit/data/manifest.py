@@ -54,6 +54,9 @@ VAE_KEYS = {
     "factor": PositiveInt,
     "frames_factor": PositiveInt | None,
 }
+FEATURE_KEYS = {"name": str, "digest": str, "grid": tuple[Few, ...], "dim": Dim}
+"""Keys of `features`: those of pictures, in the tensor `features` of every shard, float16
+[n, rows, columns, dim]; `grid` holds rows and columns."""
 BUCKET_KEYS = {"shape": tuple[PositiveInt, ...], "count": PositiveInt}
 SHARD_KEYS = {"file": str, "count": PositiveInt, "bytes": PositiveInt, "sha256": str}
 TEXT_KEYS = {
@@ -148,8 +151,7 @@ def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
     for key in UNITS:
         manifest[key] = conform_units(manifest[key], key, file)
         check_channels(manifest[key], key, manifest["buckets"][0]["shape"][0], file)
-    if manifest.get("vae") is not None:
-        manifest["vae"] = conform_keys(manifest["vae"], VAE_KEYS, f"{file} vae")
+    check_networks(manifest, file)
     check_beside(manifest, file)
     names = manifest["classes"]
     if names and len(names) != manifest["num_classes"]:
@@ -190,6 +192,16 @@ def check_beside(manifest: dict[str, Any], file: Path) -> None:
             raise damaged(file, "reference holds the first frames of clips, but rows are pictures")
     if manifest.get("mask") is not None:
         manifest["mask"] = conform_keys(manifest["mask"], MASK_KEYS, f"{file} mask")
+
+
+def check_networks(manifest: dict[str, Any], file: Path) -> None:
+    """Check the keys and types of the autoencoder and of the features, if they are there."""
+    for name, keys in (("vae", VAE_KEYS), ("features", FEATURE_KEYS)):
+        if manifest.get(name) is not None:
+            manifest[name] = conform_keys(manifest[name], keys, f"{file} {name}")
+    features = manifest.get("features")
+    if features is not None and len(features["grid"]) != 2:
+        raise damaged(f"{file} features", "grid must hold two numbers: rows and columns")
 
 
 def check_text(values: Any, file: Path) -> dict[str, Any]:

@@ -292,6 +292,13 @@ class MixedLatents(Source):
         given: Any = [source.as_ids() if source.facts.text else source for source in self.sources]
         return MixedLatents(given, self.datasets, self.text_multiple)
 
+    def with_features(self) -> MixedLatents:
+        """See `Source.with_features`: those of several datasets are not read."""
+        raise UserError(
+            f"[repa] block is set, but [data] holds {len(self.sources)} datasets, and features are "
+            "of one. Encode their pictures into one set, or leave [repa] out."
+        )
+
     def as_clips(self) -> MixedLatents:
         """See `Source.as_clips`."""
         clips: Any = [source.as_clips() for source in self.sources]

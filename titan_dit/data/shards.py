@@ -28,7 +28,7 @@ from titan_dit.config.section import UserError
 
 LENGTH = 8
 MAX_BYTES = 1 << 20
-"""Maximum bytes of a header: a shard has two to four tensors."""
+"""Maximum bytes of a header: a shard has two to five tensors."""
 
 
 class StoredTensor(NamedTuple):

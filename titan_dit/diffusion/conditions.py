@@ -20,6 +20,7 @@ from titan_dit.data.base import Fields, Source
 
 if TYPE_CHECKING:
     from titan_dit.diffusion.online_text import OnlineText
+    from titan_dit.pictures.features import PictureFeatures
 
 NO_LABEL = -1
 
@@ -111,6 +112,8 @@ class OpenedData:
     """The rows whose captions they are; empty of other prompts."""
     text: OnlineText | None = None
     """What embeds captions in training; None if their embeddings are stored."""
+    features: PictureFeatures | None = None
+    """The network of [repa]; None if features are stored, or not needed."""
 
 
 def without(given: Given, null: Given, dropped: Bool[Tensor, " b"]) -> dict[str, Tensor]:

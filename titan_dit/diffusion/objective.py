@@ -18,11 +18,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from titan_dit.config.section import UserError, few, show
-from titan_dit.config.training import GenerationConfig, SamplingConfig, TextConfig
+from titan_dit.config.training import (
+    NO_REPA,
+    GenerationConfig,
+    RepaConfig,
+    SamplingConfig,
+    TextConfig,
+)
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.data.latent_facts import (
     CONDITION_DROPOUT,
+    FEATURES,
     BucketShape,
+    FeatureFacts,
     LatentFacts,
     Padding,
     ReferenceFacts,
@@ -69,10 +77,12 @@ from titan_dit.objectives.base import (
     Preview,
     missing_members,
 )
+from titan_dit.objectives.repa import normalized
 from titan_dit.rng import SampleRNG
 
 if TYPE_CHECKING:
     from titan_dit.pictures.autoencoder import Autoencoder
+    from titan_dit.pictures.features import PictureFeatures
 
 Kind = TypeVar("Kind", bound="Diffusion")
 
@@ -159,6 +169,55 @@ def check_kind(facts: LatentFacts, model: Any) -> None:
         f"[model] name={show(model.name)} takes clips, but [data] holds pictures of {held}. Give "
         "its source as_clips (docs/extending.md)."
     )
+
+
+def token_grid(model: LatentModel) -> tuple[int, int]:
+    """Rows and columns of a picture's tokens, for [repa]. Raises UserError for clips."""
+    if has_clips(model):
+        raise UserError(
+            f"[repa] aligns networks of pictures, but [model] name={show(model.name)} takes clips. "
+            "Leave [repa] out."
+        )
+    _, height, width = model.sample_shape
+    tokens = model.num_real_tokens if isinstance(model, PaddedModel) else model.token_shape[0]
+    patch = math.isqrt(height * width // tokens)
+    return height // patch, width // patch
+
+
+def open_features(name: str, data: LatentFacts, grid: tuple[int, int]) -> PictureFeatures:
+    """The network of [repa], on the CPU. Raises UserError for data that holds no RGB pixels."""
+    if len(data.shape) != 3 or data.shape[0] != 3 or data.value_range != (0.0, 255.0):
+        raise UserError(
+            f"[repa] network={show(name)} sees RGB pixels, but [data] holds {list(data.shape)} "
+            "that are none. Leave it out and store features: `python -m titan_dit data encode "
+            "--features MODULE:FUNCTION`."
+        )
+    # Imported late: most runs have none.
+    from titan_dit.pictures.features import IN_STEPS, PictureFeatures
+
+    height, width = data.shape[1:]
+    return PictureFeatures.load(name, torch.device("cpu"), (height, width), grid, IN_STEPS)
+
+
+def check_features(found: FeatureFacts | None, grid: tuple[int, int], repa: RepaConfig) -> None:
+    """Raise UserError unless a dataset holds the features that [repa] takes."""
+    rows, columns = grid
+    if found is None:
+        raise UserError(
+            f"[repa] block={repa.block}, but [data] holds no features of its pictures. Store them: "
+            "`python -m titan_dit data encode --features MODULE:FUNCTION`."
+        )
+    if found.grid != grid:
+        own = " x ".join(map(str, found.grid))
+        raise UserError(
+            f"[repa] the features of [data] have a grid of {own}, but [model] has {rows} x "
+            f"{columns} tokens. Encode them with --features-grid {rows}x{columns}."
+        )
+    if found.dim != repa.dim:
+        raise UserError(
+            f"[repa] dim={repa.dim}, but the features of [data], of {found.name}, have "
+            f"{found.dim} elements. Set dim = {found.dim}."
+        )
 
 
 def text_multiple(model: object) -> int:
@@ -406,6 +465,8 @@ class Diffusion(Objective, ABC):
     """Cache: [sampling] vae -> the autoencoder of previews."""
     opened: OpenedData = dataclasses.field(default_factory=OpenedData, repr=False, compare=False)
     """What previews and scores take of the data."""
+    repa: RepaConfig = NO_REPA
+    """With a block, the features of pictures go to the network, see `objectives.repa`."""
 
     @classmethod
     def of(cls: type[Kind], config: Any, model: ModelConfig, facts: DataFacts) -> Kind:
@@ -422,9 +483,20 @@ class Diffusion(Objective, ABC):
     def __post_init__(self) -> None:
         """Read what the condition needs, and what a subclass takes besides."""
         own = [name for name in type(self).takes if name not in Diffusion.takes]
+        own = [name for name in type(self).takes if name not in Diffusion.takes]
         held = {"reference": self.data.reference, "mask": self.data.mask_mean}
         more = [name for name, facts in held.items() if facts is not None]
+        more += [FEATURES] if self.repa.block and not self.opened.features else []
         object.__setattr__(self, "takes", ("latent", *self.condition.stored, *more, *own))
+
+    def aligned(self: Kind, repa: RepaConfig) -> Kind:
+        """See `Objective.aligned`."""
+        grid, found = token_grid(self.model), self.data.features
+        if repa.network is not None and found is None:
+            self.opened.features = network = open_features(repa.network, self.data, grid)
+            found = network.facts
+        check_features(found, grid, repa)
+        return dataclasses.replace(self, repa=repa, static_inputs={}, by_size={}, by_text={})
 
     @property
     def num_classes(self) -> int:
@@ -617,13 +689,28 @@ class Diffusion(Objective, ABC):
         return text.place(placement, flops_per_sample) if text else ()
 
     def collect(self, batch: Batch) -> Batch:
-        """Embed the captions of a batch."""
-        text = self.opened.text
-        return dataclasses.replace(batch, fields=text.embed(batch.fields)) if text else batch
+        """Embed the captions of a batch; leave out its features after [repa] last_step.
+
+        With [repa] network they are computed, of batches that are trained on.
+        """
+        text, network, last = self.opened.text, self.opened.features, self.repa.last_step
+        fields = text.embed(batch.fields) if text else batch.fields
+        if last is not None and batch.step > last:
+            fields = {name: value for name, value in fields.items() if name != FEATURES}
+        elif network and batch.step:
+            network.to(batch.weight.device)
+            fields = {
+                **fields,
+                FEATURES: network.of(fields["latent"].to(torch.uint8)).flatten(1, 2),
+            }
+        return dataclasses.replace(batch, fields=fields)
 
     def collected(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
         """See `Objective.collected`."""
-        text = self.data.text
+        text, network = self.data.text, self.opened.features
+        if network:
+            found = dataclasses.replace(self.data, features=network.facts)
+            fields = {**fields, FEATURES: found.fields(torch.uint8)[FEATURES]}
         if not text or not text.is_online:
             return fields
         kept = {name: field for name, field in fields.items() if name != "text_ids"}
@@ -736,7 +823,14 @@ class Diffusion(Objective, ABC):
             weight=weight,
             total_tokens=batch.total_weight * tokens,
             static=self.static(clean.device),
+            context=self.features_of(batch.fields),
         )
+
+    def features_of(self, fields: Fields) -> dict[str, Tensor]:
+        """The features for [repa], by the name of their side input; {} without any."""
+        if not self.repa.block or FEATURES not in fields:
+            return {}
+        return {FEATURES: normalized(fields[FEATURES], self.repa.spatial_norm)}
 
     def static(self, device: torch.device) -> dict[str, Tensor]:
         """The model's static inputs."""
@@ -783,12 +877,14 @@ class Diffusion(Objective, ABC):
         return (*(() if line is None else (line,)), *self.opened.notes)
 
     def imported(self, sampling: SamplingConfig) -> Mapping[str, object]:
-        """The sampler, if [sampling] every turns previews on."""
+        """The network of [repa]; the sampler, if [sampling] every turns previews on."""
         from titan_dit.diffusion import drawing
 
+        network = self.opened.features
+        found: dict[str, object] = {"repa": network.name} if network else {}
         if not sampling.every:
-            return {}
-        return {"sampling": drawing.sampler_of(self.config, sampling.sampler)}
+            return found
+        return {**found, "sampling": drawing.sampler_of(self.config, sampling.sampler)}
 
     def preview(
         self,

@@ -78,6 +78,12 @@ class DiffusionConfig(ObjectiveConfig):
         latent = as_latent_model(model, self.name)
         return latent.spec(self.output_channels(latent.sample_shape[0]))
 
+    def token_grid(self, model: ModelConfig) -> tuple[int, int]:
+        """See `ObjectiveConfig.token_grid`."""
+        from titan_dit.diffusion.objective import as_latent_model, token_grid
+
+        return token_grid(as_latent_model(model, self.name))
+
     def facts(self, values: Mapping[str, Any]) -> LatentFacts:
         """Facts of labelled latents, from a checkpoint's record."""
         from titan_dit.data.latent_facts import LatentFacts

@@ -66,6 +66,8 @@ class ModelSpec:
     vocabulary. `predictions` are then its outputs without context."""
     context: Mapping[str, TensorSpec] = field(default_factory=dict)
     """Per-sample inputs of every pipeline stage, without gradients; batch first."""
+    optional: tuple[str, ...] = ()
+    """Names of `context` that a batch may lack."""
     static: Mapping[str, TensorSpec] = field(default_factory=dict)
     """Inputs of every pipeline stage that are equal for all samples; no batch dim."""
     num_layers: int
@@ -151,6 +153,14 @@ class Model(nn.Module):
     exact: Collection[str] = ()
     """Modules whose parameters stay in fp32 under [precision] dtype = "bf16" and "fp16": names, in
     which * stands for any text. For small ones: every rank holds them whole during a step."""
+    objective: nn.ModuleDict
+    """Modules of the objective, by the layer of the block that they follow: (stream, side) ->
+    stream. Their parameters, objective.LAYER.*, are trained and saved, but no part of the network.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objective = nn.ModuleDict()
 
     def tie(self) -> None:
         """Let `head` hold the parameters of `embed` that it shares, if this stage has both.
@@ -169,15 +179,18 @@ class Model(nn.Module):
         Without `embed` the input is a stream, without `head` the output is one.
         """
         stream: Any = given if self.embed is None else self.embed(given, side)
-        for block in self.blocks.values():
+        for layer, block in self.blocks.items():
             stream = block(stream, side)
+            if layer in self.objective:
+                stream = self.objective[layer](stream, side)
         out: Tensor | Stream = stream if self.head is None else self.head(stream, side)
         return out
 
     def cut(self, layers: Collection[int], *, is_first: bool, is_last: bool) -> None:
         """Keep only the part of one pipeline stage; parameter names do not change."""
-        kept = {key: block for key, block in self.blocks.items() if int(key) in layers}
-        self.blocks = nn.ModuleDict(kept)
+        for name in ("blocks", "objective"):
+            kept = {k: part for k, part in getattr(self, name).items() if int(k) in layers}
+            setattr(self, name, nn.ModuleDict(kept))
         self.embed = self.embed if is_first else None
         self.head = self.head if is_last else None
 

@@ -14,7 +14,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from titan_dit.config.section import UserError
-from titan_dit.config.training import GenerationConfig, SamplingConfig, TextConfig
+from titan_dit.config.training import (
+    GenerationConfig,
+    RepaConfig,
+    SamplingConfig,
+    TextConfig,
+)
 from titan_dit.data.base import Batch, DataFacts, Field, Fields, Source
 from titan_dit.models.base import ModelSpec
 from titan_dit.models.initializers import Initializer
@@ -198,6 +203,16 @@ class Objective:
         `losses`: name in `evaluations` -> mean loss. `facts`: facts of the validation set.
         """
         return {}
+
+    def aligned(self, repa: RepaConfig) -> Objective:
+        """This objective, which passes the features of [repa] on to the network.
+
+        Raises UserError if the data has none that fit.
+        """
+        raise UserError(
+            f"[repa] aligns networks of pictures, but {type(self).__name__} trains none. Leave "
+            "[repa] out."
+        )
 
     def open_text(self, text: TextConfig) -> None:
         """Load what [text] asks for, on the CPU. Raises UserError if it does not fit the data."""

@@ -61,6 +61,13 @@ class ObjectiveConfig(Named):
         """The model's spec with the outputs that the objective needs; UserError on a misfit."""
         return model.spec()
 
+    def token_grid(self, model: ModelConfig) -> tuple[int, int]:
+        """Rows and columns of a picture's tokens, for [repa]. Raises UserError if it has none."""
+        raise UserError(
+            f"[repa] aligns networks of pictures, but [objective] name={show(self.name)} trains "
+            "none. Leave [repa] out."
+        )
+
     def facts(self, values: Mapping[str, Any]) -> DataFacts:
         """Facts of a dataset, from a checkpoint's record."""
         from titan_dit.data.base import DataFacts

@@ -11,7 +11,15 @@ from titan_dit.config.layout import (
 from titan_dit.config.training import LoRAConfig
 from titan_dit.kernels import attention, cross_entropy, linear, short_attention
 from titan_dit.models.base import Model
-from titan_dit.parallel import async_tp, compute_copies, context, fsdp, remat, tensor
+from titan_dit.parallel import (
+    async_tp,
+    compute_copies,
+    context,
+    fsdp,
+    remat,
+    side_losses,
+    tensor,
+)
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.tensor import TensorPlan
@@ -55,6 +63,7 @@ def parallelize(
         from titan_dit.parallel import lora
 
         lora.apply(model, adapters)
+    side_losses.apply(model, mesh, tensor_plan)
     is_async = parallel.async_tp and mesh.sizes.tp > 1
     async_tp.apply(model, tensor_plan, mesh.axis("tp") if is_async else None)
     if short_attention.suits(device_type, precision, checkpointing, compilation):

@@ -35,7 +35,8 @@ def compile_blocks(model: nn.Module, config: CompileConfig, tp: int = 1) -> None
         return
     parts = list(model.get_submodule("blocks").children())
     if config.ends:
-        parts += [p for name, p in model.named_children() if name != "blocks" and not scores(p)]
+        own = ("blocks", "objective")
+        parts += [p for name, p in model.named_children() if name not in own and not scores(p)]
     options = None
     if config.cuda_graphs:
         options = {"triton.cudagraphs": True}

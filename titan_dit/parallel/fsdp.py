@@ -59,7 +59,8 @@ def shard(
     parts = units(blocks, parallel.blocks_per_fsdp_unit)
     if DTYPES[precision.dtype].itemsize < 4:
         shard_exact(model, mesh, replace(policy, param_dtype=policy.reduce_dtype))
-    for part in (*parts, [model]):
+    beside = [[module] for module in getattr(model, "objective", {}).values()]
+    for part in (*parts, *beside, [model]):
         # All modules of a unit have one state.
         sharded, *_ = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         sum_gradients(sharded, mesh)

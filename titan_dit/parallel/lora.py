@@ -34,7 +34,9 @@ def apply(model: Model, config: LoRAConfig) -> None:
     """Freeze a model on the meta device, after tensor parallelism, and add the adapters."""
     for name, parameter in model.named_parameters():
         # A copy of a tied weight on another stage is trained as its owner is.
-        parameter.requires_grad_(matches(model.tied.get(name, name), config.trained))
+        # The objective's own modules are trained, too.
+        patterns = ("objective.*", *config.trained)
+        parameter.requires_grad_(matches(model.tied.get(name, name), patterns))
     for layer in lora.adapted_layers(model, config.targets).values():
         add(layer, config.rank, config.scale)
 

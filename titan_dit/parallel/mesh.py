@@ -194,6 +194,12 @@ class Mesh:
         dist.all_reduce(total, group=self.loss.get_group())
         return total
 
+    def sum_over_all(self, value: Tensor) -> Tensor:
+        """All-reduce over all ranks."""
+        total = value.clone()
+        dist.all_reduce(total)
+        return total
+
     def sum_over_data(self, value: Tensor) -> Tensor:
         """All-reduce over the data-parallel ranks."""
         total = value.clone()

@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Shaped, UInt8
 from torch import Tensor, nn
 
 from titan_dit.config import user_text

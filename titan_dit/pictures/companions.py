@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from titan_dit.config.section import UserError
-from titan_dit.data.listing import Names, few
+from titan_dit.config.section import UserError, few
+from titan_dit.data.listing import Names
 from titan_dit.pictures.captioned_folder import files_of, is_video, stem_of
 from titan_dit.pictures.picture_set import ListingOptions, PictureSet
 

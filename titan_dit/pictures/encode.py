@@ -25,6 +25,7 @@ from torch import Tensor
 
 from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError, stamp_of
+from titan_dit.data.latent_facts import FEATURES
 from titan_dit.data.latents import STORED_DTYPES
 from titan_dit.data.manifest import ENCODED_FORMAT, MANIFEST, digest_of
 from titan_dit.data.packing import pack
@@ -39,6 +40,7 @@ from titan_dit.data.packing.pack import (
     writing,
 )
 from titan_dit.pictures.autoencoder import Autoencoder
+from titan_dit.pictures.features import PictureFeatures
 from titan_dit.pictures.picture_set import UNLABELLED, ListingOptions, PictureSet
 from titan_dit.pictures.picture_sizes import Size
 from titan_dit.pictures.pixels import Pixels
@@ -291,6 +293,8 @@ class EncodeOptions:
     max_pixels: int | None = None
     first_frame: bool = False
     """Store the latents of each clip's first frame, with grey frames behind it."""
+    features: PictureFeatures | None = None
+    """Features that are stored beside the latents."""
 
     @property
     def copies(self) -> int:
@@ -318,6 +322,7 @@ class EncodeOptions:
     def pictures_per_shard(self, shape: tuple[int, ...], count: int) -> int:
         """Pictures of a shard of rows of this shape, of `count` in all."""
         bytes_each = math.prod(shape) * STORED_DTYPES[self.dtype].itemsize * self.copies
+        bytes_each += self.features.num_bytes * self.copies if self.features else 0
         size = max(MIN_SHARD_PICTURES, -(-count // MAX_CHUNKS))
         return self.shard_size or max(1, min(SHARD_BYTES // bytes_each, size))
 
@@ -334,6 +339,7 @@ class EncodeOptions:
             "value_range": vae.value_range,
             "vae": vae.entry,
             "posterior": self.posterior if vae.entry else None,
+            **({"features": self.features.entry} if self.features else {}),
             **sizes,
             "copies": self.copies,
             "batch_size": self.batch_size,
@@ -444,6 +450,8 @@ class EncodedChunk:
     latents: list[Tensor] = field(default_factory=list)
     """Of references, too: their channels stand behind those of the pictures."""
     masks: list[Tensor] = field(default_factory=list)
+    features: list[Tensor] = field(default_factory=list)
+    """Empty without any."""
     rows: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     dropped: Drops = field(default_factory=list)
@@ -465,14 +473,19 @@ def encode_chunks(
     chunks: Sequence[int],
     threads: int,
     report: Callable[[int, int], None],
+    features: PictureFeatures | None = None,
 ) -> Waited:
-    """Encode and write chunks; `report` gets increments of (pictures done, of which dropped)."""
+    """Encode and write chunks; `report` gets increments of (pictures done, of which dropped).
+
+    `features`: those that `job` says are stored, too.
+    """
     digest = job.digest()
     chunk: EncodedChunk | None = None
     waited, begun = Waited(), time.perf_counter()
     try:
         with same_bits():
-            for batch, stored in encoded(job, vae, decoded(job, vae, chunks, threads, waited)):
+            batches = decoded(job, vae, chunks, threads, waited)
+            for batch, stored in encoded(job, vae, batches, features):
                 if chunk is None or chunk.number != batch.chunk:
                     if chunk:
                         write(job, digest, output, chunk)
@@ -560,18 +573,28 @@ def joined(
 
 
 def encoded(
-    job: EncodeJob, vae: Autoencoder | Pixels, batches: Iterator[PictureBatch]
-) -> Iterator[tuple[PictureBatch, Tensor | None]]:
+    job: EncodeJob,
+    vae: Autoencoder | Pixels,
+    batches: Iterator[PictureBatch],
+    features: PictureFeatures | None = None,
+) -> Iterator[tuple[PictureBatch, list[Tensor]]]:
     """Each batch with its rows on the CPU: [pictures, copies, c, h, w], or [..., c, f, h, w].
+
+    With `features` also theirs: [pictures, copies, rows, columns, dim]. [] if all pictures were
+    dropped.
 
     AHEAD batches are queued behind the one that is waited for. A GPU works on them while the host
     adds rows, writes shards and joins the next batch.
     """
-    queued: deque[tuple[PictureBatch, HostCopy | None]] = deque()
+    queued: deque[tuple[PictureBatch, list[HostCopy]]] = deque()
     for batch in batches:
-        started = None
+        started = []
         if batch.pictures is not None:
-            started = HostCopy(latents_of(job, vae, batch.pictures, batch.references))
+            images = with_copies(job, batch.pictures.to(vae.device, non_blocking=True))
+            started.append(HostCopy(latents_of(job, vae, images, batch.references)))
+            if features:
+                found = features.of(images)
+                started.append(HostCopy(found.view(-1, job.copies, *found.shape[1:])))
         queued.append((batch, started))
         if len(queued) > AHEAD:
             yield rows_of(*queued.popleft())
@@ -579,9 +602,9 @@ def encoded(
         yield rows_of(*queued.popleft())
 
 
-def rows_of(batch: PictureBatch, stored: HostCopy | None) -> tuple[PictureBatch, Tensor | None]:
+def rows_of(batch: PictureBatch, stored: list[HostCopy]) -> tuple[PictureBatch, list[Tensor]]:
     """Wait for the rows of a batch."""
-    return batch, None if stored is None else stored.read()
+    return batch, [copy.read() for copy in stored]
 
 
 GREY = 127.5
@@ -591,14 +614,13 @@ GREY = 127.5
 def latents_of(
     job: EncodeJob,
     vae: Autoencoder | Pixels,
-    pictures: UInt8[Tensor, "b 3 *size"],
+    images: UInt8[Tensor, "bk 3 *size"],
     references: UInt8[Tensor, "b 3 *size"] | None = None,
 ) -> Shaped[Tensor, "b k c *found"]:
     """The rows of pictures: unscaled mean and std of each, or the mean alone, or the pixels.
 
     Behind them the means of their references, or of the first frames of clips.
     """
-    images = with_copies(job, pictures.to(vae.device, non_blocking=True))
     mean, std = vae.encode(images)
     rows = [mean, std] if job.posterior == "both" else [mean]
     if references is not None:
@@ -606,10 +628,10 @@ def latents_of(
     elif job.first_frame:
         rows.append(vae.encode(first_frames(images))[0])
     stored = torch.cat(rows, 1).to(STORED_DTYPES[job.dtype])
-    return stored.view(len(pictures), -1, *stored.shape[1:])
+    return stored.view(-1, job.copies, *stored.shape[1:])
 
 
-def with_copies(job: EncodeJob, images: Shaped[Tensor, "b *size"]) -> Shaped[Tensor, "n *size"]:
+def with_copies(job: EncodeJob, images: Shaped[Tensor, "b *size"]) -> Shaped[Tensor, "bk *size"]:
     """Pictures, or masks, each followed by its mirror image with --flip true."""
     copies = [images, images.flip(-1)] if job.flip else [images]
     return torch.stack(copies, 1).flatten(0, 1)
@@ -622,20 +644,27 @@ def first_frames(clips: UInt8[Tensor, "b 3 f h w"]) -> Float[Tensor, "b 3 f h w"
     return given
 
 
-def add(job: EncodeJob, chunk: EncodedChunk, batch: PictureBatch, stored: Tensor | None) -> None:
-    """Add a batch to its chunk, without pictures whose latents are not finite."""
+def add(job: EncodeJob, chunk: EncodedChunk, batch: PictureBatch, stored: Sequence[Tensor]) -> None:
+    """Add a batch to its chunk, without pictures whose latents or features are not finite."""
     dropped = list(batch.dropped)
-    if stored is not None:
-        finite = stored.isfinite().flatten(1).all(1)
-        chunk.latents.append(stored[finite])
+    if stored:
+        finite = torch.stack([rows.isfinite().flatten(1).all(1) for rows in stored])
+        kept = finite.all(0)
+        for rows, found in zip(stored, (chunk.latents, chunk.features), strict=False):
+            found.append(rows[kept])
         if batch.masks is not None:
-            chunk.masks.append(batch.masks[finite])
-        for row, sha, is_finite in zip(batch.rows, batch.digests, finite.tolist(), strict=True):
-            if is_finite:
+            chunk.masks.append(batch.masks[kept])
+        whys = (
+            f"its latent is not finite in {job.dtype}",
+            "its features are not finite in float16",
+        )
+        pairs = zip(batch.rows, batch.digests, finite.T.tolist(), strict=True)
+        for row, sha, are_finite in pairs:
+            if all(are_finite):
                 chunk.rows.append(row)
                 chunk.digests.append(sha)
             else:
-                dropped.append((row, f"its latent is not finite in {job.dtype}"))
+                dropped.append((row, whys[are_finite.index(False)]))
     chunk.dropped += sorted(dropped)
     chunk.num_converted += batch.num_converted
 
@@ -655,6 +684,8 @@ def write(job: EncodeJob, digest: str, output: Path, chunk: EncodedChunk) -> Non
         extra[MASKS] = [int(more["mask"].sum(dtype=torch.int64)), more["mask"].numel()]
     if chunk.num_converted:
         extra[CONVERTED] = chunk.num_converted
+    if chunk.features:
+        more[FEATURES] = torch.cat(chunk.features).flatten(0, 1)
     write_chunk(job, digest, output, chunk.number, chunk.rows, latents, chunk.dropped, extra, more)
 
 

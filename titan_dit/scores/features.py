@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import importlib.util
 import io
@@ -18,9 +17,9 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
-from titan_dit.config.dotted_names import imported
 from titan_dit.config.section import UserError
 from titan_dit.pictures.autoencoder import digest_of_weights
+from titan_dit.pictures.features import user_function
 from titan_dit.ranks.torch_range import pip_install
 
 INCEPTION_URL = (
@@ -146,21 +145,8 @@ def efficientnet(name: str, pixels: int, device: torch.device, where: str) -> Fe
 
 
 def user_features(name: str, device: torch.device, where: str) -> Features:
-    """Features by a user's function: (b, 3, h, w) uint8 to (b, d), or to features and logits.
-
-    A class is instantiated once, without arguments. A module is moved to the device.
-    """
-    function = imported(name, where)
-    if isinstance(function, type):
-        function = function()
-    if isinstance(function, nn.Module):
-        function = function.to(device).eval().requires_grad_(False)
-        digest = digest_of_weights(function.state_dict())
-    else:
-        module = sys.modules[name.partition(":")[0]]
-        digest = hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest()
-    if not callable(function):
-        raise UserError(f"{where} {name} cannot be called. Give {FORMS}.")
+    """Features by a user's function: (b, 3, h, w) uint8 to (b, d), or to features and logits."""
+    function, digest = user_function(name, device, where)
 
     def extract(pictures: Tensor) -> tuple[Tensor, Tensor | None]:
         found, count = function(pictures.to(device)), len(pictures)

@@ -23,7 +23,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -335,8 +334,8 @@ def write_chunk(
 ) -> None:
     """Write a chunk's shard and its record, each whole or not at all; no shard if none is `kept`.
 
-    `latents` are the rows of the `kept` files, `job.copies` for each; `more`: further tensors of
-    these rows.
+    `latents` are the rows of the `kept` files, `job.copies` for each, as are those of `more`,
+    further tensors by name.
     """
     stem = f"{job.name}-{chunk:05d}"
     record = ChunkRecord(digest, "", 0, 0, "", dropped)
@@ -356,12 +355,13 @@ def shard_of(
     job: ShardJob,
     kept: Sequence[int],
     latents: Shaped[Tensor, "n c *size"],
-    more: Mapping[str, Tensor] = MappingProxyType({}),
+    more: Mapping[str, Tensor] | None = None,
 ) -> bytes:
-    """The bytes of a shard."""
+    """The bytes of a shard; `more`: see `write_chunk`."""
     labels = job.labels[torch.tensor(kept)].repeat_interleave(job.copies)
     # Not save_file: its files have mode 0600, and if killed it leaves a temporary file.
-    data: bytes = safetensors.save({"latent": latents.contiguous(), "label": labels, **more})
+    others = {name: rows.contiguous() for name, rows in (more or {}).items()}
+    data: bytes = safetensors.save({"latent": latents.contiguous(), "label": labels, **others})
     return data
 
 
