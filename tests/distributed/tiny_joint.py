@@ -9,10 +9,8 @@ from titan_dit.config import catalog, config_file
 from titan_dit.config.section import PositiveInt
 from titan_dit.data.base import DataConfig, Field, Source
 from titan_dit.data.buckets import BucketOrder
-from titan_dit.data.latent_facts import LatentFacts, ReferenceFacts, TextFacts, VAEFacts
+from titan_dit.data.latent_facts import LatentFacts, ReferenceFacts, TextFacts
 
-# A clip's latent frame is made of four frames.
-VAE = VAEFacts(kind="AutoencoderKLWan", digest="vae", factor=8, frames_factor=4)
 # Not that of the masks here: another constant does not change which layouts agree.
 MASK_MEAN = 120.0
 
@@ -73,6 +71,12 @@ class Captioned(DataConfig):
         )
 
 
+def reference_facts(kind, channels):
+    """References; a clip's latent frame is made of four frames."""
+    frames = 4 if kind == "first_frame" else 0
+    return ReferenceFacts(kind=kind, channels=channels, frame_channels=frames)
+
+
 class Captions(Source):
     def __init__(self, shapes, text, padding="removed", reference="", masks=False):
         self.shapes, self.text, self.padding = shapes, text, padding
@@ -91,8 +95,7 @@ class Captions(Source):
             num_classes=1,
             # Three channels are pixels.
             value_range=(-1.0, 1.0) if latent[0] == 3 else None,
-            vae=VAE if reference == "first_frame" else None,
-            reference=ReferenceFacts(kind=reference, channels=latent[0]) if reference else None,
+            reference=reference_facts(reference, latent[0]) if reference else None,
             mask_mean=MASK_MEAN if masks else None,
             text=TextFacts(
                 kind="T5EncoderModel",

@@ -5,6 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+import titan_dit
+from titan_dit.commands import convert
+from titan_dit.commands.flags import ConvertFlags
+from titan_dit.config.section import UserError
 from titan_dit.interop.diffusers_flux2 import DiffusersFlux2
 from titan_dit.interop.diffusers_wan import DiffusersWan
 from titan_dit.models.flux2_config import Flux2Config
@@ -116,3 +120,16 @@ def test_a_reference_by_tokens_is_what_diffusers_makes_of_it():
             return_dict=False,
         )[0][:, :6]
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+def test_an_import_with_channels_of_a_first_frame_is_a_run_that_opens(tmp_path):
+    torch.manual_seed(0)
+    sizes = SIZES | {"in_channels": 8}
+    diffusers.WanTransformer3DModel(**sizes, patch_size=(1, 2, 2)).save_pretrained(tmp_path / "i2v")
+    convert.main(ConvertFlags(input=str(tmp_path / "i2v"), out=str(tmp_path / "run")))
+    run = titan_dit.load(tmp_path / "run", device="cpu")
+    assert run.objective.data.reference.frame_channels == 4
+    assert run.network.embed.condition.weight.shape == (48, 4 * 6)
+    back = ConvertFlags(input=str(tmp_path / "run"), out=str(tmp_path / "back"))
+    with pytest.raises(UserError, match="condition channels are imported, but not exported"):
+        convert.main(back)

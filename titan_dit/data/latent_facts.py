@@ -16,6 +16,7 @@ from torch import Tensor
 from titan_dit.config import schema
 from titan_dit.config.schema import Maybe, OrNone
 from titan_dit.config.section import (
+    Channels,
     Dim,
     Few,
     Finite,
@@ -108,7 +109,15 @@ SCHEMA = {
             }
         )
     ),
-    "reference": Maybe(OrNone({"kind": Literal["picture", "first_frame"], "channels": Few})),
+    "reference": Maybe(
+        OrNone(
+            {
+                "kind": Literal["picture", "first_frame"],
+                "channels": Few,
+                "frame_channels": Maybe(Channels),
+            }
+        )
+    ),
     "mask_mean": Maybe(PositiveFloat | None),
 }
 """Schema of `LatentFacts` in a checkpoint's record."""
@@ -245,6 +254,9 @@ class ReferenceFacts:
     frames behind it."""
     channels: int
     """Channels of these latents, which have the size of the sample's."""
+    frame_channels: int = 0
+    """Channels beside them that say which frames are given, of a first frame: as many as a latent
+    frame has frames."""
 
     def __str__(self) -> str:
         """Format for messages."""
@@ -363,16 +375,8 @@ class LatentFacts(DataFacts):
 
     @property
     def condition_channels(self) -> int:
-        """Channels of references as further input channels; 0 without references.
-
-        Beside the latents of a first frame stand as many channels as a latent frame has frames: 1
-        where a frame is given, 0 elsewhere (Wan I2V, arXiv:2503.20314 sec. 5.1).
-        """
-        if self.reference is None:
-            return 0
-        is_first = self.reference.kind == "first_frame"
-        factor = self.vae.frames_factor if self.vae else 1
-        return self.reference.channels + (factor if is_first else 0)
+        """Channels of references as further input channels; 0 without references."""
+        return self.reference.channels + self.reference.frame_channels if self.reference else 0
 
     @property
     def has_clips(self) -> bool:

@@ -190,7 +190,7 @@ class LatentShards(Source):
             text=self._text.facts if self._text else None,
             text_digest=digest_of(texts) if texts else "",
             text_source=text["source"] if text else "",
-            reference=ReferenceFacts(**reference) if reference else None,
+            reference=reference and reference_facts(reference, vae),
             mask_mean=mask["mean"] if mask else None,
             digest=digest_of([entry["sha256"] for entry in manifest["shards"]] + units),
         )
@@ -486,6 +486,13 @@ def vae_facts(entry: dict[str, Any]) -> VAEFacts:
         factor=entry["factor"],
         frames_factor=entry["frames_factor"] or 1,
     )
+
+
+def reference_facts(entry: dict[str, Any], vae: dict[str, Any] | None) -> ReferenceFacts:
+    """The references in a manifest; `vae`: the autoencoder there, which groups frames."""
+    is_first = entry["kind"] == "first_frame"
+    frames = ((vae or {}).get("frames_factor") or 1) if is_first else 0
+    return ReferenceFacts(kind=entry["kind"], channels=entry["channels"], frame_channels=frames)
 
 
 def check_shape(labels: Tensor, count: int, path: Path) -> None:

@@ -130,15 +130,15 @@ def completed(null: Given, given: Given) -> dict[str, Tensor]:
 
 
 def with_first_frame(
-    latents: Float[Tensor, "b c f h w"], frames_factor: int
+    latents: Float[Tensor, "b c f h w"], frame_channels: int
 ) -> Float[Tensor, "b k f h w"]:
     """Latents of a first frame behind channels that say which frames are given: 1, else 0.
 
-    As many channels as a latent frame has frames, `frames_factor`; the first latent frame is made
+    `frame_channels`: as many as a latent frame has frames; the first latent frame is made
     of the first frame alone, which counts for all of them. As in diffusers'
     `WanImageToVideoPipeline`.
     """
-    is_given = torch.zeros_like(latents[:, :1]).repeat(1, frames_factor, 1, 1, 1)
+    is_given = torch.zeros_like(latents[:, :1]).repeat(1, frame_channels, 1, 1, 1)
     is_given[:, :, 0] = 1
     return torch.cat((is_given, latents), 1)
 

@@ -35,7 +35,6 @@ from titan_dit.data.latent_facts import (
     Padding,
     ReferenceFacts,
     TextFacts,
-    VAEFacts,
     name_of,
     shown,
 )
@@ -415,12 +414,10 @@ def reference_example(model: LatentModel) -> dict[str, Any]:
         return {}
     if not has_clips(model) or not given:
         return {"reference": ReferenceFacts(kind="picture", channels=given or channels)}
-    # Of a clip's first frame; without frames that are told apart, one channel says what is given.
-    factor = max(1, given - channels)
-    return {
-        "reference": ReferenceFacts(kind="first_frame", channels=given - factor),
-        "vae": VAEFacts(kind="", digest="", factor=1, frames_factor=factor),
-    }
+    # Of a clip's first frame, by an autoencoder with as many channels as the network's samples.
+    frames = max(0, given - channels)
+    of_clips = ReferenceFacts(kind="first_frame", channels=given - frames, frame_channels=frames)
+    return {"reference": of_clips}
 
 
 def text_example(model: CaptionedModel) -> TextFacts:
@@ -773,8 +770,8 @@ class Diffusion(Objective, ABC):
             return {}
         latents = self.data.to_model_units(fields["reference"].float())
         given = latents
-        if facts.kind == "first_frame":
-            given = with_first_frame(latents, self.data.condition_channels - facts.channels)
+        if facts.frame_channels:
+            given = with_first_frame(latents, facts.frame_channels)
         found = {}
         if condition_channels(self.model):
             found["condition"] = self.model.tokenize(given)

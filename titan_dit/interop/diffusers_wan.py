@@ -22,7 +22,7 @@ from titan_dit.interop.diffusers_network import (
     checked_shift,
     show_json,
 )
-from titan_dit.interop.tensor_layouts import ClipKernel, KernelChannels, Same, SplitQKV, Table
+from titan_dit.interop.tensor_layouts import ClipKernel, KernelPart, Same, SplitQKV, Table
 from titan_dit.models.wan_config import MODULATION, WanConfig
 
 FIXED = {
@@ -62,6 +62,7 @@ UNSHIFTED = (
 )
 """Keys of it that must be false."""
 
+PATCH = ("patch_embedding.weight",)
 CONDITION = "condition_embedder"
 OUTER = {
     "embed.timestep.up": f"{CONDITION}.time_embedder.linear_1",
@@ -114,13 +115,13 @@ def layouts(config: WanConfig) -> dict[str, Same]:
 
 def patch_layouts(config: WanConfig) -> dict[str, Same]:
     """Those of the projections of noisy channels and of those given, in diffusers one kernel."""
-    names, channels = ("patch_embedding.weight",), config.in_channels
-    patch = config.patch_size
-    if not config.condition_channels:
-        return {"embed.patch.weight": ClipKernel(names, patch)}
+    names, channels, given = PATCH, config.in_channels, config.condition_channels
+    kernel = ClipKernel(names, config.patch_size)
+    if not given:
+        return {"embed.patch.weight": kernel}
     return {
-        "embed.patch.weight": KernelChannels(names, patch, 0, channels),
-        "embed.condition.weight": KernelChannels(names, patch, channels, config.all_channels),
+        "embed.patch.weight": KernelPart(names, kernel, 1, 0, channels, is_last=False),
+        "embed.condition.weight": KernelPart(names, kernel, 1, channels, given, is_last=True),
     }
 
 
@@ -178,11 +179,6 @@ class DiffusersWan(TextToImage):
         """See `Counterpart.check_expressible`."""
         super().check_expressible(as_is)
         config = self.config
-        if config.condition_channels:
-            raise UserError(
-                f"[model] condition_channels={config.condition_channels}: networks with condition "
-                "channels are imported, but not exported. Keep the run's checkpoint."
-            )
         hidden, _, heads, _ = config.shape
         side = 2 * (hidden // heads // 6)
         if config.axes[1:] != (side, side) or config.rope_theta != 10000:

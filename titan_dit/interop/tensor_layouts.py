@@ -194,15 +194,10 @@ class ClipKernel(ConvKernel):
 
 
 @dataclass(frozen=True)
-class KernelChannels(ClipKernel):
-    """Some of the input channels of a `ClipKernel`, from `first` to before `end`; import only."""
+class KernelPart(Part):
+    """A range of the input channels of a convolution of patches."""
 
-    first: int
-    end: int
-
-    def to_ours(self, *theirs: Tensor) -> Tensor:
-        """The parameter, [out, p p c]."""
-        return super().to_ours(theirs[0][:, self.first : self.end])
+    moves_inputs = True
 
 
 @dataclass(frozen=True)
