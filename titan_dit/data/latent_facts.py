@@ -16,6 +16,7 @@ from torch import Tensor
 from titan_dit.config import schema
 from titan_dit.config.schema import Maybe, OrNone
 from titan_dit.config.section import (
+    Channels,
     Dim,
     Few,
     Finite,
@@ -103,6 +104,16 @@ SCHEMA = {
             }
         )
     ),
+    "reference": Maybe(
+        OrNone(
+            {
+                "kind": Literal["picture", "first_frame"],
+                "channels": Few,
+                "frame_channels": Maybe(Channels),
+            }
+        )
+    ),
+    "mask_mean": Maybe(PositiveFloat | None),
 }
 """Schema of `LatentFacts` in a checkpoint's record."""
 
@@ -211,6 +222,25 @@ class TextFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReferenceFacts:
+    """The latents that a network is given of each sample: the field `reference`."""
+
+    kind: Literal["picture", "first_frame"]
+    """A picture of its own, such as the one before an edit; or the first frame of a clip, with grey
+    frames behind it."""
+    channels: int
+    """Channels of these latents, which have the size of the sample's."""
+    frame_channels: int = 0
+    """Channels beside them that say which frames are given, of a first frame: as many as a latent
+    frame has frames."""
+
+    def __str__(self) -> str:
+        """Format for messages."""
+        what = "reference pictures" if self.kind == "picture" else "first frames"
+        return f"{what} of {self.channels} channels"
+
+
+@dataclass(frozen=True, kw_only=True)
 class LatentFacts(DataFacts):
     """Shape, units and classes; stored in checkpoints, so sampling does not open the dataset.
 
@@ -228,6 +258,7 @@ class LatentFacts(DataFacts):
         "repeats",
         "weights",
         "condition_dropouts",
+        "mask_mean",
     }
 
     shape: Shape
@@ -269,6 +300,10 @@ class LatentFacts(DataFacts):
     """Share of each dataset in the samples; empty unless they have weights."""
     condition_dropouts: tuple[float | None, ...] = ()
     """Dropout of each dataset's conditions; None for that of [objective]."""
+    reference: ReferenceFacts | None = None
+    """What the field `reference` holds; None without references."""
+    mask_mean: float | None = None
+    """Mean of all masks, 0 to 255: the field `mask` weighs the loss. None without masks."""
 
     def as_json(self) -> dict[str, Any]:
         """The fields as JSON values, as older versions have them without buckets and text."""
@@ -287,6 +322,9 @@ class LatentFacts(DataFacts):
             values["text"] = self.text.as_json()
         if not self.repeats:
             del values["repeats"], values["weights"], values["condition_dropouts"]
+        for key in ("reference", "mask_mean"):
+            if values[key] is None:
+                del values[key]
         return values
 
     @property
@@ -305,6 +343,11 @@ class LatentFacts(DataFacts):
         if self.posterior == "both":
             return (half,)
         return (whole,) if c % 2 or self.posterior == "mean" else (whole, half)
+
+    @property
+    def condition_channels(self) -> int:
+        """Channels of references as further input channels; 0 without references."""
+        return self.reference.channels + self.reference.frame_channels if self.reference else 0
 
     @property
     def has_clips(self) -> bool:
@@ -333,7 +376,7 @@ class LatentFacts(DataFacts):
 
         With embeddings of captions also `text`, padded with zeros, and `text_length`, its tokens;
         with token ids `text_ids` in place of `text`; with datasets that have one, their
-        `CONDITION_DROPOUT`.
+        `CONDITION_DROPOUT`. With references the latents `reference`, with masks `mask`, uint8.
         """
         size: tuple[int | None, ...] = self.shape[1:]
         shape = (self.shape[0], *((None,) * len(size) if self.bucket_shapes else size))
@@ -345,6 +388,10 @@ class LatentFacts(DataFacts):
             found["text_length"] = Field(torch.int64, ())
         if any(dropout is not None for dropout in self.condition_dropouts):
             found[CONDITION_DROPOUT] = Field(torch.float32, ())
+        if self.reference:
+            found["reference"] = Field(dtype, (self.reference.channels, *shape[1:]))
+        if self.mask_mean is not None:
+            found["mask"] = Field(torch.uint8, shape[1:])
         return found
 
     @classmethod
@@ -366,6 +413,8 @@ class LatentFacts(DataFacts):
             )
         if text := known.get("text"):
             known["text"] = TextFacts.from_json(text)
+        if reference := known.get("reference"):
+            known["reference"] = ReferenceFacts(**reference)
         return cls(**known)
 
 

@@ -4,7 +4,9 @@ A dataset is a folder with `manifest.json` and shards. A shard holds `latent`, [
 pictures or [n, c, f, h, w] of clips (float16, float32 or uint8), and `label` [n] (int64). The
 manifest holds shape, dtype, scale, shift, source and count, and the count, bytes and SHA-256 of
 each shard. In its third version shards have several shapes: the rows of each shape, one after
-another, are a bucket. Beside the shards may lie the embeddings of captions (`caption_embeddings`).
+another, are a bucket. A shard may hold `reference`, latents [n, k, *size] that a network is given,
+and `mask` [n, *size] (uint8), weights of the loss. Beside the shards may lie the embeddings of
+captions (`caption_embeddings`).
 """
 
 from __future__ import annotations
@@ -29,7 +31,14 @@ from titan_dit.data.base import Field, SampleOrder, Source
 from titan_dit.data.buckets import BucketOrder
 from titan_dit.data.caption_embeddings import CAPTIONS, INDEX, CaptionEmbeddings, texts_of
 from titan_dit.data.folders import LatentFolder
-from titan_dit.data.latent_facts import LatentFacts, Shape, VAEFacts, clip_of, name_of
+from titan_dit.data.latent_facts import (
+    LatentFacts,
+    ReferenceFacts,
+    Shape,
+    VAEFacts,
+    clip_of,
+    name_of,
+)
 from titan_dit.data.listing import Listing, layout_of, list_folder
 from titan_dit.data.manifest import (
     BUCKETS_FORMAT,
@@ -47,6 +56,8 @@ from titan_dit.data.shards import RowFile, ShardRows, bytes_of, read_header
 from titan_dit.system.files import write_json, write_whole
 from titan_dit.system.progress import ProgressLine, count
 
+BESIDE = "reference", "mask"
+"""Keys of a manifest that say that its shards hold a tensor of this name."""
 MAX_MAPS = 65_530
 """Linux's default of vm.max_map_count."""
 STORED_DTYPES = {"float16": torch.float16, "float32": torch.float32, "uint8": torch.uint8}
@@ -85,6 +96,8 @@ class LatentShard(NamedTuple):
     latents: RowFile
     labels: Int64[Tensor, " n"]
     """A view of the mapped file, read on access."""
+    beside: dict[str, RowFile]
+    """Further tensors of the same file by name."""
 
 
 @dataclass(frozen=True)
@@ -144,10 +157,12 @@ class LatentShards(Source):
         sizes = [math.prod(bucket.shape) * self.dtype.itemsize for bucket in self.buckets]
         row_bytes = [sizes[entry["bucket"]] for entry in manifest["shards"]]
         self._latents = ShardRows([shard.latents for shard in self.shards], row_bytes)
+        self._beside = self._rows_beside()
         shapes = tuple(bucket.shape for bucket in self.buckets)
         scale, shift = manifest["scale"], manifest["shift"]
         units = [] if (scale, shift) == (1.0, 0.0) else [f"scale={scale} shift={shift}"]
         vae, text = manifest.get("vae"), manifest.get("text")
+        reference, mask = manifest.get("reference"), manifest.get("mask")
         self._text: CaptionEmbeddings | None = None
         texts = list[str]()
         if text is not None:
@@ -171,6 +186,8 @@ class LatentShards(Source):
             text=self._text.facts if self._text else None,
             text_digest=digest_of(texts) if texts else "",
             text_source=text["source"] if text else "",
+            reference=reference and reference_facts(reference, vae),
+            mask_mean=mask["mean"] if mask else None,
             digest=digest_of([entry["sha256"] for entry in manifest["shards"]] + units),
         )
         self.fields = self.facts.fields(self.dtype)
@@ -216,7 +233,23 @@ class LatentShards(Source):
 
     def bucket_fields(self, bucket: int) -> dict[str, Field]:
         """See `Source.bucket_fields`."""
-        return {**self.fields, "latent": Field(self.dtype, self.buckets[bucket].shape)}
+        shape = self.buckets[bucket].shape
+        beside = {
+            name: Field(self.fields[name].dtype, beside_shape(name, self.manifest, shape))
+            for name in self._beside
+        }
+        return {**self.fields, "latent": Field(self.dtype, shape), **beside}
+
+    def _rows_beside(self) -> dict[str, ShardRows]:
+        """The rows of further tensors of the shards, by name."""
+        found = {}
+        for name in self.shards[0].beside:
+            itemsize = self.dtype.itemsize if name == "reference" else 1
+            shapes = [beside_shape(name, self.manifest, bucket.shape) for bucket in self.buckets]
+            row_bytes = [math.prod(shapes[number]) * itemsize for number in self._bucket.tolist()]
+            files = [shard.beside[name] for shard in self.shards]
+            found[name] = ShardRows(files, row_bytes, beside=self._latents)
+        return found
 
     @property
     def labels(self) -> Int64[Tensor, " n"]:
@@ -310,6 +343,11 @@ class LatentShards(Source):
         pairs = zip(shard.tolist(), within.tolist(), strict=True)
         labels = np.array([self._labels[number][row] for number, row in pairs], dtype=np.int64)
         found = {"latent": torch.from_numpy(latents), "label": torch.from_numpy(labels)}
+        for name, stored in self._beside.items():
+            dtype = self._numpy_dtype if name == "reference" else np.dtype(np.uint8)
+            values = np.empty((len(at), *beside_shape(name, self.manifest, shape)), dtype)
+            stored.read(shard, within, bytes_of(values))
+            found[name] = torch.from_numpy(values)
         if self._text:
             found |= self._text.read(at // self.copies, numbers, text_tokens)
         return found
@@ -356,24 +394,43 @@ class LatentShards(Source):
             )
         if verify and file_digest(path) != entry["sha256"]:
             raise UserError(f"[data] {path}: its SHA-256 differs from the manifest's. {remedy}")
+        beside = [name for name in BESIDE if manifest.get(name)]
         try:
             with safe_open(path, framework="pt") as file:
                 # Views of the mapped file: only its header is read.
                 latents, labels = file.get_tensor("latent"), file.get_tensor("label")
+                others = {name: file.get_tensor(name) for name in beside}
         except SafetensorError as error:
             raise UserError(f"[data] {path}: not a readable shard ({error}). {remedy}") from None
-        expected = (entry["count"], *manifest["buckets"][entry["bucket"]]["shape"])
-        if tuple(latents.shape) != expected or latents.dtype != STORED_DTYPES[manifest["dtype"]]:
-            raise UserError(
-                f"[data] {path}: holds {latents.dtype} {list(latents.shape)}, but the manifest "
-                f"says {manifest['dtype']} {list(expected)}. {remedy}"
-            )
+        shape = manifest["buckets"][entry["bucket"]]["shape"]
+        stored = STORED_DTYPES[manifest["dtype"]]
+        wanted = {"latent": (stored, (entry["count"], *shape))}
+        for name in beside:
+            dtype = stored if name == "reference" else torch.uint8
+            wanted[name] = dtype, (entry["count"], *beside_shape(name, manifest, shape))
+        for name, tensor in {"latent": latents, **others}.items():
+            if (tensor.dtype, tuple(tensor.shape)) != wanted[name]:
+                what = "" if name == "latent" else f"{name} of "
+                kind = str(wanted[name][0]).removeprefix("torch.")
+                raise UserError(
+                    f"[data] {path}: holds {what}{tensor.dtype} {list(tensor.shape)}, but the "
+                    f"manifest says {kind} {list(wanted[name][1])}. {remedy}"
+                )
         check_shape(labels, entry["count"], path)
         with path.open("rb") as opened:
             tensors = read_header(opened.fileno())
-        start = next(tensor.start for tensor in tensors if tensor.name == "latent")
-        rows = RowFile(path, start, status.st_size, status.st_mtime_ns, tensors)
-        return LatentShard(rows, labels)
+        starts = {tensor.name: tensor.start for tensor in tensors}
+        rows = {
+            name: RowFile(path, starts[name], status.st_size, status.st_mtime_ns, tensors)
+            for name in wanted
+        }
+        return LatentShard(rows.pop("latent"), labels, rows)
+
+
+def beside_shape(name: str, manifest: dict[str, Any], shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of a row of `reference` or `mask`, beside a latent of `shape`."""
+    channels = [manifest["reference"]["channels"]] if name == "reference" else []
+    return (*channels, *shape[1:])
 
 
 def check_maps(path: Path, num_shards: int) -> None:
@@ -404,6 +461,13 @@ def vae_facts(entry: dict[str, Any]) -> VAEFacts:
         factor=entry["factor"],
         frames_factor=entry["frames_factor"] or 1,
     )
+
+
+def reference_facts(entry: dict[str, Any], vae: dict[str, Any] | None) -> ReferenceFacts:
+    """The references in a manifest; `vae`: the autoencoder there, which groups frames."""
+    is_first = entry["kind"] == "first_frame"
+    frames = ((vae or {}).get("frames_factor") or 1) if is_first else 0
+    return ReferenceFacts(kind=entry["kind"], channels=entry["channels"], frame_channels=frames)
 
 
 def check_shape(labels: Tensor, count: int, path: Path) -> None:

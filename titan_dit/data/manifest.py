@@ -15,6 +15,7 @@ from titan_dit.config.section import (
     Finite,
     FrameRate,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     UserError,
     conform,
@@ -69,6 +70,10 @@ TEXT_KEYS = {
     "cut": NonNegativeInt,
 }
 """Keys of `text`, the embeddings of captions: see `data.caption_embeddings`."""
+REFERENCE_KEYS = {"kind": Literal["picture", "first_frame"], "channels": Few}
+"""Keys of `reference`: each shard holds these latents beside those of its samples."""
+MASK_KEYS = {"mean": PositiveFloat}
+"""Keys of `mask`: each shard holds uint8 weights of its samples' latent pixels."""
 INDEX_KEYS = {"file": str, "bytes": PositiveInt, "sha256": str}
 FOLDER_KEYS = {
     "format": str,
@@ -145,6 +150,7 @@ def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
         check_channels(manifest[key], key, manifest["buckets"][0]["shape"][0], file)
     if manifest.get("vae") is not None:
         manifest["vae"] = conform_keys(manifest["vae"], VAE_KEYS, f"{file} vae")
+    check_beside(manifest, file)
     names = manifest["classes"]
     if names and len(names) != manifest["num_classes"]:
         raise UserError(
@@ -171,6 +177,19 @@ def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
     if in_buckets:
         check_buckets(manifest, file)
     return manifest
+
+
+def check_beside(manifest: dict[str, Any], file: Path) -> None:
+    """Check the keys of `reference` and `mask`, if the shards hold these tensors."""
+    if manifest.get("reference") is not None:
+        found = conform_keys(manifest["reference"], REFERENCE_KEYS, f"{file} reference")
+        manifest["reference"] = found
+        if found["channels"] not in (c := manifest["buckets"][0]["shape"][0], c / 2):
+            raise damaged(file, f"reference has {found['channels']} channels, a sample {c}")
+        if found["kind"] == "first_frame" and len(manifest["buckets"][0]["shape"]) < 4:
+            raise damaged(file, "reference holds the first frames of clips, but rows are pictures")
+    if manifest.get("mask") is not None:
+        manifest["mask"] = conform_keys(manifest["mask"], MASK_KEYS, f"{file} mask")
 
 
 def check_text(values: Any, file: Path) -> dict[str, Any]:

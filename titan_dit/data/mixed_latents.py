@@ -41,7 +41,7 @@ from titan_dit.data.mixed_order import MixedOrder, Part, rates
 from titan_dit.data.sections import DatasetConfig
 from titan_dit.data.text_groups import TextGroups, padded
 
-ALIKE = ("posterior", "scale", "shift", "value_range", "vae")
+ALIKE = ("posterior", "scale", "shift", "value_range", "vae", "reference")
 """Facts that all datasets share: the network's input has one meaning."""
 TEXT_ALIKE = ("kind", "digest", "tokenizer", "layer", "template", "width", "dtype")
 """Facts of the text encoder that all datasets share."""
@@ -95,13 +95,19 @@ def check_alike(
             f"{where} holds latents of {ours.shape[0]} channels, {there} of {theirs.shape[0]}. "
             "Encode both by the same autoencoder."
         )
+    for facts, folder in ((ours, datasets[first].path), (theirs, there)):
+        if facts.mask_mean is not None:
+            raise UserError(
+                f"[data] datasets: {folder} holds masks, whose weights are relative to their mean "
+                "in one dataset. Encode all pictures into one folder, or leave the masks out."
+            )
     both_clips = ours.has_clips and theirs.has_clips
     for key in ALIKE:
         values = getattr(ours, key), getattr(theirs, key)
         if key == "vae" and not both_clips:  # One frame is the same with any frames_factor.
             values = pictures_of(ours.vae), pictures_of(theirs.vae)
         if values[0] != values[1]:
-            shown = [str(value) if key == "vae" else show(value) for value in values]
+            shown = [str(value) if key in ("vae", "reference") else show(value) for value in values]
             raise UserError(
                 f"{where} has {key}={shown[0]}, but {there} has {key}={shown[1]}. A network's "
                 "latents have one meaning: encode both alike."

@@ -28,7 +28,7 @@ from titan_dit.config.section import UserError
 
 LENGTH = 8
 MAX_BYTES = 1 << 20
-"""Maximum bytes of a header: a shard has two tensors."""
+"""Maximum bytes of a header: a shard has two to four tensors."""
 
 
 class StoredTensor(NamedTuple):
@@ -105,13 +105,18 @@ class ShardRows:
     """Reads rows of several files; keeps at most `max_open()` of them open."""
 
     def __init__(
-        self, files: Sequence[RowFile], row_bytes: int | Sequence[int], stride: int | None = None
+        self,
+        files: Sequence[RowFile],
+        row_bytes: int | Sequence[int],
+        stride: int | None = None,
+        beside: ShardRows | None = None,
     ) -> None:
         """`row_bytes`: of all files, or of each; files that are read together have the same.
 
         `stride`: bytes between the starts of two rows; less than `row_bytes` if rows overlap.
+        `beside`: rows of another tensor of the same files, which share their descriptors.
         """
-        self.descriptors: dict[int, int] = {}
+        self.descriptors: dict[int, int] = {} if beside is None else beside.descriptors
         """File number -> descriptor, the first opened first."""
         self.files, self.stride = files, stride
         self.row_bytes = [row_bytes] * len(files) if isinstance(row_bytes, int) else row_bytes

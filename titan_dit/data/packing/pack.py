@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -330,16 +331,18 @@ def write_chunk(
     latents: Shaped[Tensor, "n c *size"],
     dropped: list[tuple[int, str]],
     extra: dict[str, Any] | None = None,
+    more: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a chunk's shard and its record, each whole or not at all; no shard if none is `kept`.
 
-    `latents` are the rows of the `kept` files, `job.copies` for each.
+    `latents` are the rows of the `kept` files, `job.copies` for each; `more`: further tensors of
+    these rows.
     """
     stem = f"{job.name}-{chunk:05d}"
     record = ChunkRecord(digest, "", 0, 0, "", dropped)
     if kept:
         file = f"{stem}.safetensors"
-        data = shard_of(job, kept, latents)
+        data = shard_of(job, kept, latents, more or {})
         with writing(output / file, job.command):
             write_whole(output / file, data)
         sha = hashlib.sha256(data).hexdigest()
@@ -349,11 +352,16 @@ def write_chunk(
         write_json(output / f"{stem}.json", asdict(record))
 
 
-def shard_of(job: ShardJob, kept: Sequence[int], latents: Shaped[Tensor, "n c *size"]) -> bytes:
+def shard_of(
+    job: ShardJob,
+    kept: Sequence[int],
+    latents: Shaped[Tensor, "n c *size"],
+    more: Mapping[str, Tensor] = MappingProxyType({}),
+) -> bytes:
     """The bytes of a shard."""
     labels = job.labels[torch.tensor(kept)].repeat_interleave(job.copies)
     # Not save_file: its files have mode 0600, and if killed it leaves a temporary file.
-    data: bytes = safetensors.save({"latent": latents.contiguous(), "label": labels})
+    data: bytes = safetensors.save({"latent": latents.contiguous(), "label": labels, **more})
     return data
 
 
