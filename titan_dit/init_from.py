@@ -25,7 +25,7 @@ from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.parameter_groups import check_matched, groups_of, listed, matches
 from titan_dit.config.section import UserError, hints_of, show
 from titan_dit.models import lora
-from titan_dit.models.layers import CLASS_TABLE
+from titan_dit.models.layers import CLASS_TABLE, CONDITION
 from titan_dit.optim.ema import EMA
 from titan_dit.parallel.init import put
 from titan_dit.ranks.process_group import Ranks
@@ -107,6 +107,8 @@ def load_fitting(
     names = sorted({*everywhere, *saved.names})
     check_matched("[checkpoint] reinitialize", reinitialize, names, "parameters")
     wanted = {n: s for n, s in everywhere.items() if not matches(n, reinitialize)}
+    if CONDITION not in saved.names:
+        wanted.pop(CONDITION, None)  # It starts at zero: the network predicts what it did.
     rows: list[int | None] | None = None
     new = everywhere.keys() - wanted.keys()
     lines = [fresh(new)] if new else []

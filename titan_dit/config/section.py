@@ -137,6 +137,8 @@ Dim = Annotated[int, Bound(least=1, most=10**7)]
 """Size of a tensor's dim, such as a vocabulary."""
 Few = Annotated[int, Bound(least=1, most=10**4)]
 """Number of things made one by one: samples of a preview, ranks of a mesh axis, heads."""
+Channels = Annotated[int, Bound(least=0, most=10**4)]
+"""A number of channels that may be missing."""
 HeightWidth = Annotated[tuple[Few, ...], Sides(2)]
 """[height, width] of a picture or latent; one number is a square."""
 Layers = Annotated[int, Bound(least=1, most=2000)]

@@ -120,6 +120,30 @@ class TextPaddedModel(Protocol):
 
 
 @runtime_checkable
+class ConditionedModel(Protocol):
+    """What a model has besides that is given further channels: the input `condition` [b, n, d_k].
+
+    It holds their tokens, as `tokenize` cuts them; zeros mean that nothing is given.
+    """
+
+    @property
+    def condition_channels(self) -> int:
+        """Number of these channels; 0 for none, and then there is no such input."""
+
+
+@runtime_checkable
+class ReferencedModel(Protocol):
+    """What a model has besides that attends to a second picture: the input `reference` [b, n, d].
+
+    It holds the tokens of a latent of the sample's own size and channels.
+    """
+
+    @property
+    def reference_tokens(self) -> bool:
+        """False for none, and then there is no such input."""
+
+
+@runtime_checkable
 class LabelledModel(Protocol):
     """What a model with class labels has besides: its input `labels` is int64 [b]."""
 

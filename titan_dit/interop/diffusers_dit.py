@@ -248,6 +248,11 @@ LARGEST_EPS = 1e-5
 
 def check_expressible(config: DiTConfig, as_is: bool) -> None:
     """Raise UserError for keys of [model] that DiTTransformer2DModel does not support."""
+    if config.condition_channels:
+        raise UserError(
+            f"[model] condition_channels={config.condition_channels}: diffusers' DiT is given no "
+            "further channels. Keep the run's checkpoint."
+        )
     if config.qk_norm:
         raise UserError(
             "[model] qk_norm=true: diffusers' DiT has no QK norm layers. Train with qk_norm = "

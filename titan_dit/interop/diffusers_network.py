@@ -21,7 +21,7 @@ from torch import Tensor
 
 from titan_dit.config.section import Dim, Layers, UserError, conform_made, show
 from titan_dit.data.latent_facts import LatentFacts, Padding, TextFacts, shown
-from titan_dit.diffusion.objective import text_example
+from titan_dit.diffusion.objective import reference_example, text_example
 from titan_dit.diffusion.sections import FEW_MU, FEW_TOKENS, MANY_MU, MANY_TOKENS
 from titan_dit.interop import hugging_face, tensor_layouts
 from titan_dit.interop.original_dit import check_tensors
@@ -269,6 +269,11 @@ class TextToImage(Counterpart):
 
     def check_expressible(self, as_is: bool) -> None:
         """See `Counterpart.check_expressible`."""
+        if given := getattr(self.config, "condition_channels", 0):
+            raise UserError(
+                f"[model] condition_channels={given}: networks with condition channels are "
+                "imported, but not exported. Keep the run's checkpoint."
+            )
         if self.output_channels != self.config.in_channels:
             raise UserError(
                 f"[objective] predicts {self.output_channels} channels for "
@@ -324,6 +329,7 @@ class TextToImage(Counterpart):
             units = {"scale": scale or vae.scale, "shift": vae.shift}
             facts = {**units, "vae": vae.facts, "vae_source": vae.source}
         text = text_example(self.config)
+        facts |= reference_example(self.config)
         return LatentFacts(
             shape=self.config.sample_shape, count=0, num_classes=1, text=text, **facts
         )

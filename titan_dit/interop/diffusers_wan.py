@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from titan_dit.config.section import Dim, Few, Layers, UserError, show
+from titan_dit.config.section import Dim, Few, Layers, UserError, conform, show
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.interop.diffusers_network import (
     CONFIG,
@@ -22,7 +22,7 @@ from titan_dit.interop.diffusers_network import (
     checked_shift,
     show_json,
 )
-from titan_dit.interop.tensor_layouts import ClipKernel, Same, SplitQKV, Table
+from titan_dit.interop.tensor_layouts import ClipKernel, KernelPart, Same, SplitQKV, Table
 from titan_dit.models.wan_config import MODULATION, WanConfig
 
 FIXED = {
@@ -62,6 +62,7 @@ UNSHIFTED = (
 )
 """Keys of it that must be false."""
 
+PATCH = ("patch_embedding.weight",)
 CONDITION = "condition_embedder"
 OUTER = {
     "embed.timestep.up": f"{CONDITION}.time_embedder.linear_1",
@@ -92,9 +93,9 @@ NORMS = {
 
 def layouts(config: WanConfig) -> dict[str, Same]:
     """Name of our parameter -> its layout in diffusers' tensors."""
-    _, layers, heads, patch = config.shape
+    _, layers, heads, _ = config.shape
     found: dict[str, Same] = {
-        "embed.patch.weight": ClipKernel(("patch_embedding.weight",), patch),
+        **patch_layouts(config),
         "embed.patch.bias": Same(("patch_embedding.bias",)),
         "head.modulation.table": Table(("scale_shift_table",), 2),
     }
@@ -110,6 +111,18 @@ def layouts(config: WanConfig) -> dict[str, Same]:
                 own[f"{name}.{kind}"] = SplitQKV(split, heads)
         found |= {f"{block}.{name}": layout for name, layout in own.items()}
     return found
+
+
+def patch_layouts(config: WanConfig) -> dict[str, Same]:
+    """Those of the projections of noisy channels and of those given, in diffusers one kernel."""
+    names, channels, given = PATCH, config.in_channels, config.condition_channels
+    kernel = ClipKernel(names, config.patch_size)
+    if not given:
+        return {"embed.patch.weight": kernel}
+    return {
+        "embed.patch.weight": KernelPart(names, kernel, 1, 0, channels, is_last=False),
+        "embed.condition.weight": KernelPart(names, kernel, 1, channels, given, is_last=True),
+    }
 
 
 def linears(names: dict[str, str], prefix: str) -> dict[str, Same]:
@@ -134,7 +147,10 @@ class DiffusersWan(TextToImage):
     def of_folder(cls, values: Mapping[str, Any], index: Mapping[str, Any]) -> DiffusersWan:
         """See `Counterpart.of_folder`."""
         found = checked(values, SIZES)
-        outputs = {"out_channels": values.get("out_channels") and found["in_channels"]}
+        # I2V networks are given more channels than they predict.
+        channels = conform(values.get("out_channels"), Few | None, f"{CONFIG}: out_channels")
+        channels = min(channels or found["in_channels"], found["in_channels"])
+        outputs = {"out_channels": values.get("out_channels") and channels}
         check_fixed(values, FIXED | outputs, cls.named)
         frames, *sides = found["patch_size"]
         if frames != 1 or len(sides) != 2 or sides[0] != sides[1]:
@@ -147,7 +163,8 @@ class DiffusersWan(TextToImage):
             num_heads=found["num_attention_heads"],
             intermediate_size=found["ffn_dim"],
             patch_size=sides[0],
-            in_channels=found["in_channels"],
+            in_channels=channels,
+            condition_channels=found["in_channels"] - channels,
             latent_frames=FRAMES,
             latent_size=LATENTS,
             text_dim=found["text_dim"],

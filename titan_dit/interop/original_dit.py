@@ -236,6 +236,11 @@ class Original:
 
     def to_original(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the original's names and tensors, including `pos_embed`, from our parameters."""
+        if given := self.config.condition_channels:
+            raise UserError(
+                f"[model] condition_channels={given}: the original DiT is given no further "
+                "channels. Keep the run's checkpoint."
+            )
         if self.config.qk_norm:
             raise UserError(
                 "[model] qk_norm=true: the original DiT has no QK norm layers. Train with qk_norm "

@@ -194,6 +194,13 @@ class ClipKernel(ConvKernel):
 
 
 @dataclass(frozen=True)
+class KernelPart(Part):
+    """A range of the input channels of a convolution of patches."""
+
+    moves_inputs = True
+
+
+@dataclass(frozen=True)
 class Table(Same):
     """A table [1, rows, d]; ours is a vector [rows * d]."""
 

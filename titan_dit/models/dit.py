@@ -16,10 +16,12 @@ from titan_dit.models.base import Model, SideInputs, Stream
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.models.initializers import Initializer
 from titan_dit.models.layers import (
+    CONDITION,
     MLP,
     Attention,
     LabelEmbedder,
     TimestepEmbedder,
+    condition_projection,
     modulate,
     scaled_add,
 )
@@ -32,13 +34,20 @@ class Embed(nn.Module):
         super().__init__()
         hidden, _, _, patch = config.shape
         self.patch = nn.Linear(patch * patch * config.in_channels, hidden)
+        self.condition = condition_projection(config.condition_channels, patch, hidden)
         reaches_period = config.timestep_frequencies == "diffusers"
         self.timestep = TimestepEmbedder(hidden, reaches_period)
         self.label = LabelEmbedder(config.num_classes, hidden)
 
     def forward(self, inputs: Mapping[str, Tensor], side: SideInputs) -> Stream:
-        """`tokens` [b, n, p*p*c], `timestep` [b] in 0..1000, `labels` [b]."""
-        tokens = self.patch(inputs["tokens"].to(self.patch.weight.dtype))
+        """`tokens` [b, n, p*p*c], `timestep` [b] in 0..1000, `labels` [b].
+
+        With condition channels `condition` [b, n, p*p*k].
+        """
+        dtype = self.patch.weight.dtype
+        tokens = self.patch(inputs["tokens"].to(dtype))
+        if "condition" in inputs:
+            tokens = tokens + self.condition(inputs["condition"].to(dtype))
         condition = self.timestep(inputs["timestep"]) + self.label(inputs["labels"])
         # Every block applies SiLU to the condition first: compute it once.
         return tokens + side["positions"].to(tokens.dtype), F.silu(condition)
@@ -103,7 +112,7 @@ class DiT(Model):
         """
         table: dict[str, Initializer] = {}
         for name, _ in self.named_parameters():
-            if ".modulation." in name or name.startswith("head.out"):
+            if ".modulation." in name or name.startswith("head.out") or name == CONDITION:
                 table[name] = initializers.zeros
             elif name.endswith("_norm.weight"):
                 table[name] = initializers.ones
@@ -124,7 +133,8 @@ class DiT(Model):
         h, layers, _, patch = self.config.shape
         n, ffn = tokens, self.config.ffn
         per_block = 24 * n * h * h + 12 * n * n * h + 12 * n * h * ffn + 36 * h * h
-        patch_in = 4 * n * h * patch**2 * self.config.in_channels
+        channels = self.config.in_channels + self.config.condition_channels
+        patch_in = 4 * n * h * patch**2 * channels
         patch_out = 6 * n * h * patch**2 * self.output_channels
         timestep = 1024 * h + 6 * h * h
         return layers * per_block + patch_in + patch_out + timestep + 12 * h * h

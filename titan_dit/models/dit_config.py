@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from titan_dit.config.section import Bound, Dim, Few, Layers, Section, UserError
+from titan_dit.config.section import Bound, Channels, Dim, Few, Layers, Section, UserError
 from titan_dit.models.named_sizes import fill_in, with_patch
 
 if TYPE_CHECKING:  # Reading a config must not import torch: methods import what they need.
@@ -53,6 +53,9 @@ class DiTConfig(Section):
     """Channels of a latent."""
     num_classes: Dim
     """Number of labels, not counting the null class for guidance."""
+    condition_channels: Channels = 0
+    """Channels of what the network is given of a sample, such as a reference picture, beside its
+    noisy latent; their weights start at zero."""
     qk_norm: bool = False
     """RMS-normalise queries and keys per head (arXiv:2302.05442)."""
     timestep_frequencies: Literal["dit", "diffusers"] = "dit"
@@ -115,7 +118,8 @@ class DiTConfig(Section):
         h, _, _, patch = self.shape
         n, ffn = self.token_shape[0], self.ffn
         block = 24 * n * h * h + 12 * n * n * h + 12 * n * h * ffn + 36 * h * h
-        embed = 4 * n * h * patch**2 * self.in_channels + 1024 * h + 6 * h * h
+        channels = self.in_channels + self.condition_channels
+        embed = 4 * n * h * patch**2 * channels + 1024 * h + 6 * h * h
         head = 6 * n * h * patch**2 * output_channels + 12 * h * h
         return embed / block, head / block
 
@@ -129,12 +133,15 @@ class DiTConfig(Section):
         hidden, layers, heads, patch = self.shape
         n, values = self.token_shape
         embed, head = self.edge_costs(outputs)
+        given = patch * patch * self.condition_channels
+        condition = {"condition": TensorSpec((n, given), token_dim=0, dtype=torch.float32)}
         return ModelSpec(
             build=partial(self.build, outputs),
             inputs={
                 "tokens": TensorSpec((n, values), token_dim=0, dtype=torch.float32),
                 "timestep": TensorSpec((), dtype=torch.float32),
                 "labels": TensorSpec((), dtype=torch.int64),
+                **(condition if given else {}),
             },
             stream={
                 "tokens": TensorSpec((n, hidden), token_dim=0),

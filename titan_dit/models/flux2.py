@@ -29,12 +29,18 @@ from titan_dit.models.layers import (
     Junction,
     Rotary,
     TimestepEmbedder,
+    condition_projection,
     joined,
     modulate,
     parted,
     scaled_add,
 )
-from titan_dit.models.text_to_image import CaptionedNetwork
+from titan_dit.models.text_to_image import (
+    CaptionedNetwork,
+    embedded_tokens,
+    image_rotary,
+    predicted,
+)
 
 
 class Embed(nn.Module):
@@ -44,6 +50,7 @@ class Embed(nn.Module):
         super().__init__()
         hidden = config.shape[0]
         self.patch = nn.Linear(config.in_channels, hidden, bias=False)
+        self.condition = condition_projection(config.condition_channels, 1, hidden)
         self.text = nn.Linear(config.text_dim, hidden, bias=False)
         self.timestep = TimestepEmbedder(hidden, bias=False)
         self.scale = config.guidance
@@ -56,7 +63,10 @@ class Embed(nn.Module):
         )
 
     def forward(self, inputs: Mapping[str, Tensor], side: SideInputs) -> Stream:
-        """`tokens` [b, n, c], `timestep` [b] in 0..1000, `text` [b, m, e]."""
+        """`tokens` [b, n, c], `timestep` [b] in 0..1000, `text` [b, m, e].
+
+        With condition channels `condition` [b, n, k]; with reference tokens `reference` [b, n, c].
+        """
         timestep, dtype = inputs["timestep"], self.patch.weight.dtype
         condition = self.timestep(timestep)
         if self.scale is not None:
@@ -66,7 +76,7 @@ class Embed(nn.Module):
         modulation = torch.cat([part(condition) for part in self.modulation.values()], -1)
         # At least fp32: its gradient is a sum over all blocks.
         exact = modulation.to(torch.promote_types(modulation.dtype, torch.float32))
-        return self.patch(inputs["tokens"].to(dtype)), self.text(inputs["text"].to(dtype)), exact
+        return embedded_tokens(self, inputs), self.text(inputs["text"].to(dtype)), exact
 
 
 class SharedModulation(nn.Module):
@@ -125,7 +135,7 @@ class DoubleBlock(nn.Module):
         of_image = self.image.parts(tokens, modulation)
         of_text = self.text.parts(text, modulation)
         texts = self.text.heads(text, of_text, side["text_rotary"])
-        images = self.image.heads(tokens, of_image, side["rotary"])
+        images = self.image.heads(tokens, of_image, image_rotary(side))
         q, k, v = (
             torch.cat([part.transpose(1, 2) for part in pair], 1).transpose(1, 2)
             for pair in zip(texts, images, strict=True)
@@ -157,7 +167,7 @@ class SingleBlock(nn.Module):
         tokens, text, modulation = stream
         x = joined(text, tokens)
         shift, scale, gate = self.modulation(modulation).to(x.dtype)[:, None].chunk(3, -1)
-        rotary: Rotary = self.rotary(side["text_rotary"], side["rotary"])
+        rotary: Rotary = self.rotary(side["text_rotary"], image_rotary(side))
         y = self.read(modulate(x, shift, scale))
         x = scaled_add(x, gate, self.summed(self.attn(y, rotary=rotary) + self.mlp(y)))
         text, tokens = parted(x, (text.shape[1], tokens.shape[1]))
@@ -174,7 +184,7 @@ class Head(nn.Module):
 
     def forward(self, stream: Stream, side: SideInputs) -> Float[Tensor, "b n d"]:
         """The last adaLN and the output layer; the caption's tokens end here."""
-        tokens, _, modulation = stream
+        tokens, modulation = predicted(stream[0], side), stream[2]
         scale, shift = self.modulation(modulation).to(tokens.dtype)[:, None].chunk(2, -1)
         prediction: Tensor = self.out(modulate(tokens, shift, scale))
         return prediction

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from titan_dit.config.section import Bound, Dim, Few, GuidanceScale, Layers, PositiveFloat
 from titan_dit.models.named_sizes import fill_in, shape_of
-from titan_dit.models.text_to_image_config import TextToImageConfig, check_axes
+from titan_dit.models.text_to_image_config import ReferencedConfig, check_axes
 
 if TYPE_CHECKING:  # Reading a config must not import torch: methods import what they need.
     import torch
@@ -23,10 +23,12 @@ SIZES = {
 }
 MODULATION = {"image": 6, "text": 6, "single": 3, "head": 2}
 """Parts of the modulation and their widths, in units of hidden_size."""
+REFERENCE = 10
+"""Number of a reference on the first rotary axis; the predicted picture has 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flux2Config(TextToImageConfig):
+class Flux2Config(ReferencedConfig):
     """FLUX.2: `size`, or hidden_size, num_double_layers, num_single_layers and num_heads."""
 
     name = "flux2"
@@ -110,8 +112,9 @@ class Flux2Config(TextToImageConfig):
         The embeddings of picture and caption, and the first layer of those of time and guidance,
         have no input gradient.
         """
-        h, attended = self.shape[0], text_tokens + tokens
-        inputs = 4 * h * (tokens * self.in_channels + text_tokens * self.text_dim)
+        h, attended = self.shape[0], text_tokens + self.num_pictures * tokens
+        embedded = self.all_channels + (self.num_pictures - 1) * self.in_channels
+        inputs = 4 * h * (tokens * embedded + text_tokens * self.text_dim)
         scalars = (1024 * h + 6 * h * h) * (1 if self.guidance is None else 2)
         # A double block's two sets of weights meet the tokens of their own: the same FLOPs.
         block = 6 * attended * (4 * h * h + 3 * h * self.ffn) + 12 * attended**2 * h
@@ -128,10 +131,11 @@ class Flux2Config(TextToImageConfig):
 
         return Flux2(self, output_channels)
 
-    def positions(self, device: torch.device) -> tuple[Int[Tensor, "m 4"], Int[Tensor, "n 4"]]:
-        """(picture, row, column, text index) of every token, of the caption and of the picture.
+    def positions(self, device: torch.device) -> tuple[Int[Tensor, "_ 4"], ...]:
+        """(picture, row, column, text index) of caption [m, 4], picture and reference [n, 4].
 
-        A caption's tokens are (0, 0, 0, i), those of the picture (0, row, column, 0).
+        A caption's tokens are (0, 0, 0, i), those of the picture (0, row, column, 0), those of a
+        reference (10, row, column, 0), as in diffusers' `Flux2KleinPipeline`.
         """
         import torch
 
@@ -139,16 +143,20 @@ class Flux2Config(TextToImageConfig):
         index = torch.arange(self.text_tokens, device=device)
         rows, columns = (torch.arange(side, device=device) for side in self.grid)
         text = torch.cartesian_prod(zero, zero, zero, index)
-        return text, torch.cartesian_prod(zero, rows, columns, zero)
+        pictures = zero, zero + REFERENCE
+        return text, *(torch.cartesian_prod(number, rows, columns, zero) for number in pictures)
 
     def static(self, device: torch.device) -> dict[str, Tensor]:
-        """The angles of both kinds of tokens."""
+        """The angles of all kinds of tokens."""
         import torch
 
         from titan_dit.models.layers import rotary_on_axes
 
-        text, image = self.positions(device)
+        text, image, reference = self.positions(device)
+        kinds = {"text_rotary": text, "rotary": image}
+        if self.reference_tokens:
+            kinds["reference_rotary"] = reference
         return {
-            "text_rotary": rotary_on_axes(text, self.axes, self.rope_theta, torch.float64),
-            "rotary": rotary_on_axes(image, self.axes, self.rope_theta, torch.float64),
+            name: rotary_on_axes(positions, self.axes, self.rope_theta, torch.float64)
+            for name, positions in kinds.items()
         }

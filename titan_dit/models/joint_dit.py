@@ -25,21 +25,32 @@ from titan_dit.models.layers import (
     JoinedRotary,
     PaddedEmbedder,
     TimestepEmbedder,
+    condition_projection,
     joined,
     modulate,
     parted,
     scaled_add,
 )
-from titan_dit.models.text_to_image import CaptionedNetwork, ModulationTable
+from titan_dit.models.text_to_image import (
+    CaptionedNetwork,
+    ModulationTable,
+    embedded_tokens,
+    image_rotary,
+    predicted,
+)
 
 
 class Embed(nn.Module):
-    """Inputs to the stream: picture [b, n, d], caption [b, m, d] and modulation [b, 8 d]."""
+    """Inputs to the stream: picture [b, n, d], caption [b, m, d] and modulation [b, 8 d].
+
+    With a reference the picture has 2 n tokens, see `ReferencedConfig`.
+    """
 
     def __init__(self, config: JointDiTConfig) -> None:
         super().__init__()
         hidden, _, _, patch = config.shape
         self.patch = nn.Linear(patch * patch * config.in_channels, hidden)
+        self.condition = condition_projection(config.condition_channels, patch, hidden)
         self.text = PaddedEmbedder(config.text_dim, hidden, norm_eps=1e-6)
         self.timestep = TimestepEmbedder(hidden)
         self.modulation = nn.Linear(hidden, 8 * hidden)
@@ -47,9 +58,10 @@ class Embed(nn.Module):
     def forward(self, inputs: Mapping[str, Tensor], side: SideInputs) -> Stream:
         """`tokens` [b, n, p*p*c], `timestep` [b] in 0..1000, `text` [b, m, e], `text_length` [b].
 
-        Rows of `text` from `text_length` on are padding, of any finite values.
+        Rows of `text` from `text_length` on are padding, of any finite values. With condition
+        channels `condition` [b, n, p*p*k]; with reference tokens `reference` [b, n, p*p*c].
         """
-        tokens = self.patch(inputs["tokens"].to(self.patch.weight.dtype))
+        tokens = embedded_tokens(self, inputs)
         is_real = side["text_positions"] < inputs["text_length"][:, None]
         condition = nn.functional.silu(self.timestep(inputs["timestep"]))
         modulation = self.modulation(condition)
@@ -75,7 +87,7 @@ class Block(nn.Module):
         x = joined(text, tokens)
         parts = self.modulation(modulation).to(x.dtype)[:, None].chunk(6, -1)  # each [b, 1, d]
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = parts
-        rotary = self.rotary(side["text_rotary"], side["rotary"])
+        rotary = self.rotary(side["text_rotary"], image_rotary(side))
         attended = self.attn(modulate(x, shift_attn, scale_attn), rotary=rotary)
         x = scaled_add(x, gate_attn, attended)
         x = scaled_add(x, gate_mlp, self.mlp(modulate(x, shift_mlp, scale_mlp)))
@@ -93,7 +105,7 @@ class Head(nn.Module):
 
     def forward(self, stream: Stream, side: SideInputs) -> Float[Tensor, "b n d"]:
         """The last adaLN and the output layer; the caption's tokens end here."""
-        tokens, _, modulation = stream
+        tokens, modulation = predicted(stream[0], side), stream[2]
         own = modulation[:, 6 * tokens.shape[-1] :].to(tokens.dtype)
         shift, scale = own[:, None].chunk(2, -1)
         prediction: Tensor = self.out(modulate(tokens, shift, scale))

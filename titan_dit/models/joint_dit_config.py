@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from titan_dit.config.section import Dim, Few, Layers, PositiveFloat, UserError
 from titan_dit.models.named_sizes import fill_in, with_patch
-from titan_dit.models.text_to_image_config import TextToImageConfig, default_axes
+from titan_dit.models.text_to_image_config import ReferencedConfig, default_axes
 
 if TYPE_CHECKING:  # Reading a config must not import torch: methods import what they need.
     import torch
@@ -30,7 +30,7 @@ PATCHES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
-class JointDiTConfig(TextToImageConfig):
+class JointDiTConfig(ReferencedConfig):
     """A DiT that is given captions: `size`, or hidden_size, num_layers, num_heads, patch_size."""
 
     name = "joint_dit"
@@ -105,8 +105,9 @@ class JointDiTConfig(TextToImageConfig):
         MLP have no input gradient.
         """
         h, _, _, patch = self.shape
-        n, attended = tokens, text_tokens + tokens
-        patch_in = 4 * n * h * patch**2 * self.in_channels
+        n, attended = tokens, text_tokens + self.num_pictures * tokens
+        embedded = self.all_channels + (self.num_pictures - 1) * self.in_channels
+        patch_in = 4 * n * h * patch**2 * embedded
         text_in = 6 * text_tokens * h * self.text_dim
         # Timestep MLP, then the modulation of all blocks and of the head.
         condition = 1024 * h + 6 * h * h + 48 * h * h
@@ -132,26 +133,27 @@ class JointDiTConfig(TextToImageConfig):
 
         return JointDiT(self, output_channels)
 
-    def positions(self, device: torch.device) -> tuple[Int[Tensor, "m 3"], Int[Tensor, "n 3"]]:
-        """(text index, row, column) of every token, of the caption and of the picture.
+    def positions(self, device: torch.device) -> tuple[Int[Tensor, "_ 3"], ...]:
+        """(text index, row, column) of all tokens, of caption [m, 3], picture and reference [n, 3].
 
-        A caption's tokens are (i, 0, 0), those of the picture (text_tokens, row, column).
+        A caption's tokens are (i, 0, 0), those of the picture (text_tokens, row, column), those of
+        a reference (text_tokens + 1, row, column).
         """
         import torch
 
         index = torch.arange(self.text_tokens, device=device)
         text = torch.stack((index, torch.zeros_like(index), torch.zeros_like(index)), -1)
         rows, columns = (torch.arange(side, device=device) for side in self.grid)
-        behind = torch.full((1,), self.text_tokens, device=device)
-        return text, torch.cartesian_prod(behind, rows, columns)
+        behind = torch.arange(self.text_tokens, self.text_tokens + 2, device=device)[:, None]
+        return text, *(torch.cartesian_prod(first, rows, columns) for first in behind)
 
     def static(self, device: torch.device) -> dict[str, Tensor]:
-        """Positions of the caption's tokens, and cosines and sines of both kinds of tokens."""
+        """Positions of the caption's tokens, and cosines and sines of all kinds of tokens."""
         from titan_dit.models.layers import rotary_on_axes
 
-        text, image = self.positions(device)
-        return {
-            "text_positions": text[:, 0],
-            "text_rotary": rotary_on_axes(text, self.axes, self.rope_theta),
-            "rotary": rotary_on_axes(image, self.axes, self.rope_theta),
-        }
+        text, image, reference = self.positions(device)
+        kinds = {"text_rotary": text, "rotary": image}
+        if self.reference_tokens:
+            kinds["reference_rotary"] = reference
+        angles = {n: rotary_on_axes(p, self.axes, self.rope_theta) for n, p in kinds.items()}
+        return {"text_positions": text[:, 0], **angles}

@@ -165,6 +165,17 @@ def as_tokens(y: Float[Tensor, "_ _ n head_dim"], samples: int) -> Float[Tensor,
     return y if len(y) == samples else y.view(y.shape[1], samples, -1).transpose(0, 1)
 
 
+def condition_projection(channels: int, patch: int, hidden: int) -> nn.Module:
+    """The projection of the tokens of further input channels, added to that of the noisy tokens.
+
+    Together they are one layer over the channels side by side. Without such channels it has no
+    weights: the tensor plans name it in both cases.
+    """
+    if not channels:
+        return nn.Identity()
+    return nn.Linear(patch * patch * channels, hidden, bias=False)
+
+
 def joined(*parts: Float[Tensor, "b _ d"]) -> Float[Tensor, "b n d"]:
     """The tokens of several tensors in one, in their memory order; `parted` is the inverse."""
     if is_token_first(parts[0]):
@@ -269,6 +280,9 @@ class PaddedEmbedder(nn.Module):
         return torch.where(is_real[..., None], tokens, self.padding)
 
 
+CONDITION = "embed.condition.weight"
+"""Name of the projection of further input channels: it starts at zero, so that weights without it
+predict what they did."""
 CLASS_TABLE = "embed.label.table.weight"
 """Name of the label table [num_classes + 1, hidden]: a row per class, then the null row."""
 

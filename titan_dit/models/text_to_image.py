@@ -10,8 +10,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from titan_dit.models import initializers
-from titan_dit.models.base import Model
+from titan_dit.models.base import Model, SideInputs
 from titan_dit.models.initializers import Initializer
+from titan_dit.models.layers import CONDITION, joined, parted
 from titan_dit.models.text_to_image_config import TextToImageConfig
 
 
@@ -26,6 +27,38 @@ class ModulationTable(nn.Module):
     def forward(self, shared: Float[Tensor, "*b _"]) -> Float[Tensor, "*b _"]:
         """The first `width` channels of the shared modulation, and the table."""
         return shared[..., : self.table.shape[0]] + self.table
+
+
+def embedded_tokens(embed: Any, inputs: Mapping[str, Tensor]) -> Float[Tensor, "b _ d"]:
+    """The picture's tokens in the stream: projected by `patch`, those of the reference behind them.
+
+    Further channels are projected by `condition`, and added. `inputs`: as of the network.
+    """
+    dtype = embed.patch.weight.dtype
+    tokens: Tensor = embed.patch(inputs["tokens"].to(dtype))
+    if "condition" in inputs:
+        tokens = tokens + embed.condition(inputs["condition"].to(dtype))
+    if "reference" in inputs:
+        tokens = joined(tokens, embed.patch(inputs["reference"].to(dtype)))
+    return tokens
+
+
+def image_rotary(side: SideInputs) -> Float[Tensor, "_ 2 p"]:
+    """Angles of the stream's tokens: those of the picture, then those of a reference."""
+    if "reference_rotary" not in side:
+        return side["rotary"]
+    return torch.cat((side["rotary"], side["reference_rotary"]))
+
+
+def predicted(tokens: Float[Tensor, "b _ d"], side: SideInputs) -> Float[Tensor, "b n d"]:
+    """The tokens of the picture, without those of a reference behind them, which are as many.
+
+    Of a cp rank's slice, too: it holds the same share of both.
+    """
+    if "reference_rotary" not in side:
+        return tokens
+    half = tokens.shape[1] // 2
+    return parted(tokens, (half, half))[0]
 
 
 class CaptionedNetwork(Model):
@@ -49,7 +82,8 @@ class CaptionedNetwork(Model):
 
     def initializers(self) -> dict[str, Initializer]:
         """See `initializers.adaln_zero`."""
-        return initializers.adaln_zero(name for name, _ in self.named_parameters())
+        table = initializers.adaln_zero(name for name, _ in self.named_parameters())
+        return table | ({CONDITION: initializers.zeros} if CONDITION in table else {})
 
     def flops_per_sample(self, tokens: int) -> int:
         """FLOPs of forward and backward per sample, of `tokens` tokens with those of the caption.

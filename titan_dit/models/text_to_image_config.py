@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from titan_dit.config.section import Dim, Few, HeightWidth, Section, UserError, show
+from titan_dit.config.section import Channels, Dim, Few, HeightWidth, Section, UserError, show
 
 if TYPE_CHECKING:  # Reading a config must not import torch: methods import what they need.
     import torch
@@ -201,6 +201,74 @@ class TextToImageConfig(Section):
         from titan_dit.models.layers import unpatchify
 
         return unpatchify(tokens, self.shape[3], self.sides[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConditionedConfig(TextToImageConfig):
+    """Base class of the sections of networks that take further channels beside a noisy latent."""
+
+    condition_channels: Channels = 0
+    """Channels of what the network is given of a sample, such as a reference picture or a clip's
+    first frame, beside its noisy latent; their weights start at zero."""
+
+    @property
+    def all_channels(self) -> int:
+        """Channels of a noisy latent and of what is given beside it."""
+        return self.in_channels + self.condition_channels
+
+    def spec(self, output_channels: int | None = None) -> ModelSpec:
+        """See `TextToImageConfig.spec`."""
+        import torch
+
+        from titan_dit.models.base import TensorSpec
+
+        spec = super().spec(output_channels)
+        if not self.condition_channels:
+            return spec
+        shape = self.token_shape[0], self.shape[3] ** 2 * self.condition_channels
+        condition = TensorSpec(shape, token_dim=0, dtype=torch.float32)
+        return replace(spec, inputs={**spec.inputs, "condition": condition})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferencedConfig(ConditionedConfig):
+    """Base class of the sections of networks that may attend to the tokens of a reference, too.
+
+    They stand behind those of the picture in the stream, projected as these are (FLUX.1 Kontext,
+    arXiv:2506.15742 sec. 3), and have positions of their own. The head leaves them out.
+    """
+
+    reference_tokens: bool = False
+    """True: the tokens of a reference picture are attended to, and not predicted."""
+
+    @property
+    def num_pictures(self) -> int:
+        """Pictures in attention: the predicted one and, with `reference_tokens`, the reference."""
+        return 2 if self.reference_tokens else 1
+
+    def spec(self, output_channels: int | None = None) -> ModelSpec:
+        """See `TextToImageConfig.spec`."""
+        spec = super().spec(output_channels)
+        if not self.reference_tokens:
+            return spec
+        n, hidden = spec.num_tokens, self.shape[0]
+        tokens = replace(spec.stream["tokens"], shape=(2 * n, hidden))
+        return replace(
+            spec,
+            inputs={**spec.inputs, "reference": spec.inputs["tokens"]},
+            stream={**spec.stream, "tokens": tokens},
+            num_text_tokens=spec.num_text_tokens + n,
+        )
+
+    def static_specs(self) -> dict[str, TensorSpec]:
+        """See `TextToImageConfig.static_specs`."""
+        found = super().static_specs()
+        return found | ({"reference_rotary": found["rotary"]} if self.reference_tokens else {})
+
+    def flops_per_sample(self, output_channels: int, tokens: int) -> int:
+        """See `TextToImageConfig.flops_per_sample`."""
+        own = (tokens - self.text_tokens) // self.num_pictures
+        return super().flops_per_sample(output_channels, self.text_tokens + own)
 
 
 def default_axes(shape: tuple[int, int, int, int]) -> tuple[int, int, int]:

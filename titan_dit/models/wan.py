@@ -28,11 +28,12 @@ from titan_dit.models.layers import (
     Attention,
     CrossAttention,
     TimestepEmbedder,
+    condition_projection,
     is_token_first,
     modulate,
     scaled_add,
 )
-from titan_dit.models.text_to_image import CaptionedNetwork, ModulationTable
+from titan_dit.models.text_to_image import CaptionedNetwork, ModulationTable, embedded_tokens
 from titan_dit.models.wan_config import MODULATION, WanConfig
 
 EPS = 1e-6
@@ -81,6 +82,7 @@ class Embed(nn.Module):
         super().__init__()
         hidden, _, _, patch = config.shape
         self.patch = nn.Linear(patch * patch * config.in_channels, hidden)
+        self.condition = condition_projection(config.condition_channels, patch, hidden)
         self.text = MLP(config.text_dim, hidden, outputs=hidden)
         self.timestep = TimestepEmbedder(hidden)
         self.modulation = nn.Linear(hidden, MODULATION[0] * hidden)
@@ -89,7 +91,7 @@ class Embed(nn.Module):
         """`tokens` [b, n, p*p*c], `timestep` [b] in 0..1000, `text` [b, m, e], `text_length` [b].
 
         Rows of `text` from `text_length` on count as zeros. A `timestep` of every token, [b, n],
-        makes the modulation [b, n, 7 d].
+        makes the modulation [b, n, 7 d]. With condition channels `condition` [b, n, p*p*k].
         """
         dtype = self.patch.weight.dtype
         text, timestep = inputs["text"].to(dtype), inputs["timestep"]
@@ -99,8 +101,7 @@ class Embed(nn.Module):
         modulation = exactly(self.modulation(F.silu(time).to(dtype)))
         projected = exactly(self.text(torch.where(is_given[..., None], text, 0)))
         # At least fp32: gradients of text and modulation are sums over all blocks.
-        tokens = self.patch(inputs["tokens"].to(dtype))
-        return tokens, projected, torch.cat((modulation, exactly(time)), -1)
+        return embedded_tokens(self, inputs), projected, torch.cat((modulation, exactly(time)), -1)
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from titan_dit.config.section import Dim, Few, Layers, PositiveFloat, UserError
 from titan_dit.models.named_sizes import fill_in, shape_of
-from titan_dit.models.text_to_image_config import TextToImageConfig, check_axes
+from titan_dit.models.text_to_image_config import ConditionedConfig, check_axes
 
 if TYPE_CHECKING:  # Reading a config must not import torch: methods import what they need.
     import torch
@@ -29,7 +29,7 @@ channels."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WanConfig(TextToImageConfig):
+class WanConfig(ConditionedConfig):
     """Wan, of clips: `size`, or hidden_size, num_layers, num_heads and intermediate_size."""
 
     name = "wan"
@@ -141,7 +141,7 @@ class WanConfig(TextToImageConfig):
         gradient.
         """
         h, n, m, patch = self.shape[0], tokens, text_tokens, self.patch_size
-        inputs = 4 * h * (n * patch**2 * self.in_channels + m * self.text_dim)
+        inputs = 4 * h * (n * patch**2 * self.all_channels + m * self.text_dim)
         # Second layer of the text's MLP; the time's MLP, then the modulation of all blocks.
         condition = 6 * m * h * h + 1024 * h + 6 * h * h + 6 * h * MODULATION[0] * h
         of_tokens = 6 * n * (6 * h * h + 2 * h * self.ffn)
@@ -179,7 +179,7 @@ class WanConfig(TextToImageConfig):
     def tokenize(self, latents: Float[Tensor, "b c f h w"]) -> Float[Tensor, "b n d"]:
         """Latents to tokens, frame by frame."""
         frames = super().tokenize(latents.transpose(1, 2).flatten(0, 1))
-        return frames.view(len(latents), *self.token_shape)
+        return frames.view(len(latents), self.token_shape[0], -1)
 
     def detokenize(self, tokens: Float[Tensor, "b n d"]) -> Float[Tensor, "b c f h w"]:
         """Tokens to latents; a learned sigma adds channels after the first in_channels."""

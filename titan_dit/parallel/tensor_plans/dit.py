@@ -24,6 +24,7 @@ def plan(sequence_parallel: bool) -> TensorPlan:
         token_first=sequence_parallel,
         embed={
             "patch": on_tokens(Replicated(), sequence_parallel),
+            "condition": on_tokens(Replicated(), sequence_parallel),
             "timestep.up": Replicated(),
             "timestep.down": Replicated(),
             "label.table": Replicated(),

@@ -40,6 +40,7 @@ def plan(sequence_parallel: bool) -> TensorPlan:
         token_first=sequence_parallel,
         embed={
             "patch": on_tokens(Replicated(), sequence_parallel),
+            "condition": on_tokens(Replicated(), sequence_parallel),
             "text": on_tokens(Replicated(), sequence_parallel),
             **dict.fromkeys(EMBEDDERS, Replicated()),
         },

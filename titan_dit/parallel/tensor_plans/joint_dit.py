@@ -29,6 +29,7 @@ def plan(sequence_parallel: bool) -> TensorPlan:
         token_first=sequence_parallel,
         embed={
             "patch": on_tokens(Replicated(), sequence_parallel),
+            "condition": on_tokens(Replicated(), sequence_parallel),
             "text": Replicated(),
             "timestep.up": Replicated(),
             "timestep.down": Replicated(),
