@@ -320,9 +320,9 @@ def captions_of_rows(
         )
     diffusion.open_text(config.text)
     diffusion.place_frozen(Placement.alone(device_of(options.device)), 0)
-    num = options.num
+    num, shown = options.num, drawing.rows_to_show(diffusion, source)
     return CaptionSource(
-        numbers=torch.arange(num) * len(source) // num,
+        numbers=shown.start + torch.arange(num) * len(shown) // num,
         read=drawing.captions_of_rows(diffusion, source, num),
         identity=f"{num} rows of {facts.digest} {facts.text_digest}",
     )

@@ -191,6 +191,12 @@ def condition_fields(diffusion: Diffusion) -> dict[str, str]:
 
 def read_inputs(path: Path, diffusion: Diffusion) -> dict[str, Tensor]:
     """Read x, t, the condition and optionally noise, checked against the network's shapes."""
+    if reference := diffusion.data.reference:
+        raise UserError(
+            f"[predict] the network is given {reference}, which a file of inputs does not hold. "
+            "Draw with one, by `sample --reference FILE`, or call the network in Python "
+            "(docs/python-api.md)."
+        )
     names = tuple(condition_fields(diffusion).values())
     tensors = read_tensors(path, "--input", ("x", "t", *names))
     x, t = tensors["x"], tensors["t"]

@@ -20,17 +20,21 @@ from titan_dit.commands.flags import PictureFlags
 from titan_dit.config import user_text
 from titan_dit.config.did_you_mean import nearest
 from titan_dit.config.section import Named, UserError, show
+from titan_dit.data.files import BadFileError
 from titan_dit.data.latent_facts import LatentFacts, shown
+from titan_dit.data.packing.images import read_image
 from titan_dit.diffusion.base import SizedModel
 from titan_dit.diffusion.conditions import Given, rows_of
 from titan_dit.diffusion.drawing import spread_labels
 from titan_dit.diffusion.guidance import Conditional, LowExpert
-from titan_dit.diffusion.objective import Diffusion, has_clips
+from titan_dit.diffusion.objective import Diffusion, has_clips, has_reference_tokens
 from titan_dit.execution import first_of
 from titan_dit.interop.tensor_file import check_finite, check_labels, read_tensors
 from titan_dit.observe import console
 from titan_dit.pictures import autoencoder
 from titan_dit.pictures.autoencoder import Autoencoder
+from titan_dit.pictures.encode import first_frames
+from titan_dit.pictures.pixels import Pixels
 from titan_dit.pictures.prompts import open_encoder
 from titan_dit.ranks.process_group import Ranks
 from titan_dit.trained_model import TrainedModel, load_trained
@@ -314,6 +318,46 @@ def vae_of(diffusion: Diffusion, flags: PictureFlags, device: torch.device) -> A
     return None
 
 
+def reference_of(
+    diffusion: Diffusion, flags: PictureFlags, vae: Autoencoder | None, device: torch.device
+) -> Given:
+    """The network's inputs by --reference, one row; {} if it is given no references.
+
+    Raises UserError for a picture that cannot be read, and for one too many or too few.
+    """
+    data, where = diffusion.data, f"--reference {flags.reference}"
+    if data.reference is None:
+        if flags.reference is not None:
+            raise UserError(f"{where}: the network is given no references. Leave it out.")
+        return {}
+    if flags.reference is None:
+        raise UserError(
+            f"the network is given {data.reference}: `sample --reference FILE` draws with one."
+        )
+    encoder: Autoencoder | Pixels
+    if data.value_range is not None:
+        encoder = Pixels(device)
+    elif vae is not None:
+        encoder = vae
+    elif flags.vae not in ("", NO_VAE) or data.vae_source:
+        source = data.vae_source if flags.vae in ("", NO_VAE) else flags.vae
+        encoder = autoencoder.load(source, device)
+        encoder.check_fits(data, "--vae", diffusion.channels)
+    else:
+        raise UserError(f"{where} is encoded by the autoencoder of the run's latents: --vae DIR.")
+    height, width = (side * encoder.facts.factor for side in diffusion.model.sample_shape[-2:])
+    try:
+        picture = read_image(Path(flags.reference), (width, height), (3, height, width))
+    except BadFileError as error:
+        raise UserError(f"{where}: {error}.") from None
+    pixels = picture[None].to(device)
+    if has_clips(diffusion.model):
+        frames = 1 + (diffusion.model.sample_shape[1] - 1) * encoder.facts.frames_factor
+        pixels = pixels[:, :, None].expand(-1, -1, frames, -1, -1)
+        pixels = first_frames(pixels) if frames > 1 else pixels
+    return diffusion.references({"reference": encoder.encode(pixels)[0]})
+
+
 MEANING = ("name", "prediction", "noise_schedule", "steps", "direction", "time_scale")
 """Keys of [objective] that say what a prediction means; the two networks must agree on them."""
 
@@ -459,9 +503,14 @@ def check_guide(guide: str, ours: Diffusion, theirs: Diffusion, other: str = OTH
 
 def conditions_of(diffusion: Diffusion) -> str:
     """Description of what a network is given of a sample."""
+    references = ""
+    if reference := diffusion.data.reference:
+        how = "tokens" if has_reference_tokens(diffusion.model) else "channels"
+        references = f" and {reference} as {how}"
     if diffusion.captions is None:
-        return f"{diffusion.num_classes} classes"
-    return f"captions of {diffusion.captions.tokens} tokens by {diffusion.data.text}"
+        return f"{diffusion.num_classes} classes{references}"
+    text = f"captions of {diffusion.captions.tokens} tokens by {diffusion.data.text}"
+    return text + references
 
 
 def latents_of(diffusion: Diffusion) -> str:

@@ -31,6 +31,7 @@ from titan_dit.commands.sample_inputs import (
     low_expert,
     prompts_of,
     read_noise,
+    reference_of,
     vae_of,
     weak_network,
 )
@@ -93,6 +94,8 @@ class Job:
     """What is drawn of a network that takes captions."""
     noise: Float[Tensor, "n c *size"] | None
     vae: Autoencoder | None
+    reference: Given
+    """The network's inputs by --reference, one row; empty if it is given none."""
     flag: str = "--out"
     """Names the output in errors."""
 
@@ -140,6 +143,8 @@ class Job:
             more["captions"] = digest(self.captions.identity.encode())
         if flags.size is not None or flags.frames is not None:
             more["shape"] = list(self.diffusion.model.sample_shape)
+        if flags.reference is not None:
+            more["reference"] = digest(Path(flags.reference).read_bytes())
         if self.low and self.expert:
             more["low"] = [*identity(self.low), self.expert.boundary, self.expert.scale]
         return more | {
@@ -165,9 +170,11 @@ class Job:
     def conditions(self, at: slice) -> tuple[Given, Given | None]:
         """The conditions of some samples, and those that guide in place of none."""
         device = self.run.device
+        num = len(self.labels[at])
+        reference = {name: value.expand(num, -1, -1) for name, value in self.reference.items()}
         if self.captions is None:
-            return {"labels": self.labels[at].to(device)}, None
-        given = self.captions.read(torch.arange(len(self.labels))[at])
+            return {"labels": self.labels[at].to(device), **reference}, None
+        given = {**self.captions.read(torch.arange(len(self.labels))[at]), **reference}
         negative, null = self.captions.negative, None
         if negative is not None:
             first = torch.zeros(len(self.labels[at]), dtype=torch.int64)
@@ -254,6 +261,7 @@ def job_of(
     vae = vae_of(diffusion, flags, run.device)
     diffusion = at_size(diffusion, flags, vae)
     check_clips(diffusion, flags)
+    of_rows = captions is not None
     if diffusion.captions is None:
         check_no_prompts(flags)
         names = diffusion.data.class_names
@@ -261,6 +269,7 @@ def job_of(
     else:
         captions = captions or prompts_of(diffusion, flags, run.device)
         labels = captions.numbers
+    reference = {} if of_rows else reference_of(diffusion, flags, vae, run.device)
     noise = None
     if flags.noise is not None:
         noise, labels = read_noise(
@@ -285,6 +294,7 @@ def job_of(
         captions=captions,
         noise=noise,
         vae=vae,
+        reference=reference,
     )
 
 

@@ -107,6 +107,8 @@ class OpenedData:
     """Console lines about the prompts."""
     key: str = ""
     """What the prompts' embeddings depend on; "" if they are stored ones."""
+    rows: tuple[int, ...] = ()
+    """The rows whose captions they are; empty of other prompts."""
     text: OnlineText | None = None
     """What embeds captions in training; None if their embeddings are stored."""
 
@@ -117,6 +119,25 @@ def without(given: Given, null: Given, dropped: Bool[Tensor, " b"]) -> dict[str,
         name: torch.where(dropped.view(-1, *[1] * (value.ndim - 1)), null[name].to(value), value)
         for name, value in given.items()
     }
+
+
+def completed(null: Given, given: Given) -> dict[str, Tensor]:
+    """`null` with the inputs of `given` that it lacks: guidance keeps references."""
+    return {**given, **null}
+
+
+def with_first_frame(
+    latents: Float[Tensor, "b c f h w"], frame_channels: int
+) -> Float[Tensor, "b k f h w"]:
+    """Latents of a first frame behind channels that say which frames are given: 1, else 0.
+
+    `frame_channels`: as many as a latent frame has frames; the first latent frame is made
+    of the first frame alone, which counts for all of them. As in diffusers'
+    `WanImageToVideoPipeline`.
+    """
+    is_given = torch.zeros_like(latents[:, :1]).repeat(1, frame_channels, 1, 1, 1)
+    is_given[:, :, 0] = 1
+    return torch.cat((is_given, latents), 1)
 
 
 def joined(first: Given, second: Given) -> dict[str, Tensor]:

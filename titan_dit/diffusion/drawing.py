@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -23,7 +23,14 @@ from titan_dit.data.base import Source
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.listing import few
 from titan_dit.diffusion.base import Predict
-from titan_dit.diffusion.conditions import Captions, Conditions, Given, OpenedData, rows_of
+from titan_dit.diffusion.conditions import (
+    Captions,
+    Conditions,
+    Given,
+    OpenedData,
+    completed,
+    rows_of,
+)
 from titan_dit.diffusion.guidance import (
     Conditional,
     Guidance,
@@ -144,44 +151,87 @@ def captions_of_rows(objective: Diffusion, source: Source, num: int) -> Conditio
     """
     captions, online = objective.captions, objective.opened.text
     assert captions is not None
+    every = rows_to_show(objective, source)
 
     def read(numbers: Int64[Tensor, " b"]) -> Given:
-        rows = (numbers.cpu() * len(source) // num).tolist()
+        rows = (every.start + numbers.cpu() * len(every) // num).tolist()
         stored = source.read_fields(captions.stored, rows)
         found = {name: value.to(numbers.device) for name, value in stored.items()}
         return captions.given(online.embed(found) if online else found)
 
+    return with_references(objective, source, num, read)
+
+
+def rows_to_show(objective: Diffusion, source: Source) -> range:
+    """The rows of which samples are drawn: with references those of the model's own size."""
+    size = objective.model.sample_shape[1:]
+    for bucket, rows in enumerate(source.bucket_rows):
+        if objective.data.reference and source.bucket_fields(bucket)["latent"].shape[1:] == size:
+            return rows
+    return range(len(source))
+
+
+def with_references(
+    objective: Diffusion, source: Source, num: int, conditions: Conditions
+) -> Conditions:
+    """Conditions, with the references of `num` rows, evenly spaced over a dataset with some."""
+    if objective.data.reference is None:
+        return conditions
+    every = rows_to_show(objective, source)
+
+    def read(numbers: Int64[Tensor, " b"]) -> Given:
+        rows = (every.start + numbers.cpu() * len(every) // num).tolist()
+        found = references_of(objective, source, rows)
+        given = {name: value.to(numbers.device) for name, value in found.items()}
+        return {**conditions(numbers), **given}
+
     return read
 
 
+def references_of(objective: Diffusion, source: Source, rows: Sequence[int]) -> Given:
+    """The network's inputs by the references of rows of one size; {} if it is given none."""
+    if objective.data.reference is None:
+        return {}
+    return objective.references(source.read_fields(("reference",), rows))
+
+
 def prompts_of(
-    sampling: SamplingConfig, data: LatentFacts, tokens: int, source: Source, folder: Path
+    sampling: SamplingConfig,
+    data: LatentFacts,
+    tokens: int,
+    source: Source,
+    folder: Path,
+    shown: range,
 ) -> OpenedData:
     """The prompts of [sampling] and their embeddings; without any, captions of stored rows.
 
-    `tokens`: those of a prompt that the network takes. `folder`: of the run, which may have the
-    embeddings. Raises UserError for another text encoder than that of the data.
+    `tokens`: those of a prompt that the network takes. `shown`: rows to take captions of.
+    `folder`: of the run, which may have the embeddings. Raises UserError for another text encoder
+    than that of the data.
     """
     # Imported late: the benchmarks train on machines without Pillow.
     from titan_dit.pictures.prompts import open_encoder
 
     prompts = sampling.prompts
+    rows: tuple[int, ...] = ()
     if not prompts:
-        row_of = rows_of_captions(source)
+        row_of = rows_of_captions(source, shown)
+        rows = tuple(row_of.values())
         if data.text is None or not data.text.is_online:
             fields = source.read_fields(Captions.takes, list(row_of.values()))
-            return OpenedData(prompts=tuple(row_of), fields=fields)
+            return OpenedData(prompts=tuple(row_of), fields=fields, rows=rows)
         prompts = tuple(row_of)
     depends = [prompts, tokens, data.text and asdict(data.text), sampling.text_encoder]
     key = hashlib.sha256(json.dumps(depends).encode("utf-8", "replace")).hexdigest()
     if found := read_prompts(folder, prompts, key):
-        return found
+        return replace(found, rows=rows)
     where, cpu = "[sampling] text_encoder", torch.device("cpu")
     encoder = open_encoder(prompts, data, sampling.text_encoder, tokens, cpu, where)
     cut = encoder.num_cut(prompts)
     note = f"hint    {cut} of {len(prompts)} prompts of [sampling] are cut to {tokens} tokens"
     fields = encoder.fields(prompts, same=False)
-    return OpenedData(prompts=prompts, fields=fields, notes=(note,) if cut else (), key=key)
+    notes = (note,) if cut else ()
+    return OpenedData(prompts=prompts, fields=fields, notes=notes, key=key, rows=rows)
 
 
 def read_prompts(folder: Path, prompts: tuple[str, ...], key: str) -> OpenedData | None:
@@ -204,10 +254,10 @@ def write_prompts(folder: Path, opened: OpenedData) -> None:
     write_whole(folder / run_files.PROMPTS, safetensors.save(dict(opened.fields), about))
 
 
-def rows_of_captions(source: Source) -> dict[str, int]:
-    """The captions of up to PROMPTS rows of a dataset -> the row. UserError if none is text."""
-    few = min(len(source), PROMPTS * PROMPTS)
-    rows = [place * len(source) // few for place in range(few)]
+def rows_of_captions(source: Source, shown: range) -> dict[str, int]:
+    """The captions of up to PROMPTS rows of `shown` -> the row. UserError if none is text."""
+    few = min(len(shown), PROMPTS * PROMPTS)
+    rows = [shown[place * len(shown) // few] for place in range(few)]
     row_of: dict[str, int] = {}
     for row, text in zip(rows, source.captions(rows), strict=False):
         row_of.setdefault(text, row)
@@ -228,7 +278,8 @@ def shown(
     captions, opened = objective.captions, objective.opened
     if captions is None:
         labels = preview_labels(sampling.num or NUM, objective.num_classes)
-        return labels, {"labels": labels}, objective.data.class_names
+        of_classes = {"labels": labels, **references_shown(objective, len(labels))}
+        return labels, of_classes, objective.data.class_names
     count = len(opened.prompts)
     num = sampling.num or count * (1 if objective.draws_clips else max(1, NUM // count))
     if num < count:
@@ -237,7 +288,19 @@ def shown(
             f"{count}, or fewer prompts."
         )
     places = spread_labels(num, list(range(count)))
-    return places, rows_of(captions.given(opened.fields), places), opened.prompts
+    given: Given = rows_of(captions.given(opened.fields), places)
+    rows = [opened.rows[place] for place in places.tolist()] if opened.rows else None
+    return places, {**given, **references_shown(objective, num, rows)}, opened.prompts
+
+
+def references_shown(objective: Diffusion, num: int, rows: Sequence[int] | None = None) -> Given:
+    """The references of a preview: those of the captions' `rows`, else of rows evenly spaced."""
+    source = objective.opened.source
+    if objective.data.reference is None or source is None:
+        return {}
+    every = rows_to_show(objective, source)
+    spread = [every[place * len(every) // num] for place in range(num)]
+    return references_of(objective, source, spread if rows is None else rows)
 
 
 def preview_labels(num: int, num_classes: int) -> Int64[Tensor, " num"]:
@@ -352,7 +415,7 @@ def generate(
         )
         return {"drawn": drawn}
 
-    null = {name: value.to(device) for name, value in null.items()}
+    null = completed({name: value.to(device) for name, value in null.items()}, given)
     return objective.by_text_length([given, null], draw, share)["drawn"]
 
 

@@ -25,6 +25,7 @@ from titan_dit.data.latent_facts import (
     BucketShape,
     LatentFacts,
     Padding,
+    ReferenceFacts,
     TextFacts,
     name_of,
     shown,
@@ -33,11 +34,13 @@ from titan_dit.data.listing import few
 from titan_dit.data.sections import DataConfig
 from titan_dit.diffusion.base import (
     CaptionedModel,
+    ConditionedModel,
     Corrupted,
     LabelledModel,
     LatentModel,
     PaddedModel,
     Predict,
+    ReferencedModel,
     SizedModel,
     TextGroupedModel,
     TextPaddedModel,
@@ -51,6 +54,7 @@ from titan_dit.diffusion.conditions import (
     Given,
     OpenedData,
     rows_of,
+    with_first_frame,
     without,
 )
 from titan_dit.diffusion.sections import DiffusionConfig
@@ -194,6 +198,7 @@ def check_data(facts: DataFacts, model: LatentModel, objective: str) -> LatentFa
             f"{type(facts).__name__}."
         )
     check_kind(facts, model)
+    check_references(facts, model)
     shape = model.sample_shape
     if shape not in facts.latent_shapes:
         size = show(shape[-2:]) if isinstance(model, SizedModel) else shape[-1]
@@ -204,6 +209,51 @@ def check_data(facts: DataFacts, model: LatentModel, objective: str) -> LatentFa
         )
     condition_of(model, facts, objective)
     return facts
+
+
+def condition_channels(model: object) -> int:
+    """Channels that a model is given beside a noisy latent."""
+    return model.condition_channels if isinstance(model, ConditionedModel) else 0
+
+
+def has_reference_tokens(model: object) -> bool:
+    """True of a model that attends to the tokens of a reference."""
+    return isinstance(model, ReferencedModel) and model.reference_tokens
+
+
+def check_references(facts: LatentFacts, model: LatentModel) -> None:
+    """Raise UserError for references that the model does not take, and the reverse."""
+    takes, held = condition_channels(model), facts.condition_channels
+    as_tokens, fixes = has_reference_tokens(model), list[str]()
+    if isinstance(model, ConditionedModel):
+        fixes.append(f"condition_channels = {held}")
+    if isinstance(model, ReferencedModel) and not facts.has_clips:
+        fixes.append("reference_tokens = true")
+    if facts.reference is None:
+        if takes or as_tokens:
+            what = f"condition_channels={takes}" if takes else "reference_tokens=true"
+            raise UserError(
+                f"[model] {what}, but [data] holds no references. Encode NAME.reference.png beside "
+                "NAME.png, or clips with `data encode --first-frame true`; or leave the key out "
+                "(docs/conditions.md)."
+            )
+        return
+    if not takes and not as_tokens:
+        fix = f"Set {' or '.join(fixes)}" if fixes else 'Choose another model, such as "joint_dit"'
+        raise UserError(
+            f"[data] holds {facts.reference}, but [model] name={show(model.name)} is not given "
+            f"any. {fix}, or encode the data without them."
+        )
+    if takes not in (0, held):
+        raise UserError(
+            f"[model] condition_channels={takes}, but [data] holds {facts.reference}, which are "
+            f"{held} condition channels. Set condition_channels = {held}."
+        )
+    if as_tokens and facts.reference.channels != model.sample_shape[0]:
+        raise UserError(
+            f"[model] reference_tokens=true with in_channels={model.sample_shape[0]}, but [data] "
+            f"holds {facts.reference}. Encode both by the same autoencoder."
+        )
 
 
 def condition_of(model: LatentModel, facts: LatentFacts, objective: str) -> Condition:
@@ -294,8 +344,22 @@ def example(model: ModelConfig, objective: str) -> tuple[LatentFacts, dict[str, 
         shape=latent.sample_shape,
         num_classes=latent.num_classes if isinstance(latent, LabelledModel) else 1,
         text=text,
+        **reference_example(latent),
     )
     return facts, facts.fields(torch.float32)
+
+
+def reference_example(model: LatentModel) -> dict[str, Any]:
+    """Keys of facts with references that fit a model, if it takes any."""
+    given, channels = condition_channels(model), model.sample_shape[0]
+    if not given and not has_reference_tokens(model):
+        return {}
+    if not has_clips(model) or not given:
+        return {"reference": ReferenceFacts(kind="picture", channels=given or channels)}
+    # Of a clip's first frame, by an autoencoder with as many channels as the network's samples.
+    frames = max(0, given - channels)
+    of_clips = ReferenceFacts(kind="first_frame", channels=given - frames, frame_channels=frames)
+    return {"reference": of_clips}
 
 
 def text_example(model: CaptionedModel) -> TextFacts:
@@ -356,7 +420,9 @@ class Diffusion(Objective, ABC):
     def __post_init__(self) -> None:
         """Read what the condition needs, and what a subclass takes besides."""
         own = [name for name in type(self).takes if name not in Diffusion.takes]
-        object.__setattr__(self, "takes", ("latent", *self.condition.stored, *own))
+        held = {"reference": self.data.reference, "mask": self.data.mask_mean}
+        more = [name for name, facts in held.items() if facts is not None]
+        object.__setattr__(self, "takes", ("latent", *self.condition.stored, *more, *own))
 
     @property
     def num_classes(self) -> int:
@@ -604,8 +670,44 @@ class Diffusion(Objective, ABC):
         dropped = rng.uniform("label_dropout") < self.condition_dropout(batch.fields)
         null = own.condition.null(len(clean), clean.device)
         given = without(own.condition.given(batch.fields), null, dropped)
+        given |= own.references(batch.fields, rng)
         noise = rng.normal("noise", tuple(clean.shape[1:]))
         return own.corrupted(batch, clean, own.timesteps_of(rng), noise, given)
+
+    def references(self, fields: Fields, rng: SampleRNG | None = None) -> dict[str, Tensor]:
+        """The network's inputs by the field `reference`; {} without such inputs.
+
+        `rng`: of training, in which some references are dropped for zeros, by sample number.
+        """
+        facts = self.data.reference
+        if facts is None:
+            return {}
+        latents = self.data.to_model_units(fields["reference"].float())
+        given = latents
+        if facts.frame_channels:
+            given = with_first_frame(latents, facts.frame_channels)
+        found = {}
+        if condition_channels(self.model):
+            found["condition"] = self.model.tokenize(given)
+        if has_reference_tokens(self.model):
+            found["reference"] = self.model.tokenize(latents)
+        if rng is None or not self.config.reference_dropout:
+            return found
+        dropped = rng.uniform("reference_dropout") < self.config.reference_dropout
+        return {name: value * ~dropped[:, None, None] for name, value in found.items()}
+
+    def token_weights(self, batch: Batch) -> Float[Tensor, "b *n"]:
+        """Loss weight of every sample, or of every token if the data have masks.
+
+        A token's weight is the mean of the mask over its latent pixels, divided by the mean of all
+        masks. So it is 1 on average over the data, and the loss is divided by the number of tokens
+        as without masks: that is known beforehand, and equal on every layout.
+        """
+        mean = self.data.mask_mean
+        if mean is None:
+            return batch.weight
+        tokens = self.model.tokenize(batch.fields["mask"][:, None].float())
+        return batch.weight[:, None] * tokens.mean(-1) / mean
 
     def condition_dropout(self, fields: Fields) -> float | Float[Tensor, " b"]:
         """The probability that a sample loses its condition: its dataset's, else the run's."""
@@ -622,10 +724,10 @@ class Diffusion(Objective, ABC):
     ) -> Prepared:
         """Prepare a batch with this timestep, noise and condition."""
         corrupted, tokens = self.corrupt(clean, timestep, noise), self.num_real_tokens
-        weight = batch.weight
+        weight = self.token_weights(batch)
         if tokens < clean.shape[1]:
             is_real = torch.arange(clean.shape[1], device=clean.device) < tokens
-            weight = weight[:, None] * is_real
+            weight = weight.view(len(clean), -1) * is_real
         return Prepared(
             inputs={**corrupted.inputs, **given},
             targets=corrupted.targets,
@@ -652,15 +754,22 @@ class Diffusion(Objective, ABC):
         return {**labels, "timestep": own.timesteps_of(rng)}
 
     def inspect(self, fields: Fields) -> None:
-        """Refuse a std below 0."""
+        """Refuse a std below 0, and references and masks of another size than their latents."""
         check_std(fields["latent"], self.data, self.channels)
+        size = fields["latent"].shape[2:]
+        for name, leading in (("reference", 2), ("mask", 1)):
+            if name in self.takes and fields[name].shape[leading:] != size:
+                raise UserError(
+                    f"[data] {name} is of {list(fields[name].shape[leading:])}, but its latent of "
+                    f"{list(size)}. Store both in one size."
+                )
 
     def evaluations(self, batch: Batch, rng: SampleRNG) -> dict[str, Prepared]:
         """The batch, without condition dropout, at the middle timestep of every bin."""
         own, found = self.sized(batch.fields), dict[str, Prepared]()
         clean = own.clean_tokens(batch.fields, rng)
         noise = rng.normal("noise", tuple(clean.shape[1:]))
-        given = own.condition.given(batch.fields)
+        given = own.condition.given(batch.fields) | own.references(batch.fields)
         for name, middle in self.validation_timesteps(VALIDATION_BINS).items():
             timestep = torch.full_like(batch.weight, middle)
             found[name] = own.corrupted(batch, clean, timestep, noise, given)
@@ -744,7 +853,14 @@ class Diffusion(Objective, ABC):
         classes = self.num_classes
         found = drawing.labels_like(like, num, classes, self.data.class_names)
         spread = drawing.spread_labels(num, list(range(classes))) if found is None else found
-        return lambda numbers: {"labels": spread.to(numbers.device)[numbers]}
+
+        def labels(numbers: Int64[Tensor, " b"]) -> Given:
+            return {"labels": spread.to(numbers.device)[numbers]}
+
+        if self.data.reference is None:
+            return labels
+        assert self.opened.source is not None
+        return drawing.with_references(self, self.opened.source, num, labels)
 
     def pictures(
         self,
@@ -806,7 +922,11 @@ class Diffusion(Objective, ABC):
         self.opened.source = source
         if self.captions and sampling.every:
             data, tokens = self.data, self.captions.tokens
-            found = on_first(lambda: drawing.prompts_of(sampling, data, tokens, source, folder))
+            rows = drawing.rows_to_show(self, source)
+            found = on_first(
+                lambda: drawing.prompts_of(sampling, data, tokens, source, folder, rows)
+            )
+            self.opened.rows = found.rows
             self.opened.prompts, self.opened.fields = found.prompts, found.fields
             self.opened.notes, self.opened.key = found.notes, found.key
             drawing.shown(self, sampling)

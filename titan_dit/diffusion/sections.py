@@ -61,6 +61,9 @@ class DiffusionConfig(ObjectiveConfig):
     condition_dropout: Fraction = 0.1
     """Fraction of samples trained without their condition, for classifier-free guidance."""
 
+    reference_dropout: Fraction = 0.0
+    """Fraction of samples trained with zeros in place of their reference, or first frame."""
+
     def output_channels(self, channels: int) -> int:
         """Number of channels that the network predicts for latents with `channels` channels.
 
