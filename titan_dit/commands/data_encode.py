@@ -79,6 +79,11 @@ def run(options: DataEncodeFlags, device: torch.device) -> None:
         clips=options.frames is not None,
     )
     pictures = open_input(source, asked)
+    if options.first_frame and "reference" in pictures.companions:
+        raise UserError(
+            f"[data encode] --first-frame true: {source} holds references of pictures, too. Encode "
+            "clips and pictures with references apart."
+        )
     encoder = text_encoder_of(options, pictures, device, ranks)
     vae = vae_of(options, device)
     plan = plan_of(options, pictures, vae, ranks)
@@ -231,6 +236,7 @@ def plan_of(
         "shard_size": options.shard_size,
         "text": options.source,
         "max_pixels": options.max_pixels,
+        "first_frame": options.first_frame,
     }
     if isinstance(vae, Pixels):
         how |= {"posterior": "mean", "dtype": "uint8"}

@@ -242,6 +242,9 @@ class DataEncodeFlags(Flags):
     clip: Literal["first", "middle", "uniform", "all"] = "first"
     """Clips of a file: one from its begin or its middle; uniform: all frames, in clips that overlap
     evenly; all: one after another, without the rest."""
+    first_frame: bool = False
+    """True: store the latents of each clip's first frame, too, which a network may be given
+    (docs/conditions.md)."""
     scenes: bool = False
     """True: cut files where neighbouring frames differ, and take clips of each scene."""
     flip: bool = False
@@ -333,12 +336,21 @@ class DataEncodeFlags(Flags):
         Raises UserError, also for a flag about clips without it.
         """
         if self.frames is not None:
-            return parse_lengths(self.frames)
-        default = {f.name: f.default for f in fields(self)}
-        for name in ("fps", "clip", "scenes"):
-            if getattr(self, name) != default[name]:
+            found = parse_lengths(self.frames)
+            if self.first_frame and (1 in found or self.vae == "none"):
+                other = "--frames with 1" if 1 in found else "--vae none"
                 raise UserError(
-                    f"[data encode] --{name} is about clips. Give --frames, or leave it out."
+                    f"[data encode] --first-frame true with {other}: it stores latents of clips, "
+                    "of their first frame with grey ones behind it. Leave it out, or give "
+                    "--frames 17 and an autoencoder of clips."
+                )
+            return found
+        default = {f.name: f.default for f in fields(self)}
+        for name in ("fps", "clip", "scenes", "first_frame"):
+            if getattr(self, name) != default[name]:
+                flag = name.replace("_", "-")
+                raise UserError(
+                    f"[data encode] --{flag} is about clips. Give --frames, or leave it out."
                 )
         return ()
 
@@ -828,6 +840,9 @@ class PictureFlags(DrawingFlags, CommonFlags):
     text_encoder: FilePath | None = None
     """Folder or name of the text encoder (transformers) that embedded the run's captions. Unset:
     where it was then."""
+    reference: FilePath | None = None
+    """Picture that the network is given, such as the one to edit; of clips the first frame. It is
+    cropped to the size of the samples."""
     size: str | None = None
     """Size of the pictures, width x height in pixels: 1024x768. Unset: that of training."""
     frames: Few | None = None

@@ -120,11 +120,12 @@ class Autoencoder:
 
     @torch.no_grad()
     def encode(
-        self, pictures: UInt8[Tensor, "b 3 *size"]
+        self, pictures: Shaped[Tensor, "b 3 *size"]
     ) -> tuple[Float[Tensor, "b c *found"], Float[Tensor, "b c *found"]]:
         """Mean and std of the posterior of every picture [b, 3, h, w] or clip [b, 3, f, h, w].
 
-        Those of clips, and all that an autoencoder of clips gives, are [b, c, f, h, w].
+        Values are 0 to 255, uint8 or float. Those of clips, and all that an autoencoder of clips
+        gives, are [b, c, f, h, w].
         """
         clips = pictures.unsqueeze(2) if pictures.ndim == 4 else pictures
         size = clips.shape[2:]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from titan_dit import __version__
@@ -145,11 +146,22 @@ class ClipJob(BucketJob):
         """Decode and crop a clip. Raises BadFileError."""
         clip = self.cut[row]
         if clip is None:
+            if self.first_frame:
+                raise BadFileError("a picture has no frames after the first one")
             found = super().picture(row, budget)
-            return found._replace(pixels=found.pixels[:, None])
+            reference, mask = found.reference, found.mask
+            return found._replace(
+                pixels=found.pixels[:, None],
+                reference=None if reference is None else reference[:, None],
+                mask=None if mask is None else mask[None],
+            )
         crop = self.crop_of(row)
         pixels = clips.read_clip(self.path(row), clip, self.asked.rate, crop, self.asked.max_pixels)
-        return DecodedPicture(pixels, self.digest_of(row), False, self.surveyed.size(row))
+        mask = None
+        if self.has_masks:  # Of pictures beside it.
+            mask = torch.full(self.bucket_shapes[self.chosen[row]][1:], 255, dtype=torch.uint8)
+        size = self.surveyed.size(row)
+        return DecodedPicture(pixels, self.digest_of(row), False, size, mask=mask)
 
     def report_lines(self, records: Sequence[ChunkRecord]) -> Iterator[bytes]:
         """The lines of pictures.jsonl: one for each file."""
@@ -282,5 +294,9 @@ def with_rows(pictures: PictureSet, files: Sequence[int], cut: Sequence[Clip | N
         read=lambda row: pictures.read(files[row]),
         stamp=lambda row: pictures.stamp(files[row]),
         left_out=left_out,
+        companions={
+            kind: {row: of_file[f] for row, f in enumerate(files) if f in of_file}
+            for kind, of_file in pictures.companions.items()
+        },
         path=None if of_path is None else lambda row: of_path(files[row]),
     )

@@ -19,11 +19,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Int64, Shaped, UInt8
+import torch.nn.functional as F
+from jaxtyping import Float, Int64, Shaped, UInt8
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.data.files import BadFileError
+from titan_dit.data.files import BadFileError, stamp_of
 from titan_dit.data.latents import STORED_DTYPES
 from titan_dit.data.manifest import ENCODED_FORMAT, MANIFEST, digest_of
 from titan_dit.data.packing import pack
@@ -47,6 +48,8 @@ from titan_dit.system.files import write_whole
 from titan_dit.system.host_copy import HostCopy
 
 CROP = "upright by EXIF; ADM: halve by a box filter, resize by a bicubic one, crop the center"
+MASKS = "mask"
+"""Key of a chunk's record: sum and number of the values of its masks."""
 PICTURES = "pictures_sha256"
 """Key of a chunk's record: SHA-256 over the digests of its pictures' files."""
 MIN_SHARD_PICTURES, MAX_CHUNKS = 256, 64
@@ -64,6 +67,10 @@ class DecodedPicture(NamedTuple):
     """True if its colours were converted to sRGB."""
     size: Size
     """Size of the whole picture, upright."""
+    reference: UInt8[Tensor, "3 *size"] | None = None
+    """Its reference, cropped as the picture."""
+    mask: UInt8[Tensor, " *size"] | None = None
+    """Weight of each latent pixel, 0 to 255."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +126,21 @@ class EncodeJob(Chunks):
         """The sizes that pictures are cropped to."""
         return (Size(self.image_size, self.image_size),)
 
+    @property
+    def has_masks(self) -> bool:
+        """True if some pictures have a mask."""
+        return "mask" in self.pictures.companions
+
+    @property
+    def reference_channels(self) -> int:
+        """Channels of the references' latents; 0 without references."""
+        return self.channels if self.about.get("reference") else 0
+
+    @property
+    def first_frame(self) -> bool:
+        """True if references are the first frames of clips."""
+        return self.reference_channels > 0 and self.about["reference"]["kind"] == "first_frame"
+
     def shape_of(self, chunk: int) -> tuple[int, ...]:
         """Shape of a chunk's rows."""
         return self.shape
@@ -160,13 +182,21 @@ class EncodeJob(Chunks):
         ):
             if limit != default:
                 sha.update(f" {limit}".encode())
+        if self.pictures.companions:
+            sha.update(json.dumps(sorted(map(str, self.pictures.companions.items()))).encode())
         if self.pictures.left_out:
             sha.update(json.dumps(sorted(self.pictures.left_out.items())).encode())
         return sha.hexdigest()
 
     def stamp(self, row: int) -> tuple[int, int]:
-        """Length and time of modification of the file that holds a picture."""
-        return self.pictures.stamp(row)
+        """Length and time of modification of the file that holds a picture.
+
+        With a reference or a mask: lengths in all, and the latest time.
+        """
+        companions = self.pictures.companions.values()
+        files = [self.pictures.root / of_row[row] for of_row in companions if row in of_row]
+        stamps = [self.pictures.stamp(row), *map(stamp_of, files)]
+        return sum(size for size, _ in stamps), max(time for _, time in stamps)
 
     def has_made(self, record: ChunkRecord, chunk: int) -> bool:
         """True if the kept pictures of a chunk still have the same bytes."""
@@ -183,8 +213,11 @@ class EncodeJob(Chunks):
         return sha.hexdigest() == record.extra.get(PICTURES)
 
     def digest_of(self, row: int) -> bytes:
-        """SHA-256 of a picture's file. Raises BadFileError."""
-        return hashlib.sha256(self.pictures.read(row)).digest()
+        """SHA-256 of a picture's file, with its reference and its mask. Raises BadFileError."""
+        sha = hashlib.sha256(self.pictures.read(row))
+        for kind in self.pictures.companions:
+            sha.update(self.pictures.read_companion(kind, row) or b"")
+        return sha.digest()
 
     def report_lines(self, records: Sequence[ChunkRecord]) -> Iterator[bytes]:
         """The lines of pictures.jsonl; none without a survey."""
@@ -202,8 +235,45 @@ class EncodeJob(Chunks):
         crop = self.crop_of(row)
         width, height = sides_of(crop)
         found = decode_image(data, crop, (3, height, width), budget)
-        sha, size = hashlib.sha256(data).digest(), Size(*found.size)
-        return DecodedPicture(found.pixels, sha, found.is_converted, size)
+        size, mask = Size(*found.size), None
+        reference = self.companion("reference", row, size, budget)
+        if self.has_masks:
+            values = self.companion("mask", row, size, budget)
+            mask = self.weights(torch.full_like(found.pixels, 255) if values is None else values)
+        sha = hashlib.sha256(data)
+        if self.pictures.companions:
+            return DecodedPicture(
+                found.pixels, self.digest_of(row), found.is_converted, size, reference, mask
+            )
+        return DecodedPicture(found.pixels, sha.digest(), found.is_converted, size)
+
+    def companion(
+        self, kind: str, row: int, size: Size, budget: DecodingBudget
+    ) -> UInt8[Tensor, "3 h w"] | None:
+        """A picture's reference or mask, cropped as the picture of `size`; None without one.
+
+        Raises BadFileError for one of another size: it would show other places.
+        """
+        data = self.pictures.read_companion(kind, row)
+        if data is None:
+            return None
+        name, crop = self.pictures.companions[kind][row], self.crop_of(row)
+        width, height = sides_of(crop)
+        try:
+            found = decode_image(data, crop, (3, height, width), budget)
+        except BadFileError as error:
+            raise BadFileError(f"its {kind} {name}: {error}") from None
+        if Size(*found.size) != size:
+            raise BadFileError(
+                f"its {kind} {name} has {Size(*found.size)} pixels, the picture {size}. Save both "
+                "in one size"
+            )
+        return found.pixels
+
+    def weights(self, mask: UInt8[Tensor, "3 h w"]) -> UInt8[Tensor, "h_latent w_latent"]:
+        """The mean of a mask over the pixels of each latent pixel, and over its colours."""
+        factor = self.about["vae"]["factor"] if self.about["vae"] else 1
+        return F.avg_pool2d(mask.float().mean(0, keepdim=True), factor)[0].round().byte()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +289,8 @@ class EncodeOptions:
     text: str | None = None
     """Description of the data's origin."""
     max_pixels: int | None = None
+    first_frame: bool = False
+    """Store the latents of each clip's first frame, with grey frames behind it."""
 
     @property
     def copies(self) -> int:
@@ -266,7 +338,17 @@ class EncodeOptions:
             "copies": self.copies,
             "batch_size": self.batch_size,
             "units": self.units,
+            **self.about_references(pictures, vae),
         }
+
+    def about_references(
+        self, pictures: PictureSet, vae: Autoencoder | Pixels
+    ) -> dict[str, dict[str, Any]]:
+        """The manifest's `reference`, if there are references."""
+        if not self.first_frame and "reference" not in pictures.companions:
+            return {}
+        kind = "first_frame" if self.first_frame else "picture"
+        return {"reference": {"kind": kind, "channels": vae.channels}}
 
 
 def make_job(
@@ -350,6 +432,8 @@ class PictureBatch:
     dropped: Drops
     num_converted: int
     """Pictures whose colours were converted to sRGB."""
+    references: UInt8[Tensor, "b 3 *size"] | None = None
+    masks: UInt8[Tensor, "b *latent_size"] | None = None
 
 
 @dataclass
@@ -358,6 +442,8 @@ class EncodedChunk:
 
     number: int
     latents: list[Tensor] = field(default_factory=list)
+    """Of references, too: their channels stand behind those of the pictures."""
+    masks: list[Tensor] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     dropped: Drops = field(default_factory=list)
@@ -455,11 +541,22 @@ def joined(
             dropped.append((row, str(error)))
             continue
         kept.append(row)
-    stacked = torch.stack([picture.pixels for picture in found]) if found else None
-    if stacked is not None and pinned:
-        stacked = stacked.pin_memory()
-    digests = [picture.digest for picture in found]
-    return PictureBatch(chunk, kept, digests, stacked, dropped, sum(p.is_converted for p in found))
+
+    def stacked(parts: list[Tensor | None]) -> Tensor | None:
+        there = [part for part in parts if part is not None]
+        whole = torch.stack(there) if there else None
+        return whole.pin_memory() if whole is not None and pinned else whole
+
+    return PictureBatch(
+        chunk,
+        kept,
+        [picture.digest for picture in found],
+        stacked([picture.pixels for picture in found]),
+        dropped,
+        sum(picture.is_converted for picture in found),
+        stacked([picture.reference for picture in found]),
+        stacked([picture.mask for picture in found]),
+    )
 
 
 def encoded(
@@ -474,7 +571,7 @@ def encoded(
     for batch in batches:
         started = None
         if batch.pictures is not None:
-            started = HostCopy(latents_of(job, vae, batch.pictures))
+            started = HostCopy(latents_of(job, vae, batch.pictures, batch.references))
         queued.append((batch, started))
         if len(queued) > AHEAD:
             yield rows_of(*queued.popleft())
@@ -487,16 +584,42 @@ def rows_of(batch: PictureBatch, stored: HostCopy | None) -> tuple[PictureBatch,
     return batch, None if stored is None else stored.read()
 
 
+GREY = 127.5
+"""Value of a pixel that is not given: 0 of an autoencoder's input."""
+
+
 def latents_of(
-    job: EncodeJob, vae: Autoencoder | Pixels, pictures: UInt8[Tensor, "b 3 *size"]
+    job: EncodeJob,
+    vae: Autoencoder | Pixels,
+    pictures: UInt8[Tensor, "b 3 *size"],
+    references: UInt8[Tensor, "b 3 *size"] | None = None,
 ) -> Shaped[Tensor, "b k c *found"]:
-    """The rows of pictures: unscaled mean and std of each, or the mean alone, or the pixels."""
-    images = pictures.to(vae.device, non_blocking=True)
+    """The rows of pictures: unscaled mean and std of each, or the mean alone, or the pixels.
+
+    Behind them the means of their references, or of the first frames of clips.
+    """
+    images = with_copies(job, pictures.to(vae.device, non_blocking=True))
+    mean, std = vae.encode(images)
+    rows = [mean, std] if job.posterior == "both" else [mean]
+    if references is not None:
+        rows.append(vae.encode(with_copies(job, references.to(vae.device, non_blocking=True)))[0])
+    elif job.first_frame:
+        rows.append(vae.encode(first_frames(images))[0])
+    stored = torch.cat(rows, 1).to(STORED_DTYPES[job.dtype])
+    return stored.view(len(pictures), -1, *stored.shape[1:])
+
+
+def with_copies(job: EncodeJob, images: Shaped[Tensor, "b *size"]) -> Shaped[Tensor, "n *size"]:
+    """Pictures, or masks, each followed by its mirror image with --flip true."""
     copies = [images, images.flip(-1)] if job.flip else [images]
-    mean, std = vae.encode(torch.stack(copies, 1).flatten(0, 1))
-    rows = torch.cat([mean, std], 1) if job.posterior == "both" else mean
-    stored = rows.to(STORED_DTYPES[job.dtype])
-    return stored.view(len(pictures), len(copies), *stored.shape[1:])
+    return torch.stack(copies, 1).flatten(0, 1)
+
+
+def first_frames(clips: UInt8[Tensor, "b 3 f h w"]) -> Float[Tensor, "b 3 f h w"]:
+    """Clips with grey frames in place of all but the first."""
+    given = torch.full(clips.shape, GREY, device=clips.device)
+    given[:, :, 0] = clips[:, :, 0]
+    return given
 
 
 def add(job: EncodeJob, chunk: EncodedChunk, batch: PictureBatch, stored: Tensor | None) -> None:
@@ -505,6 +628,8 @@ def add(job: EncodeJob, chunk: EncodedChunk, batch: PictureBatch, stored: Tensor
     if stored is not None:
         finite = stored.isfinite().flatten(1).all(1)
         chunk.latents.append(stored[finite])
+        if batch.masks is not None:
+            chunk.masks.append(batch.masks[finite])
         for row, sha, is_finite in zip(batch.rows, batch.digests, finite.tolist(), strict=True):
             if is_finite:
                 chunk.rows.append(row)
@@ -517,14 +642,20 @@ def add(job: EncodeJob, chunk: EncodedChunk, batch: PictureBatch, stored: Tensor
 
 def write(job: EncodeJob, digest: str, output: Path, chunk: EncodedChunk) -> None:
     """Write a chunk's shard and its record."""
-    every = chunk.latents or [torch.empty(0, job.copies, *job.shape_of(chunk.number))]
-    latents = torch.cat(every).flatten(0, 1)
+    (channels, *size), beside = job.shape_of(chunk.number), job.reference_channels
+    every = chunk.latents or [torch.empty(0, job.copies, channels + beside, *size)]
+    rows = torch.cat(every).flatten(0, 1)
+    latents, references = rows[:, :channels].contiguous(), rows[:, channels:].contiguous()
     extra: dict[str, Any] = sums(job, latents) | {
         PICTURES: hashlib.sha256(b"".join(chunk.digests)).hexdigest()
     }
+    more = {"reference": references} if beside else {}
+    if chunk.masks:
+        more["mask"] = with_copies(job, torch.cat(chunk.masks))
+        extra[MASKS] = [int(more["mask"].sum(dtype=torch.int64)), more["mask"].numel()]
     if chunk.num_converted:
         extra[CONVERTED] = chunk.num_converted
-    write_chunk(job, digest, output, chunk.number, chunk.rows, latents, chunk.dropped, extra)
+    write_chunk(job, digest, output, chunk.number, chunk.rows, latents, chunk.dropped, extra, more)
 
 
 def sums(job: EncodeJob, rows: Shaped[Tensor, "n c *size"]) -> dict[str, list[float]]:
@@ -575,6 +706,8 @@ def finish(job: EncodeJob, output: Path) -> tuple[Drops, list[float], list[float
                 "so it has no scale. Choose --units vae."
             )
         more = {"scale": [1 / value for value in std], "shift": mean}
+    if job.has_masks:
+        more["mask"] = {"mean": mean_of_masks(records)}
     more["pictures_digest"] = digest_of([r.extra[PICTURES] for r in records if r.count])
     if job.pictures.texts:
         data = b"".join(captions(job, records))
@@ -587,6 +720,17 @@ def finish(job: EncodeJob, output: Path) -> tuple[Drops, list[float], list[float
     with writing(output / MANIFEST, job.command):
         pack.write_all(job, output, digest, records, more)
     return [drop for record in records for drop in record.dropped], mean, std
+
+
+def mean_of_masks(records: Sequence[ChunkRecord]) -> float:
+    """The mean of all masks, 0 to 255. Raises UserError if they are black."""
+    total, count = (sum(r.extra[MASKS][at] for r in records if r.count) for at in (0, 1))
+    if not total:
+        raise UserError(
+            "[data encode] all masks are black, so no token would have a loss. White counts in "
+            "full: exchange black and white."
+        )
+    return float(total / count)
 
 
 def captions(job: EncodeJob, records: Sequence[ChunkRecord]) -> Iterator[bytes]:

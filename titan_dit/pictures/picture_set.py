@@ -17,7 +17,7 @@ from torch import Tensor
 from titan_dit.config import limits
 from titan_dit.config.section import UserError
 from titan_dit.config.user_text import is_utf8
-from titan_dit.data.files import LABEL_LIMIT, BadFileError
+from titan_dit.data.files import LABEL_LIMIT, BadFileError, read_whole
 from titan_dit.data.listing import Names, few, missing_below
 
 Label = str | int | None
@@ -112,6 +112,23 @@ class PictureSet:
     """(name, reason) of files of the input that are not read."""
     path: Callable[[int], Path] | None = None
     """The file of a picture by its row, which may be missing. None if files hold several."""
+
+    companions: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    """"reference" or "mask" -> row -> the file beside the picture, relative to `root`."""
+
+    def read_companion(self, kind: str, row: int) -> bytes | None:
+        """Bytes of a picture's reference or mask; None without one.
+
+        Raises BadFileError or OSError.
+        """
+        name = self.companions.get(kind, {}).get(row)
+        if name is None:
+            return None
+        check = ListingOptions(max_file_bytes=self.max_file_bytes).check_size
+        try:
+            return bytes(read_whole(self.root / name, check))
+        except BadFileError as error:
+            raise BadFileError(f"{name}: {error}") from None
 
     @property
     def num_uncaptioned(self) -> int:

@@ -37,6 +37,7 @@ from titan_dit.pictures.captioned_folder import (
     open_captioned,
     with_prefix,
 )
+from titan_dit.pictures.companions import with_companions
 from titan_dit.pictures.library import parquet
 from titan_dit.pictures.picture_set import (
     BYTES_PER_ROW,
@@ -642,9 +643,11 @@ def open_input(path: Path, asked: ListingOptions) -> PictureSet:
     """List the pictures of a folder, or of one parquet or tar file.
 
     In a folder the first of these is read: a metadata file; parquet or tar files in it or below;
-    pictures with captions beside them; a folder per class.
+    pictures with captions beside them; a folder per class. References and masks may lie beside the
+    pictures of folders.
     """
-    return with_prefix(apply_caption_rule(open_any(path, asked), asked), asked)
+    found = with_companions(open_any(path, asked), asked)
+    return with_prefix(apply_caption_rule(found, asked), asked)
 
 
 def open_any(path: Path, asked: ListingOptions) -> PictureSet:
