@@ -62,6 +62,10 @@ Z_SIZES = {"latent_size": [8, 16], "others": [[6, 12]]}
 FLUX_SIZES = {"latent_size": [4, 4], "others": [[2, 4]]}
 # Clips of two latent frames, and pictures.
 FRAMES = {"latent_frames": 2, "others": [[1, 4, 8]]}
+# With references as further channels and as tokens, and masks; of clips with first frames.
+EDITS = TWO_SIZES | {"condition_channels": 2, "reference_tokens": True, "reference": "picture"}
+FLUX_EDITS = FLUX_SIZES | {"reference_tokens": True, "reference": "picture"}
+FIRST_FRAMES = {"latent_frames": 2, "condition_channels": 6, "reference": "first_frame"}
 # By model and number of ranks: [parallel], [pipeline], the kind, recomputation mode if any.
 CASES = {
     "dit": {
@@ -131,6 +135,9 @@ CASES = {
             (CP, {}, TWO_SIZES),
             (PP, FOLDED, TWO_SIZES),
             (PP, schedule("interleaved_zero_bubble", 2, order="run_time", memory=1.5), TWO_SIZES),
+            (TP, {}, EDITS),
+            (CP, {}, EDITS),
+            (PP, FOLDED, EDITS),
         ],
         4: [
             (TP | CP, {}, TWO_SIZES),
@@ -143,11 +150,23 @@ CASES = {
         4: [(PLAIN | CP, {}, Z_SIZES, "selective")],
     },
     "flux2": {
-        2: [(TP, {}, FLUX_SIZES), (CP, {}, FLUX_SIZES), (PP, FOLDED, FLUX_SIZES)],
+        2: [
+            (TP, {}, FLUX_SIZES),
+            (CP, {}, FLUX_SIZES),
+            (PP, FOLDED, FLUX_SIZES),
+            (TP, {}, FLUX_EDITS),
+            (CP, {}, FLUX_EDITS),
+        ],
         4: [(PLAIN | CP, {}, FLUX_SIZES, "selective")],
     },
     "wan": {
-        2: [(TP, {}, FRAMES), (CP, {}, FRAMES), (PP, FOLDED, FRAMES)],
+        2: [
+            (TP, {}, FRAMES),
+            (CP, {}, FRAMES),
+            (PP, FOLDED, FRAMES),
+            (TP, {}, FIRST_FRAMES),
+            (CP, {}, FIRST_FRAMES),
+        ],
         4: [({"tp": 4}, {}, FRAMES), (PLAIN | ULYSSES, {}, FRAMES, "selective")],
     },
 }
@@ -264,7 +283,11 @@ LONG = {
             (PP | ULYSSES, FOLDED, FLUX_SIZES, "attention"),
             ({"cp": 4}, {}, FLUX_SIZES),
         ],
-        8: [(PP | TP | CP, schedule("1f1b"), FLUX_SIZES), (DP | PP | TP, FOLDED, RELEASED)],
+        8: [
+            (PP | TP | CP, schedule("1f1b"), FLUX_SIZES),
+            (DP | PP | TP, FOLDED, RELEASED),
+            (PP | TP | CP, FOLDED, FLUX_EDITS, "selective"),
+        ],
     },
     "wan": {
         2: [
@@ -292,7 +315,11 @@ LONG = {
             (PP | ULYSSES, FOLDED, FRAMES, "attention"),
             ({"pp": 4}, FOLDED, FRAMES),
         ],
-        8: [(PP | TP | CP, schedule("1f1b"), FRAMES), (DP | PP | TP, FOLDED, RELEASED)],
+        8: [
+            (PP | TP | CP, schedule("1f1b"), FRAMES),
+            (DP | PP | TP, FOLDED, RELEASED),
+            (PP | TP | CP, FOLDED, FIRST_FRAMES, "selective"),
+        ],
     },
     "joint_dit": {
         2: [
@@ -313,6 +340,8 @@ LONG = {
             (DP | CP, {}, TWO_SIZES),
             (DP | PP, schedule("zbv_zero_bubble"), TWO_SIZES),
             (TP | PP, schedule("dualpipev"), TWO_SIZES),
+            (PLAIN | ULYSSES, {}, EDITS, "full"),
+            (DP | PP, schedule("zbv_zero_bubble"), EDITS),
             (TP | ULYSSES, {}, TALL),
             (CP | PP, schedule("interleaved_zero_bubble", 2), TWO_SIZES),
             ({"pp": 4}, FOLDED, TWO_SIZES),
@@ -358,11 +387,15 @@ def case_config(model, parallel, pipeline, kind, dtype="fp32", mode="none", laye
     if model in TOKENS_PER_STEP:
         if model != "joint_dit":
             layers = blocks_of_kinds(model, layers["num_layers"])
-        keys = {key: value for key, value in kind.items() if key != "others"}
+        of_data = {key: kind[key] for key in ("others", "reference") if key in kind}
+        keys = {key: value for key, value in kind.items() if key not in of_data}
+        if "reference" in kind:
+            of_data["masks"] = True
+            sections["objective"] = {"reference_dropout": 0.25}
         if "others" in kind:
             tokens = TOKENS_PER_STEP[model]
             sections["training"] |= {"global_batch_size": None, "tokens_per_step": tokens}
-            sections["data"] = {"others": kind["others"]}
+        sections["data"] = of_data
         return joint_config(model, model=layers | keys, **sections)
     norm_place, sentence_order = kind
     keys = {"norm_place": norm_place, "dropout": 0.1 if kind == POST_PAIRS else 0.0}

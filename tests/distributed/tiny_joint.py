@@ -9,7 +9,10 @@ from titan_dit.config import catalog, config_file
 from titan_dit.config.section import PositiveInt
 from titan_dit.data.base import DataConfig, Field, Source
 from titan_dit.data.buckets import BucketOrder
-from titan_dit.data.latent_facts import LatentFacts, TextFacts
+from titan_dit.data.latent_facts import LatentFacts, ReferenceFacts, TextFacts
+
+# Not that of the masks here: another constant does not change which layouts agree.
+MASK_MEAN = 120.0
 
 TABLES = {
     "model": {
@@ -45,6 +48,10 @@ class Captioned(DataConfig):
     text_tokens: PositiveInt
     text_dim: PositiveInt
     text_padding: Literal["removed", "kept"] = "removed"
+    reference: Literal["", "picture", "first_frame"] = ""
+    """Further latents of each sample, which the network is given."""
+    masks: bool = False
+    """True: the loss of each latent pixel has a weight."""
     others: tuple[tuple[PositiveInt, ...], ...] = ()
     """Sizes of further buckets, which share the rows evenly."""
 
@@ -59,11 +66,19 @@ class Captioned(DataConfig):
             [(self.channels, *size) for size in sizes],
             (self.text_tokens, self.text_dim),
             self.text_padding,
+            self.reference,
+            self.masks,
         )
 
 
+def reference_facts(kind, channels):
+    """References; a clip's latent frame is made of four frames."""
+    frames = 4 if kind == "first_frame" else 0
+    return ReferenceFacts(kind=kind, channels=channels, frame_channels=frames)
+
+
 class Captions(Source):
-    def __init__(self, shapes, text, padding="removed"):
+    def __init__(self, shapes, text, padding="removed", reference="", masks=False):
         self.shapes, self.text, self.padding = shapes, text, padding
         latent, several = shapes[0], len(shapes) > 1
         each = 64 // len(shapes)
@@ -80,6 +95,8 @@ class Captions(Source):
             num_classes=1,
             # Three channels are pixels.
             value_range=(-1.0, 1.0) if latent[0] == 3 else None,
+            reference=reference_facts(reference, latent[0]) if reference else None,
+            mask_mean=MASK_MEAN if masks else None,
             text=TextFacts(
                 kind="T5EncoderModel",
                 digest="text",
@@ -97,6 +114,10 @@ class Captions(Source):
             "text": Field(torch.float16, text),
             "text_length": Field(torch.int64, ()),
         }
+        if reference:
+            self.fields["reference"] = Field(torch.float32, latent)
+        if masks:
+            self.fields["mask"] = Field(torch.uint8, latent[1:])
 
     def captions(self, rows):
         return [f"caption {row}" for row in rows]
@@ -111,7 +132,14 @@ class Captions(Source):
         return ["x".join(map(str, shape)) for shape in self.shapes]
 
     def bucket_fields(self, bucket):
-        return {**self.fields, "latent": Field(torch.float32, self.shapes[bucket])}
+        shape = self.shapes[bucket]
+        found = {**self.fields, "latent": Field(torch.float32, shape)}
+        sizes = {"reference": shape, "mask": shape[1:]}
+        return found | {
+            name: Field(self.fields[name].dtype, size)
+            for name, size in sizes.items()
+            if name in found
+        }
 
     def order(self, seed, held_out, data_order, batch_sizes=()):
         if not batch_sizes:
@@ -124,13 +152,17 @@ class Captions(Source):
         words = torch.randn(self.text, generator=generator, dtype=torch.float32)
         length = index % (self.text[0] + 1) if self.padding == "removed" else self.text[0]
         words[length:] = 0
-        return {
-            "latent": torch.randn(
-                self.shapes[index // (64 // len(self.shapes))], generator=generator
-            ),
+        shape = self.shapes[index // (64 // len(self.shapes))]
+        found = {
+            "latent": torch.randn(shape, generator=generator),
             "text": words.half(),
             "text_length": torch.tensor(length),
         }
+        if self.facts.reference:
+            found["reference"] = torch.randn(shape, generator=generator)
+        if self.facts.mask_mean is not None:
+            found["mask"] = torch.randint(256, shape[1:], generator=generator).byte()
+        return found
 
 
 NETWORKS = {

@@ -187,7 +187,8 @@ def test_the_place_of_a_word_matters():
 
 def test_positions_count_words_rows_and_columns():
     config = tiny(latent_size=[4, 6], text_tokens=3)
-    text, image = config.positions(CPU)
+    text, image, reference = config.positions(CPU)
+    assert (reference - image).tolist() == [[1, 0, 0]] * len(image)
     assert text.tolist() == [[0, 0, 0], [1, 0, 0], [2, 0, 0]]
     assert image.tolist() == [[3, row, column] for row in range(2) for column in range(3)]
     # In the order of the tokens: the second token is the second column of the first row.

@@ -312,7 +312,8 @@ def test_z_images_positions_count_words_from_one_then_rows_and_columns():
 
 
 def test_flux2s_positions_count_words_on_an_axis_of_their_own():
-    text, image = flux2(latent_size=[2, 3], text_tokens=4).positions(CPU)
+    text, image, reference = flux2(latent_size=[2, 3], text_tokens=4).positions(CPU)
+    assert (reference - image).tolist() == [[10, 0, 0, 0]] * 6
     assert text.tolist() == [[0, 0, 0, i] for i in range(4)]
     assert image.tolist() == [[0, row, column, 0] for row in range(2) for column in range(3)]
 

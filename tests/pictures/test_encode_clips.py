@@ -85,6 +85,27 @@ def root(tmp_path_factory):
     return root
 
 
+def test_first_frames_are_stored_with_grey_frames_behind_them(root):
+    vae = str(root / "vae")
+    dropped = encoded(
+        root / "in", root / "given", vae, dtype="float32", first_frame=True, posterior="mean"
+    )
+    assert {reason for _, reason in dropped} >= {"a picture has no frames after the first one"}
+    source, loaded = LatentShards(root / "given", verify=True), autoencoder.load(vae, CPU)
+    facts = source.facts
+    assert (facts.reference.kind, facts.condition_channels) == ("first_frame", 4 + 4)
+    line = lines_of(root / "given")["a.mkv"]
+    rows = source.read([line["rows"][0]])
+    clip = torch.full((1, 3, 9, 24, 32), 127.5)
+    clip[0, :, 0] = torch.from_numpy(noise(9, seed=1)[0]).permute(2, 0, 1)
+    mean, _ = loaded.encode(clip)
+    assert rows["reference"].shape == rows["latent"].shape == (1, 4, 3, 6, 8)
+    torch.testing.assert_close(rows["reference"], mean, rtol=1e-4, atol=1e-4)
+    # The first latent frame is made of the first frame alone; later ones are not.
+    torch.testing.assert_close(rows["reference"][:, :, 0], rows["latent"][:, :, 0])
+    assert (rows["reference"] - rows["latent"])[:, :, 1:].abs().amax() > 1e-2
+
+
 def lines_of(folder):
     text = (folder / "pictures.jsonl").read_text()
     return {line["file_name"]: line for line in map(json.loads, text.splitlines())}
