@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan_dit.config import catalog, config_file, stages
+from titan_dit.config import catalog, config_file, dotted_names, stages
 from titan_dit.config.section import UserError
 from titan_dit.opening import settled_stages
 
@@ -91,6 +91,7 @@ REFUSED = {
 REPLACED = {
     ("steps = 5", "steps = 0"): "[[stages]] 2 steps=0 must be at least 1",
     ("steps = 5", 'steps = "5"'): '[[stages]] 2 steps="5" must be a whole number',
+    ("steps = 5", "steps = 1\n" + "[[stages]]\nsteps = 1\n" * 99): "[[stages]]: 101 stages",
     ("steps = 5", ""): "[[stages]] 2 has no steps",
     ("[training]", "[training]\nsteps = 12"): "steps=12 contradicts [[stages]], which have 6 + 5",
     ("[training]", "[training]\nsteps = 6"): "steps=6 contradicts [[stages]]",
@@ -120,6 +121,15 @@ def test_wrong_stages_are_refused(tmp_path, change):
     with pytest.raises(UserError) as caught:
         settled_stages(load(tmp_path, TEXT.replace(old, new)))
     assert REPLACED[change] in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["data.name", "lr_scheduler.decay", "parallel.tensor_plan"])
+def test_modules_that_only_a_stage_of_a_stranger_s_run_names_are_not_imported(tmp_path, key):
+    (tmp_path / "config.toml").write_text(f'{TEXT}{key} = "their_module:Thing"\n')
+    tables = config_file.of_run(tmp_path / "config.toml")
+    with pytest.raises(UserError, match=r"their_module:Thing.*--trust"):
+        dotted_names.check_trusted(tables, "--run r", False)
+    dotted_names.check_trusted(tables, "--run r", True)
 
 
 def test_a_table_of_positions_is_refused_by_name(tmp_path):

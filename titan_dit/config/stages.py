@@ -16,7 +16,6 @@ from titan_dit.config import catalog, did_you_mean
 from titan_dit.config.config_file import (
     Tables,
     build,
-    in_new_sections,
     known_keys,
     put_keys,
     renamed,
@@ -77,15 +76,14 @@ def config_of(config: JobConfig, number: int) -> JobConfig:
 
 def keys_of(stage: Mapping[str, Any], tables: Tables) -> Tables:
     """Section -> keys that a stage sets. Raises UserError for keys of the whole run."""
-    written = {name: table for name, table in stage.items() if name != "steps"}
-    for name, value in written.items():
+    found = {name: table for name, table in stage.items() if name != "steps"}
+    for name, value in found.items():
         if not isinstance(value, Mapping):
             near = did_you_mean.for_flag(name, known_keys(tables, catalog.variant))
             raise UserError(
                 f"{name}: unknown key. A stage has steps, and keys with their section, such as "
                 f"optimizer.lr = 1e-4.{near}"
             )
-    found = in_new_sections(written)
     for section, keys in found.items():
         if section in tables and section not in CHANGING:
             raise UserError(
@@ -94,9 +92,10 @@ def keys_of(stage: Mapping[str, Any], tables: Tables) -> Tables:
             )
         for key in keys:
             if key in OF_THE_RUN.get(section, ()):
-                fix = "Each stage has steps = ..." if key in ("steps", "epochs") else "Leave it out"
+                fix = "Each stage has steps = ..." if section == "training" else "Leave it out"
                 raise UserError(f"[{section}] {key} is of the whole run. {fix}.")
-    return found
+    # Copies: the run's config stays as it is.
+    return {section: dict(keys) for section, keys in found.items()}
 
 
 def configs_of(config: JobConfig) -> Iterator[JobConfig]:

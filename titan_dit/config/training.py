@@ -32,6 +32,9 @@ from titan_dit.config.section import (
     show,
 )
 
+MOST_STAGES = 100
+"""All stages are opened before the first step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Section):
@@ -95,6 +98,11 @@ class TrainingConfig(Section):
 
     def _add_up_stages(self) -> None:
         """Check the steps of every stage; unset steps are those of all stages."""
+        if len(self.stages) > MOST_STAGES:
+            raise UserError(
+                f"[[stages]]: {len(self.stages)} stages, each of which is opened before the first "
+                f"step. Set at most {MOST_STAGES}."
+            )
         for number, stage in enumerate(self.stages, start=1):
             if "steps" not in stage:
                 raise UserError(f"[[stages]] {number} has no steps. Set them: steps = 1000.")
