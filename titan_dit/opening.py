@@ -346,7 +346,7 @@ class OpenedRun:
     validation_set: ValidationSet | None
     evaluation: Evaluation | None
     identity: run_identity.Identity
-    stage: int
+    stage: int = 0
     """Number of the stage, from 0."""
 
     @property
@@ -360,7 +360,7 @@ class OpenedRun:
         training = self.config.training
         return stages.line_of(training, self.stage) if training.stages else None
 
-    def lines(self, built: BuiltNetwork, device: torch.device, step: int) -> Iterator[str | None]:
+    def lines(self, built: BuiltNetwork, device: torch.device, step: int) -> Iterator[str]:
         """The first console lines: software, layout, model, data, steps, folder, user code."""
         config, plan, precision = self.config, self.plan, self.plan.precision
         yield from refitted(plan.parallel, plan.sizes)
@@ -385,7 +385,8 @@ class OpenedRun:
         if plan.buckets:
             yield f"buckets {few([shown(each) for each in plan.buckets], between='; ')}"
             yield from small_buckets(self.sample_order)
-        yield self.stage_line
+        if self.stage_line:
+            yield self.stage_line
         yield f"steps   {step} of {steps} done, {batch}samples each"
         if step >= steps:
             yield (

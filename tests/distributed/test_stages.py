@@ -195,13 +195,38 @@ def stopped_at_a_boundary(world, root):
     return code, sorted(path.name for path in (root / "stopped" / "checkpoints").iterdir())
 
 
+def damaged(world, root):
+    """The checkpoints of stage 2 and of its begin are damaged: stage 1 goes on first."""
+    config = staged(root / "damaged", root / "set")
+    train(world, config, killed_before=5)
+    for name in ("step-00000003", "step-00000004"):
+        for file in (root / "damaged" / "checkpoints" / name).iterdir():
+            if file.name != "manifest.json":
+                file.write_bytes(file.read_bytes()[:-1] + b"x")
+    code, trainer = train(world, config)
+    return code, state(trainer)
+
+
 def changed_and_stopped(world, root):
-    return resumed_with_changes(world, root), stopped_at_a_boundary(world, root)
+    changed, stopped = resumed_with_changes(world, root), stopped_at_a_boundary(world, root)
+    return changed, stopped, damaged(world, root)
 
 
-def test_changed_stages_are_refused_and_a_stop_at_a_boundary_is_kept(runs):
-    root, *_ = runs
-    refused, (code, saved) = on_ranks(1, changed_and_stopped, root)[0]
+@pytest.fixture(scope="module")
+def others(runs):
+    return on_ranks(1, changed_and_stopped, runs[0])[0]
+
+
+def test_damaged_checkpoints_lead_back_into_an_earlier_stage(runs, others):
+    _, (*_, whole, _), _ = runs
+    *_, (code, found) = others
+    assert code == 0
+    for name, value in whole.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_changed_stages_are_refused_and_a_stop_at_a_boundary_is_kept(others):
+    refused, (code, saved), _ = others
     assert "[[stages]] 1 [optimizer] lr: none -> 0.002" in refused["ended"].replace("None", "none")
     assert "[[stages]] 1 steps: 3 -> 2, but it has ended" in refused["shorter"]
     assert "[objective] shift: 2.0 -> 3.0" in refused["now"]

@@ -117,7 +117,7 @@ def naming(config: JobConfig, number: int) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if not config.training.stages:
+        if not config.training.stages or str(error).startswith("[[stages]]"):
             raise
         raise UserError(f"[[stages]] {number + 1}: {error}") from None
 
