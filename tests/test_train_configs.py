@@ -188,7 +188,7 @@ def two_steps_of_each(world):
         make_tiny(tables)
         tables["compile"] = {"enabled": False}
         tables["parallel"] = tables["pipeline"] = {}
-        tables["training"] |= {"global_batch_size": 4, "microbatch_size": 2}
+        tables["training"] |= {"global_batch_size": 4, "microbatch_size": 2, "stages": []}
         trainer = Trainer(config_file.build(tables, catalog.variant), world)
         batches = trainer.batches()
         for trainer.step in (1, 2):

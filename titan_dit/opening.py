@@ -35,6 +35,7 @@ from titan_dit.checks.parts import (
     validate_parts,
 )
 from titan_dit.checks.pipeline import check_same_file, order_hint
+from titan_dit.config import stages
 from titan_dit.config.config_file import Tables, to_tables
 from titan_dit.config.dotted_names import origins
 from titan_dit.config.job import JobConfig
@@ -92,11 +93,62 @@ def plan_run(
     return plan if device is None else with_kernel(plan, device)
 
 
+def settled_stages(config: JobConfig) -> list[JobConfig]:
+    """The config of every stage, settled, in order; without stages the run's. Raises UserError.
+
+    The weights go on, so all stages need parameters of the same names and shapes; and the number of
+    tokens of a sample, of the largest bucket, must not fall.
+    """
+    found, weights = list[JobConfig](), dict[str, torch.Size]()
+    for number, each in enumerate(stages.configs_of(config)):
+        with stages.naming(config, number):
+            each = settled(each)
+            if config.training.stages:
+                check_size(found[-1] if found else each, each)
+                weights = check_weights(weights, each)
+        found.append(each)
+    return found
+
+
+def check_size(before: JobConfig, config: JobConfig) -> None:
+    """Raise UserError if samples of a stage have fewer tokens than those of the one before."""
+    was, now = (each.objective.model_spec(each.model).num_tokens for each in (before, config))
+    if now < was:
+        raise UserError(
+            f"its samples have {now} tokens, those of the stage before {was}. Stages go from small "
+            "samples to large ones: put this one first."
+        )
+
+
+def check_weights(before: Mapping[str, torch.Size], config: JobConfig) -> dict[str, torch.Size]:
+    """The shapes of a stage's parameters. Raises UserError unless they are those of `before`."""
+    with torch.device("meta"):
+        model = config.objective.model_spec(config.model).build()
+    now = {name: parameter.shape for name, parameter in model.named_parameters()}
+    changed = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    if before and changed:
+        was, found = (list(each.get(changed[0], ())) or "none" for each in (before, now))
+        raise UserError(
+            f"[model] name={show(config.model.name)}: the parameter {changed[0]} is {was} in the "
+            f"first stage and {found} in this one, so its weights cannot go on. Leave the keys of "
+            "[model] that change it alone; positions that are no parameters (rotary, sin-cos) fit "
+            "every size."
+        )
+    return now
+
+
 def check_launch(config: JobConfig) -> None:
-    """Raise UserError if the run cannot start on the ranks that were launched.
+    """Raise UserError if a stage of the run cannot start on the ranks that were launched.
 
     For every rank before the rendezvous, so that a wrong launch fails at once on all ranks.
     """
+    for number, each in enumerate(settled_stages(config)):
+        with stages.naming(config, number):
+            check_stage_launch(each)
+
+
+def check_stage_launch(config: JobConfig) -> None:
+    """`check_launch` of one stage, or of a run without stages."""
     # Only rank 0 looks if the run has started: a shared disk may show others less.
     is_first = LaunchedAs.here().is_first
     resuming = not is_first or resume.has_started(config.job, config.checkpoint)
@@ -311,11 +363,19 @@ class OpenedRun:
     validation_set: ValidationSet | None
     evaluation: Evaluation | None
     identity: run_identity.Identity
+    stage: int = 0
+    """Number of the stage, from 0."""
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.config.training.num_steps
+        """Optimizer steps of the whole run, with all stages."""
+        return self.config.training.stage_ends[-1]
+
+    @property
+    def stage_line(self) -> str | None:
+        """Console text of the stage; None if the run has no stages."""
+        training = self.config.training
+        return stages.line_of(training, self.stage) if training.stages else None
 
     def lines(self, built: BuiltNetwork, device: torch.device, step: int) -> Iterator[str]:
         """The first console lines: software, layout, model, data, steps, folder, user code."""
@@ -342,6 +402,8 @@ class OpenedRun:
         if plan.buckets:
             yield f"buckets {few([shown(each) for each in plan.buckets], between='; ')}"
             yield from small_buckets(self.sample_order)
+        if self.stage_line:
+            yield self.stage_line
         yield f"steps   {step} of {steps} done, {batch}samples each"
         if step >= steps:
             yield (
@@ -439,32 +501,55 @@ def open_evaluation(
     return evaluation.open_evaluation(config.fid, config.sampling, objective, device)
 
 
-def open_run(config: JobConfig, world: World) -> OpenedRun:
-    """Resolve, check and open everything; does not write to the run directory. Collective."""
-    config = settled(config)
-    check_same_config(config, world.gather)
-    kept = kept_keys.settled(config.job, config.ema, config.checkpoint)
-    config = replace(config, job=kept[0], ema=kept[1])
-    job = config.job
-    if config.training.deterministic:
-        set_deterministic()
-    # Rank 0's view decides, as in `resume`.
-    resuming = world.gather(resume.has_started(job, config.checkpoint))[0]
+@dataclass(frozen=True)
+class Parts:
+    """The plan, the dataset and the objective of a stage, which fit each other."""
+
+    plan: RunPlan
+    source: Source
+    objective: Objective
+
+
+def open_parts(config: JobConfig, world: World, *, resuming: bool) -> Parts:
+    """Open the parts of a stage, or of a run without stages. Collective. Raises UserError."""
     plan = plan_run(config, world.size, resuming=resuming, device=world.device)
     check_same_file(plan, world.gather)
-    hooks = Hooks(job.hooks, world.is_first)
-    hooks.raise_failure(world.gather)
     source = open_source(config)
     plan = plan_buckets(config, plan, source)
     objective = open_objective(config, plan, source, previews=bool(config.sampling.every))
     if config.sampling.every:
         objective.check_preview(config.sampling, config.generation)
+    return Parts(plan, source, objective)
+
+
+def open_run(run: JobConfig, world: World, stage: int = 0) -> OpenedRun:
+    """Resolve, check and open everything; does not write to the run directory. Collective.
+
+    `run`: the config of the run. Of several stages this opens one, from 0, and tries the later
+    ones: what does not fit is refused before the first step.
+    """
+    config = settled(stages.config_of(run, stage))
+    check_same_config(config, world.gather)
+    kept = kept_keys.settled(config.job, config.ema, config.checkpoint)
+    run, config = (replace(each, job=kept[0], ema=kept[1]) for each in (run, config))
+    job = config.job
+    if config.training.deterministic:
+        set_deterministic()
+    # Rank 0's view decides, as in `resume`.
+    resuming = world.gather(resume.has_started(job, config.checkpoint))[0]
+    hooks = Hooks(job.hooks, world.is_first)
+    hooks.raise_failure(world.gather)
+    for later in range(stage + 1, len(run.training.stages)):
+        with stages.naming(run, later):
+            open_parts(settled(stages.config_of(run, later)), world, resuming=resuming)
+    parts = open_parts(config, world, resuming=resuming)
+    plan, source, objective = parts.plan, parts.source, parts.objective
     objective.open_drawing(config.sampling, source, Ranks().run_on_first, job.folder)
     held_out = rows_held_out(config, source)
     sample_order = training_order(config, plan, source, held_out)
     of_epochs = buckets.rows_and_sizes(sample_order, plan.global_batch_size)
     config = replace(config, training=config.training.resolved(of_epochs))
-    lr_schedule.check(config.lr_scheduler, config.training.num_steps)
+    lr_schedule.check(config.lr_scheduler, config.training.num_steps - config.training.begin)
     return OpenedRun(
         config=config,
         plan=plan,
@@ -476,7 +561,13 @@ def open_run(config: JobConfig, world: World) -> OpenedRun:
             config.validation, config.data, source, held_out, job, job.folder, world, config.text
         ),
         evaluation=open_evaluation(config, objective, world.device),
-        identity=run_identity.Identity(to_tables(config), source.facts.as_json(), len(held_out)),
+        identity=run_identity.Identity(
+            to_tables(config),
+            source.facts.as_json(),
+            len(held_out),
+            to_tables(run) if run.training.stages else {},
+        ),
+        stage=stage,
     )
 
 

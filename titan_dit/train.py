@@ -63,17 +63,16 @@ def train(config: JobConfig) -> int:
     """Start the process group, train; return the exit code."""
     expand_segments(os.environ, cuda_graphs=config.compile.cuda_graphs)
     # Lazy imports: a wrong config is reported before torch.distributed is loaded.
-    from titan_dit.opening import check_launch, settled
+    from titan_dit.opening import check_launch
     from titan_dit.ranks import process_group, signals, watchdog
 
     signals.die_with_launcher()
-    config = settled(config)
     check_launch(config)
-    from titan_dit.trainer import Trainer
+    from titan_dit import trainer
 
     watchdog.record_collectives()
     with process_group.start() as world:
-        return Trainer(config, world).fit()
+        return trainer.fit(config, world)
 
 
 if __name__ == "__main__":

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 import titan_dit
 from titan_dit.build import build
 from titan_dit.checkpoint import run_lock
+from titan_dit.config import stages
 from titan_dit.config.job import JobConfig
+from titan_dit.config.layout import CompileConfig
+from titan_dit.config.section import UserError
 from titan_dit.data import loader
-from titan_dit.data.base import Batch
+from titan_dit.data.base import Batch, SampleOrder
 from titan_dit.data.buckets import step_plan
-from titan_dit.data.order import RankOrder, StepPlan
+from titan_dit.data.order import LaterOrder, RankOrder, StepPlan
 from titan_dit.hooks import KEY as HOOKS
 from titan_dit.hooks import Run
 from titan_dit.objectives.base import DataShare
@@ -28,17 +33,24 @@ from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.optim.lr_schedule import learning_rate
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer, optimizer_tensors
-from titan_dit.parallel.compile import Recompiles
+from titan_dit.parallel.compile import Recompiles, compiles
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.ranks import process_group
 from titan_dit.ranks.failure import leave_note, training_started
-from titan_dit.ranks.process_group import World
+from titan_dit.ranks.process_group import Ranks, World
 from titan_dit.ranks.stop_request import Reason, StopRequest
 from titan_dit.ranks.watchdog import Watchdog
 from titan_dit.recovery import bad_steps, replicas
 from titan_dit.recovery.bad_steps import Guard, Reading
 from titan_dit.recovery.ledger import Ledger, SampleLog
-from titan_dit.recovery.resume import BadStreak, Progress, resumed, rolled_back, saves_of
+from titan_dit.recovery.resume import (
+    BadStreak,
+    Progress,
+    newest_step,
+    resumed,
+    rolled_back,
+    saves_of,
+)
 from titan_dit.rng import SampleRNG
 from titan_dit.system import run_files
 from titan_dit.system.garbage_collection import Collector
@@ -47,8 +59,43 @@ if TYPE_CHECKING:
     from titan_dit.trained_model import TrainedModel
 
 
+class HandedOn(NamedTuple):
+    """What a stage leaves in its process for the next one; the rest is in its checkpoint."""
+
+    mesh: Mesh
+    stop: StopRequest
+
+
+def fit(config: JobConfig, world: World) -> int:
+    """Train the stages of a run that are left, one after another; return the exit code.
+
+    A stage begins as a started run does: it is opened, and resumes from the checkpoint that the one
+    before it has written. A run without stages is one.
+    """
+    training, step, before = config.training, 0, None
+    if training.stages:
+        step = Ranks().run_on_first(lambda: newest_step(config.job, config.checkpoint))
+    while True:
+        trainer = Trainer(config, world, stages.number_after(training, step), before)
+        code, step = trainer.fit(), trainer.step
+        if trainer.stop.reason or step >= trainer.opened.steps:
+            return code
+        before = HandedOn(trainer.mesh, trainer.stop)
+        del trainer
+        free_memory(config.compile)
+
+
+def free_memory(config: CompileConfig) -> None:
+    """Free what only an ended stage held, before the next one is built."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if compiles(config):
+        torch.compiler.reset()  # Its graphs are of modules that are gone.
+
+
 class Trainer:
-    """A run on this rank. The constructor does not write to the run directory."""
+    """A run on this rank, or one stage of it. Making it does not write to the run directory."""
 
     @staticmethod
     def load(*run: Any, **choice: Any) -> TrainedModel:
@@ -56,16 +103,23 @@ class Trainer:
         found: TrainedModel = titan_dit.load(*run, **choice)
         return found
 
-    def __init__(self, config: JobConfig, world: World) -> None:
-        self.opened = opened = open_run(config, world)
+    def __init__(
+        self, config: JobConfig, world: World, stage: int = 0, before: HandedOn | None = None
+    ) -> None:
+        """`config`: of the run; `stage`: number, from 0, of the one to train.
+
+        `before`: what the stage before leaves in this process.
+        """
+        self.opened = opened = open_run(config, world, stage)
         config, job = opened.config, opened.config.job
         self.config, self.world = config, world
         self.plan, self.hooks, self.identity = opened.plan, opened.hooks, opened.identity
         self.source, self.objective = opened.source, opened.objective
-        self.sample_order = opened.sample_order
+        self.sample_order: SampleOrder = opened.sample_order
         self.validation_set = opened.validation_set
         plan, device = self.plan, world.device
-        self.mesh = Mesh(plan.sizes, device.type)
+        kept = before is not None and before.mesh.sizes == plan.sizes
+        self.mesh = before.mesh if before and kept else Mesh(plan.sizes, device.type)
         self.built = built = build(plan, self.objective, self.mesh, device)
         self.executor, self.parameters = built.executor, built.parameters
         peak = peak_tflops(device, plan.precision.dtype)
@@ -78,6 +132,7 @@ class Trainer:
         self.ema = EMA(self.parameters, config.ema)
         self.ema.run_beside(self.optimizer)
         self.step, self.cursor, self.ledger = 0, 0, Ledger()
+        self.stage_cursor = 0
         self.guard = Guard(config.faults, device, plan.precision)
         self.checkpoints = saves_of(job, config.checkpoint, config.ema, opened.steps)
         self.folder = job.folder
@@ -85,7 +140,8 @@ class Trainer:
         self.say = self.log.say
         self.meter, self.recompiles = Meter(), Recompiles()
         self.collector = Collector(config.training.gc_every)
-        self.stop = StopRequest(world.size, device)
+        self.stop = before.stop if before else StopRequest(world.size, device)
+        self.stop.kept = config.training.num_steps < opened.steps
         self.watchdog = Watchdog(
             self.folder, world.rank, config.faults.step_timeout_s, process_group.set_timeouts
         )
@@ -96,10 +152,16 @@ class Trainer:
         self.row: Row = {}
 
     def fit(self) -> int:
-        """Train from the checkpoint or step 0 to the last step; return the exit code."""
+        """Train from the checkpoint or step 0 to the last step of the stage; return the exit code.
+
+        If the only undamaged checkpoint is of an earlier stage, `step` is before this one: its
+        stage has to go on first.
+        """
         saves_in = self.checkpoints.folder if self.config.checkpoint.every else None
         with self.watchdog, run_lock.hold_locks(self.folder, saves_in, self.say):
             self.resume()
+            if self.step < self.config.training.begin:
+                return 0
             replicas.check(
                 self.config.faults,
                 self.parameters,
@@ -114,7 +176,7 @@ class Trainer:
         return self.stop.exit_code
 
     def train(self) -> None:
-        """Train until the last step or a stop request."""
+        """Train until the last step of the stage or a stop request."""
         config = self.config
         batches, first_step = self.batches(), self.step + 1
         self.begin()
@@ -155,7 +217,8 @@ class Trainer:
         else:
             self.write_profile(stopped=True)
             self.finish_saves()
-            self.say(f"done: step {self.step}, everything is in {self.folder}")
+            done = self.opened.stage_line if self.step < self.opened.steps else None
+            self.say(f"done: {done or f'step {self.step}, everything is in {self.folder}'}")
         self.call_hooks("ended")
 
     def begin(self) -> None:
@@ -240,9 +303,8 @@ class Trainer:
         config = self.config
         rng = SampleRNG(config.job.seed, batch.sample_numbers)
         loss = self.executor.step(self.built.prepare(batch, rng), self.guard.loss_scale)
-        lr = learning_rate(
-            config.lr_scheduler, config.optimizer.lr, self.step, config.training.num_steps
-        )
+        begin, end = config.training.begin, config.training.num_steps
+        lr = learning_rate(config.lr_scheduler, config.optimizer.lr, self.step - begin, end - begin)
         with self.profile.mark(OPTIMIZER):
             grad_norm = clip_norm(
                 self.parameters.values(),
@@ -293,7 +355,7 @@ class Trainer:
         # The first step of a resumed run is printed only.
         if self.step == 1 or validated or self.due(self.config.metrics.every):
             self.log.log(row)
-        self.log.progress(row, self.config.training.num_steps)
+        self.log.progress(row, self.opened.steps)
         self.say(self.recompiles.report())
 
     def roll_back(self) -> None:
@@ -312,6 +374,11 @@ class Trainer:
                 self.say,
             )
             self.continue_from(progress)
+        if self.step < self.config.training.begin:
+            raise UserError(
+                f"[checkpoint] all checkpoints of {self.opened.stage_line} are damaged. Run the "
+                f"same command again: the run goes on after step {self.step}, in an earlier stage."
+            )
         self.log.add(run_files.FAULTS, bad_steps.line_of_rollback(last, self.step, *numbers))
         self.log.forget_after(self.step)
         self.open_sample_log()
@@ -358,7 +425,14 @@ class Trainer:
                 self.read_guard()
             replicas.check(self.config.faults, self.parameters, self.mesh, self.step)
             sizes = self.plan.samples_per_step
-            progress = Progress(self.step, self.cursor, self.ledger, self.guard.state(), sizes)
+            progress = Progress(
+                self.step,
+                self.cursor,
+                self.ledger,
+                self.guard.state(),
+                sizes,
+                self.stage_cursor,
+            )
             layout = {"layout": str(self.mesh.sizes), "versions": VERSIONS}
             num_rows = self.sample_order.num_rows
             record = progress.as_record(num_rows) | self.identity.as_record() | layout
@@ -399,8 +473,16 @@ class Trainer:
 
     def continue_from(self, progress: Progress) -> None:
         """Continue from the progress of a checkpoint whose tensors are loaded."""
+        begin, self.step = self.config.training.begin, progress.step
+        if self.step < begin:
+            return
+        if begin and self.step == begin:
+            progress = progress.at_new_stage()
         progress.check_buckets(self.plan.samples_per_step)
-        self.step, self.cursor, self.ledger = progress.step, progress.cursor, progress.ledger
+        self.cursor, self.ledger = progress.cursor, progress.ledger
+        self.stage_cursor = progress.stage_cursor
+        if self.stage_cursor:
+            self.sample_order = LaterOrder(self.opened.sample_order, self.stage_cursor)
         self.guard.load(progress.guard)
 
     def open_sample_log(self) -> None:
@@ -416,7 +498,7 @@ class Trainer:
     def open_run_directory(self) -> None:
         """Write the resolved config, open the metrics and print the first console lines."""
         config, world = self.config, self.world
-        self.log.open(self.identity.config, config.metrics, self.step)
+        self.log.open(self.identity.whole, config.metrics, self.step)
         if world.is_first and not self.ledger.skipped:
             (self.folder / run_files.ROLLBACKS).unlink(missing_ok=True)  # Left by a deleted run.
         self.open_sample_log()
@@ -430,7 +512,7 @@ class Trainer:
             Run(
                 name=config.job.name,
                 folder=self.folder,
-                steps=config.training.num_steps,
+                steps=self.opened.steps,
                 rank=world.rank,
                 num_ranks=world.size,
                 config=self.identity.config,

@@ -14,7 +14,7 @@ from titan_dit.config.training import TrainingConfig
 from titan_dit.data import buckets
 from titan_dit.data.base import SampleOrder
 from titan_dit.data.buckets import BucketOrder, BucketPlan
-from titan_dit.data.order import steps_from
+from titan_dit.data.order import LaterOrder, steps_from
 
 UNEVEN = ([1000, 333, 97, 40, 7, 1], [16, 24, 12, 8, 32, 48])
 
@@ -245,3 +245,18 @@ def test_a_billion_rows_in_40_buckets_are_ordered_in_milliseconds():
     assert first <= 0.5
     assert each <= 2e-3
     assert mebibytes <= 64
+
+
+def test_an_order_that_begins_later_takes_the_same_rows_and_skips_its_own_numbers():
+    """As a stage does, after 1,000 samples of others."""
+    order, first = order_of([100, 40], [16, 8]), 1000
+    later = LaterOrder(order, first)
+    steps = list(islice(steps_from(buckets.step_plan(order, 0), 0), 30))
+    # Skipped: numbers of an earlier stage and, across its end, the first two steps of this one.
+    skipped = ((10, 20), (990, first + steps[1].next_cursor))
+    moved = list(islice(steps_from(buckets.step_plan(later, 0, skipped), first), 28))
+    assert moved[0].numbers[0] == first + steps[2].numbers[0]
+    for step, found in zip(steps[2:], moved, strict=True):
+        assert (found.bucket, found.next_cursor) == (step.bucket, step.next_cursor + first)
+        assert later.rows(found.numbers) == order.rows(step.numbers)
+    assert later.num_rows == order.num_rows

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from titan_dit.commands import results_file
 from titan_dit.commands.flags import PlanFlags
-from titan_dit.config import catalog, config_file, flags
+from titan_dit.config import catalog, config_file, flags, stages
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
 from titan_dit.models.base import ModelConfig
@@ -24,7 +24,7 @@ from titan_dit.opening import (
     example_of,
     open_objective,
     plan_run,
-    settled,
+    settled_stages,
 )
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.planner import hardware, links, report
@@ -53,19 +53,37 @@ def main(options: PlanFlags, keys: Sequence[str]) -> None:
         console.say(line)
     check_gpus(options.gpus, device)
     config, fixed = config_of(options, keys)
-    choice = plan(config, options.gpus, device, fixed, options.top)
-    best = choice.space.config_of(choice.best.candidate)
-    # The checks of a start, once more for the very config that is written.
-    checked = plan_run(best, options.gpus)
-    of_buckets = bucket_lines(best, checked)
-    for line in (*report.lines(choice, options.top, options.config), *of_buckets):
-        console.say(line)
+    training, found = config.training, list[Recommendation]()
+    if training.stages and options.write:
+        raise UserError(
+            f"--write {options.write}: {options.config} has [[stages]], each of which has a layout "
+            "of its own. Leave --write out, and set parallel.KEY in the stages."
+        )
+    for number, each in enumerate(settled_stages(config)):
+        if training.stages:
+            console.say(stages.line_of(training, number))
+        with stages.naming(config, number):
+            found.append(plan(stages.alone(each), options.gpus, device, fixed, options.top))
+            print_choice(found[-1], options)
+    if training.stages:
+        hours = sum(report.gpu_hours(choice) or 0.0 for choice in found)
+        console.say(f"stages  {hours:,.0f} GPU-hours for all {training.stage_ends[-1]:,} steps")
     if options.out:
-        found = report.as_json(choice, options.top, options.config)
-        results_file.write("--out", Path(options.out), json.dumps(found, indent=2) + "\n")
+        reports = [report.as_json(choice, options.top, options.config) for choice in found]
+        values = {"stages": reports} if training.stages else reports[0]
+        results_file.write("--out", Path(options.out), json.dumps(values, indent=2) + "\n")
     if options.write:
+        best = found[0].space.config_of(found[0].best.candidate)
         text = config_file.to_toml(config_file.to_tables(best))
         results_file.write("--write", Path(options.write), text)
+
+
+def print_choice(choice: Recommendation, options: PlanFlags) -> None:
+    """Print a plan, after the checks of a start once more for the very config that it names."""
+    best = choice.space.config_of(choice.best.candidate)
+    of_buckets = bucket_lines(best, plan_run(best, options.gpus))
+    for line in (*report.lines(choice, options.top, options.config), *of_buckets):
+        console.say(line)
 
 
 def check_unused(options: PlanFlags, keys: Sequence[str]) -> None:
@@ -137,7 +155,7 @@ def config_of(options: PlanFlags, keys: Sequence[str]) -> tuple[JobConfig, list[
             raise UserError(f"--fix {fix}: write section.key=value, such as parallel.tp=4.")
         words.append(f"--{key.strip().lstrip('-')}={value.strip()}")
     _, given = flags.split(words, (*config_file.plain_sections(), *config_file.CHOSEN_BY_NAME))
-    return settled(config_file.load(words, catalog.variant)), [
+    return config_file.load(words, catalog.variant), [
         key for key in given if key in (*KEYS, "pipeline.split")
     ]
 

@@ -22,7 +22,7 @@ from titan_dit.checkpoint.run_checkpoints import resolve as named_by
 from titan_dit.checkpoint.store import Location, location
 from titan_dit.checks.device import replayable_precision
 from titan_dit.commands.flags import ReplayFlags
-from titan_dit.config import catalog, config_file, dotted_names
+from titan_dit.config import catalog, config_file, dotted_names, stages
 from titan_dit.config.job import NEW_RUN, JobConfig, JobSection
 from titan_dit.config.layout import CompileConfig, ParallelConfig
 from titan_dit.config.operation import CheckpointConfig
@@ -30,11 +30,17 @@ from titan_dit.config.section import UserError
 from titan_dit.data import loader
 from titan_dit.data.base import SampleOrder, Source
 from titan_dit.data.buckets import BucketOrder, step_plan
-from titan_dit.data.order import SampleRange, StepPlan, numbers_of, ranges_of
+from titan_dit.data.order import LaterOrder, SampleRange, StepPlan, numbers_of, ranges_of
 from titan_dit.execution import LocalExecutor, Output, first_of
 from titan_dit.objectives.base import Objective, with_collect
 from titan_dit.observe import console, metrics
-from titan_dit.opening import open_objective, open_source, rows_held_out, training_order
+from titan_dit.opening import (
+    open_objective,
+    open_source,
+    rows_held_out,
+    settled,
+    training_order,
+)
 from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.optim.optimizer import freeze
@@ -114,6 +120,8 @@ class Origin:
     weights: Location | None
     """The newest checkpoint before the step; None for the initial weights."""
     weights_step: int
+    stage_cursor: int
+    """The cursor at which the step's stage began; 0 without stages."""
     loss_scale: float | None
     """fp16's loss scale at the step, or in the weights' checkpoint; None if neither is known."""
 
@@ -128,6 +136,9 @@ def main(options: ReplayFlags) -> None:
     dotted_names.check_trusted(tables, f"--run {run}", options.trust)
     config = config_file.build(tables, catalog.variant)
     is_shown = check_taken(run, options.step, config.metrics.every, config.training.num_steps)
+    if config.training.stages:
+        config = stages.config_of(config, stages.number_of(config.training, options.step))
+        config = settled(config)
     saved = tables_of(run, options.step)
     # A run of before the key `objective` compiled only its blocks.
     compile_keys: dict[str, Any] = {"objective": False} | saved.get("compile", {})
@@ -138,9 +149,10 @@ def main(options: ReplayFlags) -> None:
     alone = replace(config, parallel=ParallelConfig())
     plan = with_buckets(resolve(alone, 1, resuming=True), alone, source.facts)
     order = training_order(alone, plan, source, held_out)
-    steps = partial(step_plan, order, plan.global_batch_size)
+    steps = partial(later_steps, order, plan.global_batch_size)
     origin = origin_of(run, options.step, config, source.facts.digest, steps)
-    bucket = order.located(origin.numbers[0])[1] if isinstance(order, BucketOrder) else 0
+    within = origin.numbers[0] - origin.stage_cursor
+    bucket = order.located(within)[1] if isinstance(order, BucketOrder) else 0
     of_run = plan.each_bucket[bucket].wanted_microbatch_size
     size = options.microbatch_size or of_run or MICROBATCH
     chosen = chosen_microbatches(len(origin.numbers), size, options.microbatch)
@@ -168,7 +180,7 @@ def main(options: ReplayFlags) -> None:
             seed=config.job.seed,
             objective=objective,
             source=source,
-            sample_order=order,
+            sample_order=LaterOrder(order, origin.stage_cursor),
             built=rebuilt(config, plan, objective, source, origin, world.device),
             num_samples=len(origin.numbers),
             step=options.step,
@@ -246,12 +258,12 @@ def origin_of(
     step: int,
     config: JobConfig,
     digest: str,
-    steps: Callable[[tuple[SampleRange, ...]], StepPlan],
+    steps: Callable[[int, tuple[SampleRange, ...]], StepPlan],
 ) -> Origin:
     """Return a step's samples: from the fault log if it was bad, else from the plan of steps.
 
-    `digest`: of the data. `steps`: the plan without some ranges of samples. Raises UserError for
-    other data than that of the run.
+    `digest`: of the data. `steps`: the plan of a stage that began at a cursor, without some ranges
+    of samples. Raises UserError for other data than that of the run.
     """
     before = [path for path in named_by(run).checkpoints.complete() if step_of(path) < step]
     if not before and (begun := begun_at(config.job, config.checkpoint)):
@@ -264,7 +276,17 @@ def origin_of(
             f"--step {step}: {run} went on from {weights}, after step {weights_step}. Give a later "
             "step."
         )
-    has_data = before and not record.get("imported")
+    begin = config.training.begin
+    if begin > weights_step:
+        raise UserError(
+            f"--step {step}: its stage began after step {begin}, and no checkpoint between the two "
+            f"is left in {run}. Give a later step, or keep more: [checkpoint] keep."
+        )
+    if begin and begin == weights_step:
+        progress = progress.at_new_stage()
+    first = progress.stage_cursor
+    # The checkpoint at the end of a stage is of the data of that one.
+    has_data = before and not record.get("imported") and (not begin or weights_step > begin)
     trained_on = record["data"]["digest"] if has_data else None
     if trained_on not in (None, digest):
         raise UserError(
@@ -279,12 +301,19 @@ def origin_of(
         if line["step"] == step and line["kind"] != "rollback":
             seen = tuple(numbers_of(line["sample_numbers"]))
             found_in = f"{run_files.FAULTS}: {line['kind']}"
-            return Origin(seen, found_in, weights, weights_step, line.get("loss_scale"))
-    plan = steps(progress.ledger.skipped_ranges)
+            return Origin(seen, found_in, weights, weights_step, first, line.get("loss_scale"))
+    plan = steps(first, progress.ledger.skipped_ranges)
     cursor = progress.cursor
     for _ in range(step - weights_step):
         numbers, cursor, _ = plan(cursor)
-    return Origin(tuple(numbers), "the plan of batches", weights, weights_step, scale)
+    return Origin(tuple(numbers), "the plan of batches", weights, weights_step, first, scale)
+
+
+def later_steps(
+    order: SampleOrder, global_batch_size: int, first: int, skipped: tuple[SampleRange, ...]
+) -> StepPlan:
+    """The steps of a stage that began at the cursor `first`."""
+    return step_plan(LaterOrder(order, first), global_batch_size, skipped)
 
 
 def chosen_microbatches(num_samples: int, size: int, chosen: int | None) -> Sequence[int]:

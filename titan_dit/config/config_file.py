@@ -109,19 +109,33 @@ def overridden(tables: Tables, given: dict[str, list[str]], variant: Variant) ->
             hint = did_you_mean.for_flag(name or section, known_keys(tables, variant))
             raise UserError(f"--{key}: {form}{hint}")
         put_once(by_section.setdefault(section, {}), section, name, texts)
-    for section, written in by_section.items():
-        kind = section_type(section, {section: written} | tables, variant)
-        hints = hints_of(kind)
-        table = tables[section] = renamed_keys(section, tables.get(section, {}), hints)
-        words = renamed_keys(section, written, hints)
-        for name, texts in words.items():
-            if name not in hints:
-                raise unknown_key(section, name, tables, variant)
-            for rival in kind.replaces.get(name, ()):
-                if rival not in words:
-                    table.pop(rival, None)
-            table[name] = flags.value_of(texts, hints[name])
+    for section, words in by_section.items():
+        put_keys(tables, section, words, variant, flags.value_of)
     return tables
+
+
+def put_keys(
+    tables: Tables,
+    section: str,
+    given: Mapping[str, Any],
+    variant: Variant,
+    value_of: Callable[[Any, Any], Any] = lambda value, hint: value,
+) -> None:
+    """Set keys of a section in `tables`, and drop the keys that they replace.
+
+    `value_of`: (what is given, type of the key) -> its value. Raises UserError for unknown keys.
+    """
+    kind = section_type(section, {section: dict(given)} | tables, variant)
+    hints = hints_of(kind)
+    table = tables[section] = renamed_keys(section, tables.get(section, {}), hints)
+    found = renamed_keys(section, given, hints)
+    for name, value in found.items():
+        if name not in hints:
+            raise unknown_key(section, name, tables, variant)
+        for rival in kind.replaces.get(name, ()):
+            if rival not in found:
+                table.pop(rival, None)
+        table[name] = value_of(value, hints[name])
 
 
 def renamed(section: str, table: dict[str, Any], name: str, variant: Variant) -> dict[str, Any]:
@@ -183,6 +197,9 @@ def read_toml(path: Path, unnumbered: int = FORMAT) -> Tables:
     """
     tables = toml_text.parse(path)
     number = check_format(tables.pop("format", unnumbered), path)
+    stages = tables.pop("stages", None)
+    if isinstance(stages, dict):
+        raise UserError(f"{path}: write [[stages]], with double brackets, once for each stage.")
     for name, table in tables.items():
         if isinstance(table, list) and table and isinstance(table[0], dict):
             raise UserError(f"{path}: write [{name}], with single brackets.")
@@ -190,6 +207,8 @@ def read_toml(path: Path, unnumbered: int = FORMAT) -> Tables:
             raise UserError(
                 f"{path}: {name}={show(table)} is outside any [section]. Move it there."
             )
+    if stages is not None:
+        put_once(tables.setdefault("training", {}), "training", "stages", stages)
     return of_format(number, tables)
 
 
@@ -398,8 +417,16 @@ def without_none(value: Any) -> Any:
 def to_toml(tables: Tables) -> str:
     """Config tables as TOML, which `load` reads back to an equal config."""
     lines = [f"format = {FORMAT}", ""]
+    stages = tables.get("training", {}).get("stages", [])
     for name, table in tables.items():
-        lines += [f"[{name}]", *(f"{key} = {show(value)}" for key, value in table.items()), ""]
+        keys = [key for key in table if (name, key) != ("training", "stages")]
+        lines += [f"[{name}]", *(f"{key} = {show(table[key])}" for key in keys), ""]
+    for stage in stages:
+        lines += ["[[stages]]", f"steps = {stage['steps']}"]
+        for name, table in stage.items():
+            if name != "steps":
+                lines += [f"{name}.{key} = {show(value)}" for key, value in table.items()]
+        lines.append("")
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Collection, Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,8 +37,12 @@ def check_trusted(
     The author of a run chose these names, and may have put a module of such a name beside it.
     `source`: where the config is, for errors. `only`: the sections that are read.
     """
-    for section in only:
-        name = tables.get(section, {}).get(OF_RUN[section])
+    written = tables.get("training", {}).get("stages", ())
+    stages = written if isinstance(written, list | tuple) else ()
+    every = (tables, *(stage for stage in stages if isinstance(stage, Mapping)))
+    for section, of_stage in product(only, every):
+        table = of_stage.get(section, {})
+        name = table.get(OF_RUN[section]) if isinstance(table, Mapping) else None
         if isinstance(name, str) and ":" in name and not trust:
             raise UserError(
                 f"{source}: its config has [{section}] {OF_RUN[section]}={show(name)}. Importing "

@@ -151,6 +151,8 @@ def kind_of(hint: Any) -> str:
         return " | ".join(map(str, args))
     if origin is tuple:
         return f"[{kind_of(args[0])}, ...]"
+    if origin is dict:
+        return "{ section.key = value }"
     if args:
         return kind_of(next(arg for arg in args if arg is not NoneType))
     if issubclass(hint, Table):

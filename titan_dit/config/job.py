@@ -143,6 +143,8 @@ FREE_ON_RESUME = frozenset(
     | {"checkpoint", "faults", "metrics", "sampling", "generation", "fid", "profile"}
     | {"ema.snapshots"}
     | {"training.steps", "training.microbatch_size", "training.tokens_per_microbatch"}
+    # Those that have begun are compared (`recovery.run_identity.check_stages`).
+    | {"training.stages"}
     | {"training.deterministic", "training.gc_every"}
     | {"precision.attention"}
     # Like [faults], these decide when a step is skipped. The loss scale itself is saved.

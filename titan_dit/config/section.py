@@ -194,7 +194,7 @@ def conform(value: object, hint: Any, where: str) -> Any:
         return tuple(conform(item, args[0], f"{where}[{i}]") for i, item in enumerate(value))
     if isinstance(hint, type) and issubclass(hint, Table):
         return value if isinstance(value, hint) else table_of(value, hint, where)
-    return conform_scalar(value, hint, where)
+    return conform_scalar(value, origin or hint, where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +239,7 @@ SWITCHES = {"true": "true", "yes": "true", "on": "true", "false": "false", "no":
 SWITCHES |= {"off": "false"}
 UNITS = {"k": 10**3, "m": 10**6}
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes"}
+WORDS |= {dict: "a table, { key = value }"}
 
 
 def conform_scalar(value: object, kind: type, where: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fractions
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -29,8 +30,12 @@ from titan_dit.config.section import (
     SigmaRel,
     Tokens,
     UserError,
+    conform,
     show,
 )
+
+MOST_STAGES = 100
+"""All stages are opened before the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,9 @@ class TrainingConfig(Section):
     """Optimizer steps of the whole run; or set epochs."""
     epochs: PositiveFloat | None = None
     """Passes over the training rows, in place of steps. The run's config.toml has the steps."""
+    stages: tuple[dict[str, Any], ...] = ()
+    """[[stages]] tables, in place of steps: the steps of each stage, and keys that it changes, such
+    as data.path, optimizer.lr, objective.shift and training.global_batch_size (docs/stages.md)."""
     global_batch_size: BatchSize | None = None
     """Samples per step over all ranks = microbatch_size x microbatches x data-parallel ranks; with
     data in buckets the same for every bucket. Or set tokens_per_step."""
@@ -78,8 +86,9 @@ class TrainingConfig(Section):
     each rank a straggler at a different time."""
 
     def __post_init__(self) -> None:
-        """Require steps or epochs."""
+        """Require steps or epochs, or stages."""
         super().__post_init__()
+        self._add_up_stages()
         if not self.steps and not self.epochs:
             raise UserError("[training] steps is missing. Set steps, or epochs.")
         if self.steps and self.epochs:
@@ -88,6 +97,29 @@ class TrainingConfig(Section):
                 "one of them."
             )
         self._check_sizes()
+
+    def _add_up_stages(self) -> None:
+        """Check the steps of every stage; unset steps are those of all stages."""
+        if len(self.stages) > MOST_STAGES:
+            raise UserError(
+                f"[[stages]]: {len(self.stages)} stages, each of which is opened before the first "
+                f"step. Set at most {MOST_STAGES}."
+            )
+        for number, stage in enumerate(self.stages, start=1):
+            if "steps" not in stage:
+                raise UserError(f"[[stages]] {number} has no steps. Set them: steps = 1000.")
+            conform(stage["steps"], PositiveInt, f"[[stages]] {number} steps")
+        if not self.stages:
+            return
+        if self.epochs:
+            raise UserError(
+                f"[training] epochs={show(self.epochs)} contradicts [[stages]], each of which has "
+                "steps of its own. Leave epochs out."
+            )
+        if self.steps is None:
+            object.__setattr__(self, "steps", self.stage_ends[-1])
+        elif self.steps not in self.stage_ends:
+            raise steps_beside_stages(self)
 
     def _check_sizes(self) -> None:
         if self.global_batch_size is None and self.tokens_per_step is None:
@@ -150,6 +182,18 @@ class TrainingConfig(Section):
         """Optimizer steps of the whole run; 0 while only epochs are set, see `resolved`."""
         return self.steps or 0
 
+    @property
+    def stage_ends(self) -> tuple[int, ...]:
+        """Steps of the run when each stage ends; without stages the run is one."""
+        if not self.stages:
+            return (self.num_steps,)
+        return tuple(itertools.accumulate(int(stage["steps"]) for stage in self.stages))
+
+    @property
+    def begin(self) -> int:
+        """Steps of the run before the stage that ends after `steps`; 0 without stages."""
+        return max((end for end in self.stage_ends if end < self.num_steps), default=0)
+
     def resolved(self, buckets: Iterable[tuple[int | fractions.Fraction, int]]) -> TrainingConfig:
         """Replace `epochs` by `steps`: epochs x samples of an epoch / samples per step, rounded up.
 
@@ -159,6 +203,15 @@ class TrainingConfig(Section):
             return self
         steps = math.ceil(sum((self.epochs or 0) * rows / size for rows, size in buckets))
         return replace(self, steps=steps, epochs=None)
+
+
+def steps_beside_stages(training: TrainingConfig) -> UserError:
+    """The error about [training] steps that are not those of all stages."""
+    parts = " + ".join(str(stage["steps"]) for stage in training.stages)
+    return UserError(
+        f"[training] steps={training.steps} contradicts [[stages]], which have {parts} = "
+        f"{training.stage_ends[-1]}. Leave it out: each stage has its own."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,8 @@ from titan_dit.data.mixed_order import MixedOrder, Part
 from titan_dit.data.order import (
     BatchPlan,
     EpochOrder,
+    LaterOrder,
+    LaterPlan,
     Numbers,
     SampleRange,
     Step,
@@ -269,6 +271,9 @@ def step_plan(
     order: SampleOrder, global_batch_size: int, skipped: tuple[SampleRange, ...] = ()
 ) -> StepPlan:
     """The steps of a run; `global_batch_size`: of data without buckets."""
+    if isinstance(order, LaterOrder):
+        own = step_plan(order.order, global_batch_size, order.skipped(skipped))
+        return LaterPlan(own, order.first)
     if isinstance(order, BucketOrder):
         return BucketPlan(order, skipped)
     return BatchPlan(global_batch_size, skipped)

@@ -266,6 +266,46 @@ def sorted_permutation(seed: int, epoch: int, num_rows: int) -> Numbers:
     return permutation(seed, epoch, num_rows).numpy()
 
 
+@dataclass(frozen=True)
+class LaterOrder:
+    """An order whose first sample has the number `first`: a `SampleOrder`.
+
+    For data that a run takes up when it has drawn `first` samples of other data: every sample of
+    the run keeps a number of its own.
+    """
+
+    order: SampleOrder
+    first: int
+
+    @property
+    def num_rows(self) -> int:
+        """Samples of an epoch."""
+        return self.order.num_rows
+
+    def rows(self, sample_numbers: Sequence[int]) -> list[int]:
+        """Map sample numbers from `first` on to rows."""
+        return self.order.rows([number - self.first for number in sample_numbers])
+
+    def skipped(self, ranges: Sequence[SampleRange]) -> tuple[SampleRange, ...]:
+        """The skipped ranges of a run that are of this order, counted from its own 0."""
+        first = self.first
+        return tuple((max(0, begin - first), end - first) for begin, end in ranges if end > first)
+
+
+@dataclass(frozen=True)
+class LaterPlan:
+    """The steps of a `LaterOrder`: a `StepPlan`."""
+
+    plan: StepPlan
+    """The steps by the order's own sample numbers."""
+    first: int
+
+    def __call__(self, cursor: int) -> Step:
+        """See `StepPlan`."""
+        numbers, end, bucket = self.plan(cursor - self.first)
+        return Step([number + self.first for number in numbers], end + self.first, bucket)
+
+
 class Share(NamedTuple):
     """One data-parallel rank's share of a step."""
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from titan_dit.checks.parts import check_optimizer, optimizer_lines
-from titan_dit.config import dotted_names
+from titan_dit.config import dotted_names, stages
 from titan_dit.config.job import JobConfig
 from titan_dit.config.layout import ParallelConfig
 from titan_dit.dry_run import report, simpler
@@ -18,18 +18,36 @@ from titan_dit.opening import (
     largest_bucket,
     open_objective,
     plan_run,
-    settled,
+    settled_stages,
 )
 from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.plan import RunPlan
 
 
 def dry_run(config: JobConfig, world_size: int | None) -> None:
-    """Run a step on fake tensors and print memory, traffic and FLOPs of every rank.
+    """Run a step of every stage on fake tensors; print memory, traffic and FLOPs of every rank.
+
+    `world_size`: None for the smallest one that all stages allow.
+    """
+    found, training = settled_stages(config), config.training
+    world_size = world_size or math.lcm(*(smallest_world(each.parallel) for each in found))
+    peaks = []
+    for number, each in enumerate(found):
+        if training.stages:
+            console.say(stages.line_of(training, number))
+        with stages.naming(config, number):
+            peaks.append(dry_run_stage(stages.alone(each), world_size))
+    if training.stages:
+        largest = peaks.index(max(peaks))
+        size = f"{peaks[largest] / 2**20:,.4g} MiB on a rank"
+        console.say(f"the most memory has {stages.line_of(training, largest)}: {size}")
+
+
+def dry_run_stage(config: JobConfig, world_size: int) -> int:
+    """The dry run of one stage; returns the peak of the fullest rank in bytes.
 
     The last line names a simpler layout that fits the same device, if there is one.
     """
-    world_size, config = world_size or smallest_world(config.parallel), settled(config)
     config = largest_bucket(config, plan_run(config, world_size))
     plan = plan_run(config, world_size)
     data = example_of(config)
@@ -57,6 +75,7 @@ def dry_run(config: JobConfig, world_size: int | None) -> None:
 
     for line in simpler.lines(config, plan, found.peak, peak_of):
         console.say(line)
+    return found.peak
 
 
 def smallest_world(parallel: ParallelConfig) -> int:

@@ -13,11 +13,11 @@ import torch
 from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_checkpoints import find_checkpoint
 from titan_dit.checkpoint.store import location
-from titan_dit.config import catalog, config_file, dotted_names, user_text
+from titan_dit.config import catalog, config_file, dotted_names, stages, user_text
 from titan_dit.config.job import JobConfig
 from titan_dit.config.section import UserError
 from titan_dit.observe.metrics import Row, read_rows
-from titan_dit.opening import VERSIONS
+from titan_dit.opening import VERSIONS, settled
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.planner.counts import Rehearsals
 from titan_dit.planner.hardware import Device, names
@@ -80,6 +80,11 @@ def measured_run(run: Path, flag: str = "--run", trust: bool = False) -> Measure
     tables = config_file.of_run(tables_file)
     dotted_names.check_trusted(tables, f"{flag} {run}", trust)
     config = config_file.build(tables, catalog.variant)
+    if config.training.stages:  # Of those that have begun the last one.
+        number = stages.number_of(config.training, rows[-1]["step"] if rows else 0)
+        config = settled(stages.config_of(config, number))
+        rows = [row for row in rows if row["step"] > config.training.begin]
+        config = stages.alone(config)
     if config.training.tokens_per_step or config.data.bucket_counts():
         raise UserError(
             f"{flag} {run}: its steps are of several buckets, a plan is of one. Give a run of one "

@@ -72,14 +72,19 @@ class StopRequest:
         self.boundaries = 0
         self.moment, self.step_s = time.monotonic(), 0.0
         self.listener = Listener(REASONS, self.hear)
+        self.kept = False
+        """True while another stage follows: the end of the block then goes on listening."""
 
     def __enter__(self) -> StopRequest:
         """Treat the signals as stop requests."""
-        self.listener.__enter__()
+        if not self.listener.is_active:
+            self.listener.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Restore the handlers; under the launcher ignore late requests."""
+        if self.kept and kind is None and not self.reason:
+            return
         was_active = self.listener.is_active
         self.listener.__exit__()
         if kind is None and was_active and is_launched():

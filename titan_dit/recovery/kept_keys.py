@@ -41,12 +41,10 @@ def kept(run: JobSection, settings: CheckpointConfig) -> tuple[dict[str, str], b
 
 def tables_of_checkpoint(run: JobSection, settings: CheckpointConfig) -> Tables:
     """Return the config of the newest readable checkpoint to resume from; {} without one."""
-    checkpoints = resume.checkpoints_of(run, settings)
-    for path in resume.candidates(checkpoints, resume.effective_resume(settings.resume)):
-        record, _ = resume.readable(path)
-        if record:
-            return IMPORTED if record.get("imported") else of_record(record)
-    return {}
+    record = resume.newest_record(run, settings)
+    if record.get("imported"):
+        return IMPORTED
+    return of_record(record) if record else {}
 
 
 def tables_of_folder(run: JobSection, settings: CheckpointConfig) -> Tables:

@@ -55,12 +55,15 @@ class Ledger:
             tuple(Untrained(*entry) for entry in saved.get("untrained", ())),
         )
 
-    def as_json(self, cursor: int, num_rows: int) -> dict[str, Any]:
-        """Serialise for a checkpoint's record; `num_rows`: samples of an epoch."""
+    def as_json(self, cursor: int, num_rows: int, stage_cursor: int = 0) -> dict[str, Any]:
+        """Serialise for a checkpoint's record.
+
+        `num_rows`: samples of an epoch of the stage, which began at `stage_cursor`.
+        """
         out = count(self.skipped_ranges, below=cursor) + count(self.untrained_ranges)
         return {
             "samples": cursor,
-            "epoch": cursor // num_rows,
+            "epoch": (cursor - stage_cursor) // num_rows,
             "samples_per_epoch": num_rows,
             "trained": cursor - out,
             "skipped": [list(vars(entry).values()) for entry in self.skipped],

@@ -156,6 +156,19 @@ def candidates(checkpoints: Checkpoints, resume: str) -> list[Location]:
     return paths if is_own(checkpoints, paths[0]) else own or paths
 
 
+def newest_record(run: JobSection, settings: CheckpointConfig) -> dict[str, Any]:
+    """The record of the newest readable checkpoint to resume from; {} without one."""
+    paths = candidates(checkpoints_of(run, settings), effective_resume(settings.resume))
+    records = (readable(path)[0] for path in paths)
+    return next((record for record in records if record), {})
+
+
+def newest_step(run: JobSection, settings: CheckpointConfig) -> int:
+    """The step of `newest_record`; 0 without one, and of imported weights, which are of no run."""
+    record = newest_record(run, settings)
+    return 0 if record.get("imported") else int(record.get("step", 0))
+
+
 def check_not_elsewhere(run: JobSection, settings: CheckpointConfig) -> None:
     """Raise UserError if the run's config.toml names another folder that has checkpoints.
 
@@ -420,6 +433,8 @@ class Progress:
     """The values of `Guard.state`."""
     samples_per_step: tuple[int, ...] = ()
     """Samples of a step of each bucket; () if all data has one shape."""
+    stage_cursor: int = 0
+    """The cursor at which the stage of the step began."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any], rollbacks: Rollbacks | None = None) -> Progress:
@@ -434,14 +449,24 @@ class Progress:
             ledger.skip(rollbacks.skipped) if rollbacks else ledger,
             {"nan_steps": record.get("nan_steps", 0), **record.get("guard", {})},
             tuple(record.get("samples_per_step", ())),
+            record.get("stage_cursor", 0),
         )
+
+    def at_new_stage(self) -> Progress:
+        """The progress of a stage that begins after this step.
+
+        Its samples are others: bad steps in a row and the mean norm that spikes are held against
+        are counted anew, so a rollback never undoes steps of an earlier stage.
+        """
+        anew = {"in_a_row": 0, "streak": None, "average": 0.0, "num_good": 0}
+        return replace(self, stage_cursor=self.cursor, guard={**self.guard, **anew})
 
     def check_buckets(self, samples_per_step: tuple[int, ...]) -> None:
         """Raise UserError unless a run's steps are of these sizes; () without buckets.
 
         Others would skip some samples of a bucket and repeat others.
         """
-        if self.cursor and self.samples_per_step != samples_per_step:
+        if self.cursor > self.stage_cursor and self.samples_per_step != samples_per_step:
             was, now = (show(list(sizes)) for sizes in (self.samples_per_step, samples_per_step))
             raise UserError(
                 f"[training] samples of a step, by bucket: {was} in the checkpoint, {now} in this "
@@ -451,15 +476,20 @@ class Progress:
             )
 
     def as_record(self, num_rows: int) -> dict[str, Any]:
-        """The keys that `of` reads; `num_rows`: samples of an epoch."""
+        """The keys that `of` reads; `num_rows`: samples of an epoch of the stage."""
         buckets = {"samples_per_step": list(self.samples_per_step)}
-        return (buckets if self.samples_per_step else {}) | {
-            "step": self.step,
-            "cursor": self.cursor,
-            "nan_steps": self.guard["nan_steps"],
-            "guard": dict(self.guard),
-            "ledger": self.ledger.as_json(self.cursor, num_rows),
-        }
+        stage = {"stage_cursor": self.stage_cursor} if self.stage_cursor else {}
+        return (
+            (buckets if self.samples_per_step else {})
+            | stage
+            | {
+                "step": self.step,
+                "cursor": self.cursor,
+                "nan_steps": self.guard["nan_steps"],
+                "guard": dict(self.guard),
+                "ledger": self.ledger.as_json(self.cursor, num_rows, self.stage_cursor),
+            }
+        )
 
 
 Say: TypeAlias = Callable[..., None]

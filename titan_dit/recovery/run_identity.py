@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.store import Location
-from titan_dit.config import catalog
+from titan_dit.config import catalog, stages
 from titan_dit.config.config_file import (
     CHOSEN_BY_NAME,
     FORMAT,
@@ -24,7 +24,7 @@ from titan_dit.config.config_file import (
     to_tables,
 )
 from titan_dit.config.section import UserError, show
-from titan_dit.config.training import LoRAConfig
+from titan_dit.config.training import LoRAConfig, TrainingConfig
 from titan_dit.ranks.process_group import Ranks
 
 
@@ -84,15 +84,37 @@ class Identity:
     """Everything that a run's mathematics depend on; checkpoints of one run agree on it."""
 
     config: Tables
-    """The resolved config."""
+    """The resolved config; that of a stage, if the run has several."""
     data: Mapping[str, Any]
     """`DataFacts.as_json`, with the digest of the contents."""
     num_held_out: int
     """Rows of the dataset that are left out of training, for validation."""
+    run: Tables = field(default_factory=dict)
+    """The config of the whole run, as in its config.toml, if it has several stages; else {}."""
 
     def as_record(self) -> dict[str, Any]:
         """The identity as keys of a checkpoint's record."""
         return {"config": self.config, "config_format": FORMAT, "data": dict(self.data)}
+
+    @property
+    def whole(self) -> Tables:
+        """The config of the whole run."""
+        return self.run or self.config
+
+    def at(self, step: int, before: Tables) -> Tables:
+        """The config of the stage of `step`; `before`: of a checkpoint of it.
+
+        Keys of [model] that an ended stage took from its data are those of `before`: that data
+        need not be there any more.
+        """
+        if not self.run:
+            return self.config
+        run = build(self.run, catalog.variant)
+        number = stages.number_of(run.training, step)
+        found = to_tables(stages.config_of(run, number))
+        if found["training"]["steps"] == self.config["training"]["steps"]:
+            return self.config
+        return found | {"model": before.get("model", {}) | found["model"]}
 
 
 def check_same_mathematics(
@@ -103,11 +125,15 @@ def check_same_mathematics(
     Imported weights belong to no run: only [model] without `OF_TRAINING`, `WHAT_WEIGHTS_ARE`, and
     rank and scale of adapters must agree. `advice`: the end of the error, by `ways_out`.
     """
-    tables, renamed = known_parts(of_record(record), identity.config)
+    step = 0 if record.get("imported", False) else record.get("step", 0)
+    config = identity.at(step, of_record(record))
+    tables, renamed = known_parts(of_record(record), config)
     # Built again: keys that did not exist then get their defaults, as they do now.
     before = build(tables, catalog.variant)
     before = replace(before, ema=before.ema.settled())
-    changed = [*renamed, *changes(to_tables(before), identity.config)]
+    stage = TrainingConfig(**config["training"])
+    changed = [*renamed, *changed_stages(before.training, stage, step)]
+    changed += changes(to_tables(before), config)
     has_part = before.data.has_validation_part
     held_out = before.validation.held_out_of(has_part=has_part), identity.num_held_out
     if record.get("imported", False):
@@ -120,7 +146,7 @@ def check_same_mathematics(
                 changed.append(f"[lora] rank: {was.rank} -> {now.rank}. {fix}")
             elif not math.isclose(was.scale, now.scale):
                 changed.append(f"[lora] alpha / rank: {was.scale:g} -> {now.scale:g}. {fix}")
-    else:
+    elif config is identity.config:  # Else the data of the checkpoint's stage is no longer read.
         trained, now_data = record["data"], identity.data
         # A run that began before captions were added to its data has no digest of them.
         if any(trained[k] != now_data.get(k) for k in DIGESTS if k in trained):
@@ -136,6 +162,24 @@ def check_same_mathematics(
             + "\n  ".join(changed)
             + f"\n  {advice()}"
         )
+
+
+def changed_stages(before: TrainingConfig, now: TrainingConfig, step: int) -> Iterator[str]:
+    """Changes of the stages that ended before `step`, or of where its own stage begins or ends.
+
+    Later stages may change, and a run may go on in stages that began without them.
+    """
+    number = stages.number_of(before, step)
+    for i, was in enumerate(before.stages[:number]):
+        found = now.stages[i] if i < len(now.stages) else {}
+        if not found or found["steps"] != was["steps"]:
+            steps = found.get("steps", "none")
+            yield f"[[stages]] {i + 1} steps: {was['steps']} -> {steps}, but it has ended"
+        pairs = ({k: v for k, v in each.items() if k != "steps"} for each in (was, found))
+        yield from (f"[[stages]] {i + 1} {line}" for line in changes(*pairs))
+    if stages.number_of(now, step) != number:
+        ends = list(now.stage_ends)
+        yield f"[[stages]] {number + 1} has taken step {step}, but the stages end after {ends}"
 
 
 def known_parts(tables: Tables, config: Tables) -> tuple[Tables, list[str]]:
