@@ -36,6 +36,8 @@ from titan_dit.models.text_to_image import CaptionedNetwork, ModulationTable
 class Embed(nn.Module):
     """Inputs to the stream: picture [b, n, d], caption [b, m, d] and modulation [b, 8 d]."""
 
+    reads: ClassVar = {"text.*": ("text",)}
+
     def __init__(self, config: JointDiTConfig) -> None:
         super().__init__()
         hidden, _, _, patch = config.shape
@@ -60,6 +62,8 @@ class Embed(nn.Module):
 
 class Block(nn.Module):
     """Joint attention and MLP, each modulated and gated by the time."""
+
+    reads: ClassVar = {"*": ("text", "tokens")}
 
     def __init__(self, config: JointDiTConfig) -> None:
         super().__init__()
