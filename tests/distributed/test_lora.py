@@ -43,6 +43,7 @@ WIDE_DROP, NARROW_DROP, FLUX2_DROP, Z_IMAGE_DROP, WAN_DROP = DROPPED
 TABLES = [WIDE, NARROW, FLUX2, Z_IMAGE, WAN]
 ZERO_BUBBLE = schedule("interleaved_zero_bubble", 2)
 REMAT = {"activation_checkpoint": {"mode": "full"}}
+SELECTIVE = {"activation_checkpoint": {"mode": "selective"}}
 # [lora], [parallel], [pipeline], whether compiled, and other sections.
 CASES = [
     (WIDE, DP, {}, False),
@@ -62,7 +63,7 @@ CASES = [
     (WIDE_DROP, DP, {}, False),
     (WIDE_DROP, TP, {}, False),
     (WIDE_DROP, PLAIN, {}, False),
-    (NARROW_DROP, TP, {}, True, REMAT),
+    (NARROW_DROP, TP, {}, True, SELECTIVE),
     # Several microbatches are under way when a block is recomputed.
     (NARROW_DROP, PP, schedule("gpipe"), False, REMAT),
 ]
@@ -81,7 +82,7 @@ LONG = [
     (NARROW_DROP, TP | CP, {}, True),
     (FLUX2_DROP, CP | PP, {}, False),
     (Z_IMAGE_DROP, TP | CP, {}, False),
-    (WAN_DROP, TP | CP, {}, True, REMAT),
+    (WAN_DROP, TP | CP, {}, True, SELECTIVE),
     (WAN_DROP, DP | PP, {}, False),
 ]
 

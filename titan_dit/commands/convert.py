@@ -208,7 +208,7 @@ def tables_of(given: LoRAConfig) -> dict[str, Any]:
 def patterns_of(layers: Sequence[str], weights: Iterable[str]) -> tuple[str, ...]:
     """[lora] targets that are these layers and no others of a network with such `weights`."""
     names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
-    found = {}
+    found: dict[str, None] = {}
     for layer in layers:
         pattern = re.sub(r"^blocks\.\d+\.", "blocks.*.", layer)
         others = [name for name in names if matches(name, [pattern]) and name not in layers]

@@ -166,13 +166,18 @@ class LayerAdapter:
         return found
 
     def merged(self, weight: Tensor, scale: float) -> Float64[Tensor, "o i"]:
-        """The weight with the adapter."""
-        found = weight.double() + scale * self.change()
-        if MAGNITUDE not in self.parts:
-            return found
-        norms = self.magnitude()
-        own = found.norm(dim=1 if norms.shape == (len(found), 1) else 0, keepdim=True)
-        return found * (norms / own.clamp_min(EPS))
+        """The weight with the adapter. Raises UserError if it does not fit fp32."""
+        found: Tensor = weight.double() + scale * self.change()
+        if MAGNITUDE in self.parts:
+            norms = self.magnitude()
+            own = found.norm(dim=1 if norms.shape == (len(found), 1) else 0, keepdim=True)
+            found = found * (norms / own.clamp_min(EPS))
+        if not found.float().isfinite().all():
+            raise UserError(
+                f"the weight of {self.layer} with its adapter has infinite values. Train the "
+                "adapters again."
+            )
+        return found
 
     def low_rank(self) -> Pair:
         """A and B of the same change. Raises UserError for a kind or a rank that has none."""

@@ -59,7 +59,7 @@ def shapes(model: nn.Module, config: LoRAConfig) -> dict[str, torch.Size]:
 def initializers(model: nn.Module) -> dict[str, Initializer]:
     """Initial distributions of all A and B, by name: A uniform, B zero; and numbers of layers."""
     names = [name for name, _ in model.named_parameters() if is_adapter(name)]
-    found = {name: UNIFORM if name.endswith(A) else zeros for name in names}
+    found: dict[str, Initializer] = {name: UNIFORM if name.endswith(A) else zeros for name in names}
     end = f".{lora_dropout.NUMBER}"
     layers = [name.removesuffix(end) for name, _ in model.named_buffers() if name.endswith(end)]
     return found | {f"{n}{end}": constant(lora_dropout.layer_number(n)) for n in layers}

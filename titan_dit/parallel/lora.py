@@ -62,22 +62,20 @@ def drop_inputs(
     """Give adapters their dropout. `layers`: the adapted ones; the others are as in `apply`."""
     words = Words()
     model.register_forward_pre_hook(lambda _, args: words.hold(args[1]))
-    parts = {"embed": model.embed, "head": model.head}
-    parts |= {f"blocks.{number}": block for number, block in model.blocks.items()}
-    for prefix, part in parts.items():
-        for name, layer in layers.items() if part is not None else ():
-            if not name.startswith(f"{prefix}."):
-                continue
-            layer.lora_dropout = InputDropout(
-                words,
-                name,
-                rate,
-                lora_dropout.streams_read(part, name.removeprefix(f"{prefix}."), first),
-                shards if prefix.startswith("blocks.") else 1,
-                getattr(layer, "token_first", False),
-            )
-            number = torch.zeros((), dtype=torch.int64, device=layer.weight.device)
-            layer.register_buffer(lora_dropout.NUMBER, number, persistent=False)
+    for name, layer in layers.items():
+        in_block = name.startswith("blocks.")
+        prefix = ".".join(name.split(".")[: 2 if in_block else 1])
+        part = model.get_submodule(prefix)
+        layer.lora_dropout = InputDropout(  # type: ignore[assignment]
+            words,
+            name,
+            rate,
+            lora_dropout.streams_read(part, name.removeprefix(f"{prefix}."), first),
+            shards if in_block else 1,
+            getattr(layer, "token_first", False),
+        )
+        number = torch.zeros((), dtype=torch.int64, device=layer.weight.device)
+        layer.register_buffer(lora_dropout.NUMBER, number, persistent=False)
     for block in model.blocks.values():
         block.lora_words = words  # type: ignore[assignment]
         kind: Any = type(block)
