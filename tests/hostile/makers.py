@@ -395,7 +395,7 @@ def adapters(folder):
         kinds.append({"lokr_w1": torch.eye(2), "lokr_w2_a": b[::2], "lokr_w2_b": a[:, ::2]})
         kinds.append({"lora_A.weight": a, "lora_B.weight": b, "dora_scale": torch.ones(len(b), 1)})
         kinds.append({"hada_w1_a": b, "hada_w1_b": a, "hada_w2_a": b, "hada_w2_b": a})
-        found |= {f"transformer.{layer}.{end}": t.contiguous() for end, t in kinds[number].items()}
+        found |= {f"transformer.{layer}.{end}": t.clone() for end, t in kinds[number].items()}
     save_file(found, folder / "kinds.safetensors")
 
 
