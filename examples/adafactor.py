@@ -100,16 +100,6 @@ class Adafactor(Optimizer):
         moved = weight * (1 - group["lr"] * group["weight_decay"]) - update * like(rate, update)
         weight.copy_(torch.where(like(self.skip, weight), weight, moved))
 
-    def update(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: Sequence[State],
-        group: Group,
-    ) -> None:
-        """Not used: `step` needs whole tensors."""
-        raise NotImplementedError
-
 
 def whole(tensor: Tensor) -> Tensor:
     """A plain tensor of all values; those of shards are summed or gathered."""

@@ -121,13 +121,3 @@ class Prodigy(Optimizer):
         weight.copy_(torch.where(self.skip, weight, moved))
         for name, value in moments.items():
             state[name].copy_(torch.where(self.skip, state[name], value))
-
-    def update(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: Sequence[State],
-        group: Group,
-    ) -> None:
-        """Not used: `step` needs all groups at once."""
-        raise NotImplementedError

@@ -24,7 +24,7 @@ from titan_dit.execution import (
     by_name,
     shapes_of_spec,
 )
-from titan_dit.models import lora
+from titan_dit.models import lora, lora_dropout
 from titan_dit.models.base import Model, ModelSpec, TensorSpec, default_initializer, kind_of
 from titan_dit.models.layers import Attention
 from titan_dit.objectives import repa
@@ -98,7 +98,7 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
     lines = objective.place_frozen(placement, max(flops))
     return BuiltNetwork(
         executor=executor,
-        prepare=with_collect(objective, compile_prepare(objective, plan.compile, device)),
+        prepare=prepare_of(plan, objective, device),
         parameters=parameters,
         copies=copies_of(parts),
         num_parameters=count,
@@ -107,6 +107,24 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
         recording=recording_of(executor, plan, mesh),
         readings=repa.reading(plan.repa, parts.values(), device, mesh.sum_over_all),
     )
+
+
+def prepare_of(
+    plan: RunPlan, objective: Objective, device: torch.device
+) -> Callable[[Batch, SampleRNG], Prepared]:
+    """See `BuiltNetwork.prepare`; with the random words of [lora] dropout."""
+    prepare = with_collect(objective, compile_prepare(objective, plan.compile, device))
+    if not plan.lora.dropout:
+        return prepare
+    specs = {shapes_of_spec(each.spec): each.spec for each in plan.each_bucket}
+
+    def with_words(batch: Batch, rng: SampleRNG) -> Prepared:
+        prepared = prepare(batch, rng)
+        shapes = frozenset((name, tuple(t.shape[1:])) for name, t in prepared.inputs.items())
+        words = lora_dropout.drawn(rng, specs.get(shapes, plan.spec))
+        return replace(prepared, context={**prepared.context, **words})
+
+    return with_words
 
 
 def float8_lines(plan: RunPlan, parts: Mapping[int, Model]) -> list[str]:
@@ -181,6 +199,7 @@ def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, tupl
             plan.compile,
             tokens=microbatch_tokens(plan),
             adapters=plan.lora,
+            streams=plan.spec.stream,
             device=plan.device,
         )
         parts[stage] = model
@@ -311,6 +330,7 @@ def executor_of(
 
     `links`: see `links_of`.
     """
+    spec = lora_dropout.with_words(plan.spec) if plan.lora.dropout else plan.spec
     executor = whole_token_executor(
         plan,
         mesh,
@@ -325,10 +345,10 @@ def executor_of(
     )
     executor.score = compile_score(executor.score, objective, plan.compile, device)
     if mesh.sizes.cp > 1:
-        dims = TokenDims.of(plan.spec, objective.token_targets)
+        dims = TokenDims.of(spec, objective.token_targets)
         slicing = slicing_of(plan.spec.mask, plan.parallel.cp_method)
         executor = SlicedExecutor(executor, mesh.axis("cp"), dims, slicing)
-    executor.sum_over_data, executor.spec = mesh.sum_over_data, plan.spec
+    executor.sum_over_data, executor.spec = mesh.sum_over_data, spec
     if plan.repa.block:
         executor.with_side_losses = partial(repa.weighted, plan.repa)
     return executor

@@ -37,9 +37,14 @@ FLUX2 = {"network": "flux2", "rank": 2, "targets": ["blocks.*.attn.*", "blocks.*
 Z_IMAGE = {"network": "z_image", "rank": 2, "targets": ["blocks.*"]}
 # Of one with cross-attention.
 WAN = {"network": "wan", "rank": 2, "targets": ["blocks.*"]}
+DROPOUT = {"dropout": 0.25}
+DROPPED = [table | DROPOUT for table in (WIDE, NARROW, FLUX2, Z_IMAGE, WAN)]
+WIDE_DROP, NARROW_DROP, FLUX2_DROP, Z_IMAGE_DROP, WAN_DROP = DROPPED
 TABLES = [WIDE, NARROW, FLUX2, Z_IMAGE, WAN]
 ZERO_BUBBLE = schedule("interleaved_zero_bubble", 2)
-# [lora], [parallel], [pipeline], whether compiled.
+REMAT = {"activation_checkpoint": {"mode": "full"}}
+SELECTIVE = {"activation_checkpoint": {"mode": "selective"}}
+# [lora], [parallel], [pipeline], whether compiled, and other sections.
 CASES = [
     (WIDE, DP, {}, False),
     (WIDE, TP, {}, False),
@@ -49,12 +54,18 @@ CASES = [
     (NARROW, TP, {}, True),
     (NARROW, DP, {}, True),
     (NARROW, PP, ZERO_BUBBLE, False),
-    (FLUX2, TP, {}, False),
+    (FLUX2_DROP, TP, {}, False),
     (FLUX2, PP, {}, False),
-    (Z_IMAGE, TP, {}, False),
-    (Z_IMAGE, CP, {}, False),
-    (WAN, TP, {}, False),
-    (WAN, CP, {}, False),
+    (Z_IMAGE_DROP, TP, {}, False),
+    (Z_IMAGE_DROP, CP, {}, False),
+    (WAN_DROP, TP, {}, False),
+    (WAN_DROP, CP, {}, False),
+    (WIDE_DROP, DP, {}, False),
+    (WIDE_DROP, TP, {}, False),
+    (WIDE_DROP, PLAIN, {}, False),
+    (NARROW_DROP, TP, {}, True, SELECTIVE),
+    # Several microbatches are under way when a block is recomputed.
+    (NARROW_DROP, PP, schedule("gpipe"), False, REMAT),
 ]
 LONG = [
     (WIDE, TP | PP, ZERO_BUBBLE, False),
@@ -67,6 +78,12 @@ LONG = [
     (WAN, DP | PLAIN, {}, False),
     (WAN, TP | PP, {}, True),
     (WAN, DP | ULYSSES, {}, False),
+    (WIDE_DROP, TP | PP, ZERO_BUBBLE, False),
+    (NARROW_DROP, TP | CP, {}, True),
+    (FLUX2_DROP, CP | PP, {}, False),
+    (Z_IMAGE_DROP, TP | CP, {}, False),
+    (WAN_DROP, TP | CP, {}, True, SELECTIVE),
+    (WAN_DROP, DP | PP, {}, False),
 ]
 
 
@@ -86,9 +103,9 @@ def trainer_of(world, table, parallel=None, pipeline=None, compiled=False, **sec
     return Trainer(config, world)
 
 
-def measured(world, table, parallel, pipeline, compiled):
+def measured(world, table, parallel, pipeline, compiled, sections=None):
     with graphs_alone():
-        trainer = trainer_of(world, table, parallel, pipeline, compiled)
+        trainer = trainer_of(world, table, parallel, pipeline, compiled, **sections or {})
         randomize(trainer.parameters)
         trained = {name for name, p in trainer.parameters.items() if p.requires_grad}
         batch = next(trainer.batches())
@@ -233,8 +250,8 @@ def by_theory(world, table):
 
 
 def references(world):
-    found = [measured(world, table, {}, {}, False) for table in TABLES]
-    return [(one, by_theory(world, table)) for one, table in zip(found, TABLES, strict=True)]
+    found = [measured(world, table, {}, {}, False) for table in TABLES + DROPPED]
+    return found, [by_theory(world, table) for table in TABLES]
 
 
 @pytest.fixture(scope="module")
@@ -244,15 +261,35 @@ def expected():
 
 
 def test_gradients_of_one_process_are_those_of_theory(expected):
-    for (loss, found), (by_hand, wanted) in expected:
+    for (loss, found), (by_hand, wanted) in zip(*expected, strict=False):
         assert loss == pytest.approx(by_hand, rel=1e-12)
         assert_same_gradients(found, wanted, 1e-12)
 
 
+def switched_off(world):
+    """Losses of a training step and of an evaluation, with dropout and without."""
+    found = []
+    for table in (WIDE_DROP, WIDE):
+        trainer = trainer_of(world, table)
+        randomize(trainer.parameters)
+        batch = next(trainer.batches())
+        rng = torch_rng(trainer, batch)
+        step = trainer.executor.step(trainer.built.prepare(batch, rng)).item()
+        evaluated = trainer.executor.evaluate(trainer.objective.prepare(batch, rng))
+        found.append((step, evaluated))
+    return found
+
+
+def test_evaluations_have_no_dropout():
+    [((dropped, one), (plain, other))] = on_ranks(1, switched_off)
+    assert torch.equal(one, other)
+    assert dropped != pytest.approx(plain, rel=1e-3)
+
+
 def check(num_ranks, cases, expected):
     by_rank = on_ranks(num_ranks, all_cases, cases)
-    for number, (table, parallel, _, compiled) in enumerate(cases):
-        (loss, wanted), _ = expected[TABLES.index(table)]
+    for number, (table, parallel, _, compiled, *_) in enumerate(cases):
+        loss, wanted = expected[0][(TABLES + DROPPED).index(table)]
         found = {}
         for ranks in by_rank:
             assert ranks[number][0] == pytest.approx(loss, rel=1e-6), parallel

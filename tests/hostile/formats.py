@@ -453,8 +453,23 @@ FORMATS = {
     ),
     "peft": Format(
         makers.adapters,
-        (Command("convert", {"input": "{i}/peft", "out": "{o}/step-00000001", "base": RUN}),),
-        {"peft/*.json": mutators.any_json, "peft/*.safetensors": mutators.any_safetensors},
+        (
+            Command("convert", {"input": "{i}/peft", "out": "{o}/step-00000001", "base": RUN}),
+            Command(
+                "convert",
+                {
+                    "input": "{i}/kinds.safetensors",
+                    "out": "{o}/step-00000001",
+                    "base": RUN,
+                    "merge": True,
+                },
+            ),
+        ),
+        {
+            "peft/*.json": mutators.any_json,
+            "peft/*.safetensors": mutators.any_safetensors,
+            "kinds.safetensors": mutators.any_safetensors,
+        },
     ),
     "scored run": Format(
         makers.validated_run,

@@ -393,12 +393,25 @@ def sit_weights(folder):
 
 
 def adapters(folder):
-    """A run, and a folder of peft with adapters for it."""
+    """A run, a folder of peft with adapters for it, and a file of other kinds of adapters."""
     run(folder)
     begun = f'[checkpoint]\ninit = "{folder / "run"}"\n[lora]\nrank = 2\n'
     train(folder, TUNED + begun, "tuned")
     exports.converted(folder / "tuned", folder / "peft", format="peft", as_is=True)
     shutil.rmtree(folder / "tuned")
+    layers, tensors = {}, load_file(folder / "peft" / "adapter_model.safetensors")
+    for name, tensor in tensors.items():
+        layer, _, kind = name.removesuffix(".weight").rpartition(".")
+        layers.setdefault(layer.removeprefix("base_model.model."), {})[kind] = tensor
+    found = {}
+    for number, (layer, pair) in enumerate(list(layers.items())[:4]):
+        a, b = pair["lora_A"], pair["lora_B"]
+        kinds = [{"lora_down.weight": a, "lora_up.weight": b, "alpha": torch.tensor(1.0)}]
+        kinds.append({"lokr_w1": torch.eye(2), "lokr_w2_a": b[::2], "lokr_w2_b": a[:, ::2]})
+        kinds.append({"lora_A.weight": a, "lora_B.weight": b, "dora_scale": torch.ones(len(b), 1)})
+        kinds.append({"hada_w1_a": b, "hada_w1_b": a, "hada_w2_a": b, "hada_w2_b": a})
+        found |= {f"transformer.{layer}.{end}": t.clone() for end, t in kinds[number].items()}
+    save_file(found, folder / "kinds.safetensors")
 
 
 def validated_run(folder):

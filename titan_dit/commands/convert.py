@@ -6,8 +6,9 @@ Folders of diffusers, of transformers and of peft; files of the original DiT and
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from titan_dit.checkpoint.store import URL, Location, location
 from titan_dit.commands.flags import ConvertFlags
 from titan_dit.commands.sample_inputs import boundary_of
 from titan_dit.config import catalog, config_file, dotted_names, schema, user_text
+from titan_dit.config.parameter_groups import matches
 from titan_dit.config.section import UserError, conform, hints_of, show
 from titan_dit.config.training import LoRAConfig
 from titan_dit.data.latent_facts import LatentFacts
@@ -63,27 +65,28 @@ def counterpart(run: SavedNetwork, where: str) -> Counterpart:
     return kind.of_run(config, run.diffusion("convert").config)
 
 
+LORA_FORMATS = ("peft", "lora", "kohya", "comfyui")
+"""--format of a run's adapters alone."""
+FILE_FORMATS = ("kohya", "comfyui")
+"""Those that are a file, never a folder."""
+
+
 def write_adapter(target: Path, run: SavedNetwork, options: ConvertFlags) -> None:
     """Export the adapters of a run alone."""
-    source, is_file = options.input, target.suffix == ".safetensors"
-    if target.suffix and not (is_file and options.format == "lora"):
-        a_file = " or FILE.safetensors" if options.format == "lora" else ""
-        raise UserError(
-            f"--out {target}: --format {options.format} writes a folder{a_file}. Name one, such as "
-            "adapter."
-        )
+    source, form, is_file = options.input, options.format, target.suffix == ".safetensors"
+    check_target(target, form)
     found = counterpart(run, f"--input {source}")
     found.check_expressible(options.as_is)
     saved, given = run.saved, run.record["config"].get("lora", {})
     if not saved.adapters:
         raise UserError(
             f"--input {source} was not trained with [lora]: it has no adapters. Leave out --format "
-            f"{options.format}."
+            f"{form}."
         )
     if trained := given["trained"]:
         raise UserError(
             f"[lora] trained={show(tuple(trained))}: these parameters belong to no adapter. Export "
-            f"the whole network, without --format {options.format}."
+            f"the whole network, without --format {form}."
         )
     base = run.record["config"]["checkpoint"]
     check_base(source, run, base)
@@ -94,21 +97,27 @@ def write_adapter(target: Path, run: SavedNetwork, options: ConvertFlags) -> Non
     }
     adapters = lora_files.to_theirs(found, pairs)
     config = lora_files.config_json(adapters, given["rank"], saved.scale, base.get("init", ""))
-    if options.format == "peft":
-        prefix, name, about = lora_files.PREFIX, lora_files.WEIGHTS, None
-    else:
-        prefix, name = lora_files.PIPELINE_PREFIX, lora_files.PIPELINE_WEIGHTS
+    name, about = lora_files.PIPELINE_WEIGHTS, {"format": "pt"}
+    if form == "peft":
+        name = lora_files.WEIGHTS
+        theirs, reader = lora_files.named(adapters, lora_files.PREFIX), "peft"
+    elif form == "lora":
         about = lora_files.metadata(config)
-    theirs = lora_files.named(adapters, prefix)
+        theirs = lora_files.named(adapters, lora_files.PIPELINE_PREFIX)
+        reader = f"{found.pipeline}.load_lora_weights"
+    else:
+        adapters = lora_files.to_originals(found, adapters)
+        write = lora_files.kohya if form == "kohya" else lora_files.comfyui
+        theirs = write(adapters, saved.scale)
+        reader = "kohya's tools and ComfyUI" if form == "kohya" else "ComfyUI"
     with writing(target, theirs.values()), new_output(target) as place:
         if is_file:
-            tensor_file.write_tensor_file(place, theirs, iter(theirs.items()), about or {})
+            tensor_file.write_tensor_file(place, theirs, iter(theirs.items()), about)
         else:
             place.mkdir()
             tensor_file.write_safetensors(place, name, theirs, theirs.items(), metadata=about)
-        if options.format == "peft":
+        if form == "peft":
             write_json(place / lora_files.CONFIG, config)
-    reader = "peft" if options.format == "peft" else f"{found.pipeline}.load_lora_weights"
     console.say(f"wrote   {target}: adapters of {len(adapters)} layers for {reader}")
     console.say(f"        from {run.path}, step {run.step} ({run.weights})")
     if base.get("init"):
@@ -116,9 +125,23 @@ def write_adapter(target: Path, run: SavedNetwork, options: ConvertFlags) -> Non
         console.say(f"        They belong to the weights of {base['init']} ({kind}).")
 
 
+def check_target(target: Path, form: str | None) -> None:
+    """Refuse an --out that is no file or folder as the format of adapters has."""
+    is_file = target.suffix == ".safetensors"
+    if form in FILE_FORMATS and not is_file:
+        raise UserError(
+            f"--out {target}: --format {form} writes a file. Name one, such as adapter.safetensors."
+        )
+    if target.suffix and not (is_file and form != "peft"):
+        a_file = " or FILE.safetensors" if form == "lora" else ""
+        raise UserError(
+            f"--out {target}: --format {form} writes a folder{a_file}. Name one, such as adapter."
+        )
+
+
 def check_base(source: str, run: SavedNetwork, given: Mapping[str, Any]) -> None:
     """Refuse adapters of a run whose other weights are not those of `given`, its [checkpoint]."""
-    whole = "Export the whole network, without --format peft or lora."
+    whole = "Export the whole network, without --format."
     if changed := given.get("reinitialize"):
         raise UserError(
             f"--input {source} began with [checkpoint] reinitialize={show(tuple(changed))}: its "
@@ -140,36 +163,71 @@ def check_base(source: str, run: SavedNetwork, given: Mapping[str, Any]) -> None
 
 
 def read_adapter(source: Path, target: Path, options: ConvertFlags) -> None:
-    """Write a checkpoint of a base's weights with the adapters of a folder."""
+    """Write a checkpoint of a base's weights with adapters beside them, or added to them."""
     base = options.base
     if not base:
         raise UserError(f"--input {source} is an adapter. Name the run of its weights with --base.")
     path = find_checkpoint(location(base), options.step, "--base")
     run = open_weights(path, options.weights or "ema", options.decay, options.trust)
     network = counterpart(run, f"--base {base}")
-    ends = f".{lora.A}"
-    try:
-        file = lora_files.pipeline_file(source)
-        adapters = lora_files.read_file(file, network) if file else lora_files.read(source, network)
-        layers = tuple(n.removesuffix(ends) for n in adapters.tensors if n.endswith(ends))
-        given = LoRAConfig(rank=adapters.rank, alpha=adapters.alpha, targets=layers)
-    except UserError as error:
-        raise UserError(f"--input {source}: {error}") from None
-    table = asdict(given) | {"targets": list(given.targets), "trained": []}
     origin = {"init": base, "init_weights": options.weights or "ema", "reinitialize": []}
     start = run.record["config"]["checkpoint"] | origin | {"resume": "auto"}
+    try:
+        file = lora_files.opened(source)
+        if options.merge:
+            tensors, layers = lora_files.merged(file, network, run.tensors)
+            table = tables_of(LoRAConfig())
+            what = f"adapters of {layers} layers added to the weights"
+        else:
+            tensors, given = adapters_beside(lora_files.made(file, network), run)
+            table, names = tables_of(given), patterns_of(given.targets, run.tensors.outline)
+            what = (
+                f"adapters of rank {given.rank}, alpha {given.alpha}, of {len(given.targets)} "
+                f"layers (targets = {show(names)})"
+            )
+    except UserError as error:
+        raise UserError(f"--input {source}: {error}") from None
     record = imported.record_made_of(run.record, lora=table, checkpoint=start)
-    imported.save(target, {"model": with_adapters(run, adapters.tensors)}, record)
+    imported.save(target, {"model": tensors}, record)
     text = run.diffusion("convert").data.text
     use = f"Draw from it: sample --run {target}"
     if text and not text.kind:  # The base is an import.
-        use = f"Train them on with --checkpoint.resume {target}, or as --checkpoint.init merged"
-    console.say(
-        f"wrote   {target}: {run.path} ({run.weights}) with adapters of rank {adapters.rank}, "
-        f"alpha {adapters.alpha}, of {len(layers)} layers. {use}"
-    )
+        use = f"Train from it with --checkpoint.init {target}"
+        if not options.merge:
+            use = f"Train them on with --checkpoint.resume {target}, or as --checkpoint.init merged"
+    console.say(f"wrote   {target}: {run.path} ({run.weights}) with {what}. {use}")
     for line in warnings(base, run):
         console.say(f"warning: --base {base} {line}")
+
+
+def tables_of(given: LoRAConfig) -> dict[str, Any]:
+    """[lora] of an import's record."""
+    return asdict(given) | {"targets": list(given.targets), "trained": []}
+
+
+def patterns_of(layers: Sequence[str], weights: Iterable[str]) -> tuple[str, ...]:
+    """[lora] targets that are these layers and no others of a network with such `weights`."""
+    names = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
+    found: dict[str, None] = {}
+    for layer in layers:
+        pattern = re.sub(r"^blocks\.\d+\.", "blocks.*.", layer)
+        others = [name for name in names if matches(name, [pattern]) and name not in layers]
+        found[layer if others else pattern] = None
+    return tuple(found)
+
+
+def adapters_beside(
+    adapters: lora_files.Adapters, run: SavedNetwork
+) -> tuple[OnDemand, LoRAConfig]:
+    """The weights of a run with adapters beside them, and their [lora]."""
+    ends, weights = f".{lora.A}", run.tensors
+    layers = tuple(n.removesuffix(ends) for n in adapters.tensors if n.endswith(ends))
+
+    def get(name: str) -> Tensor:
+        return adapters.tensors[name] if name in adapters.tensors else weights[name]
+
+    both = OnDemand({**weights.outline, **adapters.tensors}, get)
+    return both, LoRAConfig(rank=adapters.rank, alpha=adapters.alpha, targets=layers)
 
 
 def warnings(base: str, run: SavedNetwork) -> Iterator[str]:
@@ -183,16 +241,6 @@ def warnings(base: str, run: SavedNetwork) -> Iterator[str]:
             'has [model] timestep_frequencies="dit". diffusers has others: adapters that were '
             "trained there are less exact here"
         )
-
-
-def with_adapters(run: SavedNetwork, adapters: Mapping[str, Tensor]) -> OnDemand:
-    """The weights of a run and adapters."""
-    weights = run.tensors
-
-    def get(name: str) -> Tensor:
-        return adapters[name] if name in adapters else weights[name]
-
-    return OnDemand({**weights.outline, **adapters}, get)
 
 
 FILES = (diffusers_network.WEIGHTS, "diffusion_pytorch_model.bin")
@@ -719,7 +767,7 @@ class Kind(NamedTuple):
 
 RUN = Kind("folder", "an export", WRITING)
 FILE = Kind("file", "an import", READING)
-ADAPTERS = Kind("set of LoRA adapters", "its import", ("base", *OF_RUNS))
+ADAPTERS = Kind("set of adapters", "its import", ("base", "merge", *OF_RUNS))
 DIFFUSERS = Kind("folder of diffusers", "its import", ("scale", "text_encoder", "expert"))
 TRANSFORMERS = Kind("folder of transformers", "its import")
 FLAGS = dict.fromkeys(flag for kind in (FILE, RUN, ADAPTERS, DIFFUSERS) for flag in kind.flags)
@@ -737,7 +785,7 @@ def main(options: ConvertFlags) -> None:
         raise UserError(f"--out {target} exists. Choose another name, or delete it.")
     if not writes and target.suffix in tensor_file.WEIGHT_SUFFIXES:
         raise UserError(f"--out {target}: a checkpoint is a folder. Name one, such as dit_xl2.")
-    if not writes and options.format in ("peft", "lora"):
+    if not writes and options.format in LORA_FORMATS:
         raise UserError(
             f"--format {options.format}: --input {source} is a {kind.name}. Give a run with "
             "adapters."
@@ -779,7 +827,7 @@ def export(source: Location, target: Path, options: ConvertFlags) -> None:
     path = find_checkpoint(source, options.step, "--input")
     run = open_weights(path, options.weights or "ema", options.decay, options.trust)
     config = run.model_config
-    if options.format in ("peft", "lora"):
+    if options.format in LORA_FORMATS:
         use = f"an export of adapters (--format {options.format})"
         check_flags(options, (*OF_RUNS, "as_is", "format"), use)
         write_adapter(target, run, options)

@@ -169,11 +169,11 @@ class ConvertFlags(Flags):
     out: Annotated[OutputPath, Aliases("--to")]
     """Import: folder of the new checkpoint. Export: FILE.pt or FILE.safetensors of a DiT; a new
     folder for diffusers, or of a language model."""
-    format: Literal["dit", "sit", "peft", "lora"] | None = None
+    format: Literal["dit", "sit", "peft", "lora", "kohya", "comfyui"] | None = None
     """Format of the file: of the original DiT or of SiT, which name their tensors alike. Unset: SiT
     if its train.py wrote the file, or the run's [objective] is SiT's; else DiT. The run's adapters
     ([lora]) alone: peft, a folder of peft's; lora, a folder or a .safetensors file for
-    load_lora_weights of diffusers' pipelines."""
+    load_lora_weights of diffusers' pipelines; kohya, comfyui: a .safetensors file of such names."""
     heads: Few | None = None
     """Import: attention heads, for sizes other than S, B, L and XL."""
     scale: Annotated[Finite, Bound(above=0)] | None = None
@@ -203,8 +203,11 @@ class ConvertFlags(Flags):
     boundary: Annotated[float, Bound(above=0, below=1)] | None = None
     """Noise level at which --input and --low meet, see `sample --boundary`."""
     base: RunPath = ""
-    """Import of adapters (a folder of peft, or pytorch_lora_weights.safetensors): the run whose
+    """Import of adapters (a folder of peft, or a .safetensors file of any tool): the run whose
     weights they belong to."""
+    merge: bool = False
+    """Import of adapters: add them to the base's weights, exactly for every kind: also DoRA, LoHa
+    and LoKr, which are no LoRA."""
     step: NonNegativeInt | None = None
     """Step of the checkpoint of --base. Unset: the newest."""
     trust: bool = False

@@ -273,6 +273,9 @@ class LoRAConfig(Section):
     """The adapters are multiplied by alpha / rank. Unset: rank, a factor of 1."""
     targets: tuple[str, ...] = ("blocks.*.attn.*", "blocks.*.mlp.*")
     """Patterns of the linear layers that are adapted."""
+    dropout: Annotated[float, Bound(least=0, below=1)] = 0.0
+    """Share of the adapters' inputs that training sets to 0, drawn by sample number; the layers
+    themselves get all of them."""
     trained: tuple[str, ...] = ()
     """Patterns of parameters that are trained themselves, beside the adapters:
     "embed.label.*"."""

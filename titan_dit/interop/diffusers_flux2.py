@@ -11,7 +11,13 @@ from typing import Annotated, Any
 
 from titan_dit.config.section import Bound, Dim, Few, Layers, PositiveFloat, UserError
 from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.interop.diffusers_network import Prompts, TextToImage, check_fixed, checked
+from titan_dit.interop.diffusers_network import (
+    Prompts,
+    Rows,
+    TextToImage,
+    check_fixed,
+    checked,
+)
 from titan_dit.interop.tensor_layouts import FusedGate, Part, RowsOfQKV, Same, SplitQKV
 from titan_dit.models.flux2_config import Flux2Config
 
@@ -69,6 +75,21 @@ HALVES = {
     },
 }
 """Names of a double block's layers."""
+FIRST_NAMES = {
+    "img_in": "x_embedder",
+    "txt_in": "context_embedder",
+    "time_in.in_layer": f"{TIME}.timestep_embedder.linear_1",
+    "time_in.out_layer": f"{TIME}.timestep_embedder.linear_2",
+    "double_stream_modulation_img.lin": "double_stream_modulation_img.linear",
+    "double_stream_modulation_txt.lin": "double_stream_modulation_txt.linear",
+    "single_stream_modulation.lin": "single_stream_modulation.linear",
+    "final_layer.linear": "proj_out",
+}
+"""Layers outside the blocks of black-forest-labs/flux2 -> those of diffusers."""
+FIRST_GUIDANCE = {
+    "guidance_in.in_layer": f"{TIME}.guidance_embedder.linear_1",
+    "guidance_in.out_layer": f"{TIME}.guidance_embedder.linear_2",
+}
 
 
 def double_block(block: str, heads: int) -> dict[str, Same]:
@@ -115,6 +136,28 @@ def layouts(config: Flux2Config) -> dict[str, Same]:
     return found
 
 
+def originals(config: Flux2Config) -> dict[str, Rows]:
+    """See `Counterpart.originals`: names of black-forest-labs/flux2."""
+    outer = FIRST_NAMES if config.guidance is None else FIRST_NAMES | FIRST_GUIDANCE
+    found = {first: Rows((theirs,)) for first, theirs in outer.items()}
+    # Shift, then scale; diffusers has the scale first.
+    found["final_layer.adaLN_modulation.1"] = Rows(("norm_out.linear",), swaps=True)
+    for number in range(config.kinds.count("double")):
+        theirs = f"transformer_blocks.{number}"
+        for half, names in zip(("img", "txt"), HALVES.values(), strict=True):
+            first = f"double_blocks.{number}.{half}"
+            qkv = tuple(f"{theirs}.attn.{part}" for part in names["qkv"])
+            found[f"{first}_attn.qkv"] = Rows(qkv)
+            found[f"{first}_attn.proj"] = Rows((f"{theirs}.attn.{names['out']}",))
+            found[f"{first}_mlp.0"] = Rows((f"{theirs}.{names['mlp']}.linear_in",))
+            found[f"{first}_mlp.2"] = Rows((f"{theirs}.{names['mlp']}.linear_out",))
+    for number in range(config.kinds.count("single")):
+        first, theirs = f"single_blocks.{number}", f"single_transformer_blocks.{number}.attn"
+        found[f"{first}.linear1"] = Rows((f"{theirs}.to_qkv_mlp_proj",))
+        found[f"{first}.linear2"] = Rows((f"{theirs}.to_out",))
+    return found
+
+
 class DiffusersFlux2(TextToImage):
     """Our FLUX.2 and its counterpart."""
 
@@ -149,6 +192,10 @@ class DiffusersFlux2(TextToImage):
     def layouts(self) -> dict[str, Same]:
         """See `layouts`."""
         return layouts(self.config)
+
+    def originals(self) -> dict[str, Rows]:
+        """See `originals`."""
+        return originals(self.config)
 
     def scheduler_json(self, objective: Any) -> dict[str, Any]:
         """See `Counterpart.scheduler_json`. Refuses a network with guidance: klein's has none."""

@@ -10,7 +10,7 @@ import importlib
 import math
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +43,23 @@ NETWORKS = {
     "z_image": "titan_dit.interop.diffusers_z_image:DiffusersZImage",
 }
 """[model] name -> the class of its counterpart."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A linear layer whose outputs are those of layers of diffusers, one after the other."""
+
+    layers: tuple[str, ...]
+    swaps: bool = False
+    """Its outputs are two halves, in the other order."""
+
+    def join(self, rows: Tensor) -> Tensor:
+        """The rows of diffusers' layers, one below the other, in the order of this layer's."""
+        return torch.cat(rows.chunk(2)[::-1]) if self.swaps else rows
+
+    def split(self, rows: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        """The inverse, cut into the rows of each layer of diffusers."""
+        return torch.split(self.join(rows), list(sizes))
 
 
 class Counterpart(ABC):
@@ -88,6 +105,13 @@ class Counterpart(ABC):
     @abstractmethod
     def layouts(self) -> Mapping[str, Same]:
         """Name of our parameter -> its layout in diffusers' tensors."""
+
+    def originals(self) -> Mapping[str, Rows]:
+        """Name of a linear layer in the network's first release -> diffusers' layers.
+
+        Files of kohya's tools and of ComfyUI have these names. Empty: not known.
+        """
+        return {}
 
     @abstractmethod
     def config_json(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from titan_dit.interop.diffusers_network import (
     LOW_TRANSFORMER,
     SCHEDULER,
     Prompts,
+    Rows,
     TextToImage,
     check_fixed,
     checked,
@@ -89,6 +90,28 @@ NORMS = {
     "cross.norm.k": "attn2.norm_k",
 }
 """Weights of the norms of queries and keys."""
+FIRST_OUTER = {
+    "time_embedding.0": f"{CONDITION}.time_embedder.linear_1",
+    "time_embedding.2": f"{CONDITION}.time_embedder.linear_2",
+    "time_projection.1": f"{CONDITION}.time_proj",
+    "text_embedding.0": f"{CONDITION}.text_embedder.linear_1",
+    "text_embedding.2": f"{CONDITION}.text_embedder.linear_2",
+    "head.head": "proj_out",
+}
+"""Linear layers outside the blocks of Wan-Video/Wan2.1 -> those of diffusers."""
+FIRST_BLOCK = {
+    "self_attn.q": "attn1.to_q",
+    "self_attn.k": "attn1.to_k",
+    "self_attn.v": "attn1.to_v",
+    "self_attn.o": "attn1.to_out.0",
+    "cross_attn.q": "attn2.to_q",
+    "cross_attn.k": "attn2.to_k",
+    "cross_attn.v": "attn2.to_v",
+    "cross_attn.o": "attn2.to_out.0",
+    "ffn.0": "ffn.net.0.proj",
+    "ffn.2": "ffn.net.2",
+}
+"""The same for the layers of a block."""
 
 
 def layouts(config: WanConfig) -> dict[str, Same]:
@@ -174,6 +197,15 @@ class DiffusersWan(TextToImage):
     def layouts(self) -> dict[str, Same]:
         """See `layouts`."""
         return layouts(self.config)
+
+    def originals(self) -> dict[str, Rows]:
+        """See `Counterpart.originals`: names of Wan-Video/Wan2.1."""
+        found = {first: Rows((theirs,)) for first, theirs in FIRST_OUTER.items()}
+        for number in range(self.config.shape[1]):
+            block = f"blocks.{number}"
+            for first, theirs in FIRST_BLOCK.items():
+                found[f"{block}.{first}"] = Rows((f"{block}.{theirs}",))
+        return found
 
     def check_expressible(self, as_is: bool) -> None:
         """See `Counterpart.check_expressible`."""

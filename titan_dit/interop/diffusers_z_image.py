@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from titan_dit.config.section import Dim, Few, Layers, PositiveFloat
-from titan_dit.interop.diffusers_network import Prompts, TextToImage, check_fixed, checked
+from titan_dit.interop.diffusers_network import (
+    Prompts,
+    Rows,
+    TextToImage,
+    check_fixed,
+    checked,
+)
 from titan_dit.interop.tensor_layouts import Row, Same, SplitGate, SplitQKV
 from titan_dit.models.z_image_config import ZImageConfig
 
@@ -61,6 +67,17 @@ INNER = {
     "mlp_out_norm": "ffn_norm2",
 }
 """Weights of a block that are equal."""
+FIRST_OUTER = {
+    "x_embedder": "all_x_embedder.{size}",
+    "cap_embedder.1": "cap_embedder.1",
+    "t_embedder.mlp.0": "t_embedder.mlp.0",
+    "t_embedder.mlp.2": "t_embedder.mlp.2",
+    "final_layer.adaLN_modulation.1": "all_final_layer.{size}.adaLN_modulation.1",
+    "final_layer.linear": "all_final_layer.{size}.linear",
+}
+"""Linear layers outside the blocks of the single-file weights that ComfyUI takes."""
+SAME_LAYERS = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3", "adaLN_modulation.0")
+"""Layers of a block that have the same name in them."""
 LISTS = {"refine_text": "context_refiner", "refine_image": "noise_refiner", "joint": "layers"}
 """Kind of block -> their list of blocks."""
 
@@ -125,6 +142,19 @@ class DiffusersZImage(TextToImage):
     def layouts(self) -> dict[str, Same]:
         """See `layouts`."""
         return layouts(self.config)
+
+    def originals(self) -> dict[str, Rows]:
+        """See `Counterpart.originals`: names of the single-file weights that ComfyUI takes."""
+        config, size = self.config, f"{self.config.patch_size}-1"
+        found = {first: Rows((names.format(size=size),)) for first, names in FIRST_OUTER.items()}
+        for layer, kind in enumerate(config.kinds):
+            block = f"{LISTS[kind]}.{layer - config.kinds.index(kind)}"
+            qkv = tuple(f"{block}.attention.to_{part}" for part in "qkv")
+            found[f"{block}.attention.qkv"] = Rows(qkv)
+            found[f"{block}.attention.out"] = Rows((f"{block}.attention.to_out.0",))
+            same = SAME_LAYERS[:-1] if kind == "refine_text" else SAME_LAYERS
+            found |= {f"{block}.{name}": Rows((f"{block}.{name}",)) for name in same}
+        return found
 
     def config_json(self) -> dict[str, Any]:
         """See `Counterpart.config_json`."""

@@ -1,29 +1,42 @@
-"""LoRA adapters in the files of others: a folder of peft, or the file of diffusers' pipelines.
+"""Adapters in the files of others: peft's, of diffusers' pipelines, kohya's, ComfyUI's.
 
-Both name the modules of diffusers' networks: MODULE.lora_A.weight [rank, inputs] and
+The first two name the modules of diffusers' networks: MODULE.lora_A.weight [rank, inputs] and
 .lora_B.weight [outputs, rank], after a prefix. Where our layer is several there (qkv), each of them
 gets its A, and some rows of its B. Where several of ours are one there (FLUX.2's single blocks), it
 gets their A and B in blocks, of a rank that is the sum of theirs, unless they share one factor.
 Imported, it is the other way around.
+
+The last two name the layers of the network's first release (`Counterpart.originals`), in which
+several of diffusers' may be one again. kohya's names have "_" for ".", .lora_down and .lora_up for
+A and B, and an .alpha for each layer. ComfyUI's have the scale in B.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.interop import hugging_face, tensor_file
-from titan_dit.interop.diffusers_network import Counterpart
-from titan_dit.interop.tensor_layouts import Copies, FilledTable, Part, Same, SplitGate, SplitQKV
+from titan_dit.interop import adapter_kinds, hugging_face, tensor_file, tensor_layouts
+from titan_dit.interop.adapter_kinds import MISFIT, LayerAdapter, Pair, stacked
+from titan_dit.interop.diffusers_network import Counterpart, Rows
+from titan_dit.interop.tensor_file import OnDemand
+from titan_dit.interop.tensor_layouts import (
+    Copies,
+    FilledTable,
+    Part,
+    Same,
+    SplitGate,
+    SplitQKV,
+)
 from titan_dit.models import lora
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -35,8 +48,15 @@ PIPELINE_WEIGHTS = "pytorch_lora_weights.safetensors"
 METADATA = "lora_adapter_metadata"
 """Key of its metadata: a peft config as JSON, whose keys have PIPELINE_PREFIX."""
 PREFIX, PIPELINE_PREFIX = "base_model.model.", "transformer."
-PREFIXES = (PREFIX, PIPELINE_PREFIX)
-"""Prefixes of names: peft's, and that of a diffusers pipeline."""
+KOHYA_PREFIX, COMFYUI_PREFIX = "lora_unet_", "diffusion_model."
+DOTTED = (PREFIX, PIPELINE_PREFIX, COMFYUI_PREFIX)
+"""Prefixes of layers' names."""
+UNDERSCORED = (KOHYA_PREFIX, "lycoris_", "lora_transformer_")
+"""Prefixes of names with "_" for "."."""
+TEXT_ENCODERS = ("lora_te", "text_encoder", "text_encoders.")
+"""Prefixes of adapters of a text encoder."""
+WORDS = ("lora", "lokr_", "hada_", "lycoris")
+"""Parts of names by which a file is one of adapters."""
 KINDS = {"A": ".lora_A.weight", "B": ".lora_B.weight"}
 REQUIRED = {"bias": "none", "peft_type": "LORA"}
 """Keys of the config and the only values that [lora] supports."""
@@ -48,18 +68,16 @@ UNSUPPORTED = (
 INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that leave the adapted weights unchanged. Others, such as pissa,
 change them: their adapters do not fit the base."""
-FOREIGN = {
-    "lora_unet_": "kohya's names",
-    "lora_down": "kohya's names",
-    "diffusion_model.": "ComfyUI's names",
-    "dora_scale": "DoRA",
-    "lora_magnitude_vector": "DoRA",
-    ".alpha": "kohya's alphas",
-}
-"""Parts of names of other kinds of adapters."""
 
-Pair = tuple[Tensor, Tensor]
-"""The (A, B) of an adapter."""
+
+class AdapterFile(NamedTuple):
+    """Tensors of adapters and what is stated about them."""
+
+    tensors: Mapping[str, Tensor]
+    config: Mapping[str, Any]
+    """Of peft; {} without one."""
+    where: str
+    """Its name, for messages."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +105,7 @@ def pipeline_file(path: Path) -> Path | None:
         tensors, _ = tensor_file.open_safetensors(path)
     except (OSError, SafetensorError):
         return None  # Its reader says what is wrong.
-    return path if any("lora" in name.lower() for name in tensors) else None
+    return path if any(word in name.lower() for name in tensors for word in WORDS) else None
 
 
 def to_theirs(found: Counterpart, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
@@ -126,29 +144,42 @@ def parts_of(layouts: Mapping[str, Same], theirs: str) -> dict[str, Part]:
 def whole(layouts: Mapping[str, Same], theirs: str, pairs: Mapping[str, Pair]) -> Pair:
     """A and B of their weight, of which several of ours are ranges; 0 in those not adapted."""
     parts = parts_of(layouts, theirs)
-    given = [pairs[name] for name in parts if name in pairs]
-    dim = next(iter(parts.values())).dim
-    # Of ranges of rows all A have the same inputs, of columns all B the same outputs.
-    common = [pair[dim] for pair in given]
-    shared = all(torch.equal(each, common[0]) for each in common)
-    rank = len(given[0][0]) if shared else sum(len(a) for a, _ in given)
-    blocks, place = [], 0
-    for name, part in parts.items():
-        if name not in pairs:
-            size = (part.size, rank) if dim == 0 else (rank, part.size)
-            blocks.append(common[0].new_zeros(size))
-            continue
-        a, b = pairs[name]
-        own = part.inner.to_theirs(b)[0] if dim == 0 else a
-        if not shared:
-            more = (place, rank - place - len(a))
-            pads = more if dim == 0 else (0, 0, *more)
-            own = torch.nn.functional.pad(own, pads)
-            place += len(a)
-        blocks.append(own)
-    joined = torch.cat(blocks, dim)
-    one = common[0] if shared else torch.cat(common, 1 if dim else 0)
-    return (one, joined) if dim == 0 else (joined, one)
+    sizes = [part.size for part in parts.values()]
+    if next(iter(parts.values())).dim == 0:
+        given = [
+            (pairs[name][0], part.inner.to_theirs(pairs[name][1])[0]) if name in pairs else None
+            for name, part in parts.items()
+        ]
+        return stacked(given, sizes)
+    # Ranges of columns: the same of the transposed weight B A.
+    turned = [(pairs[name][1].t(), pairs[name][0].t()) if name in pairs else None for name in parts]
+    b, a = stacked(turned, sizes)
+    return a.t(), b.t()
+
+
+def to_originals(found: Counterpart, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
+    """A and B by the names of the network's first release, from those by diffusers' weights.
+
+    Raises UserError for a network without such names, and for a layer that has none.
+    """
+    outline, made, left = found.outline(), dict[str, Pair](), dict(pairs)
+    if not (originals := found.originals()):
+        raise UserError(
+            f"a {found.kind} has no names of kohya's tools or of ComfyUI. Give --format peft or "
+            "lora."
+        )
+    for name, rows in originals.items():
+        weights = [f"{layer}.weight" for layer in rows.layers]
+        given = [left.pop(weight, None) for weight in weights]
+        if any(given):
+            a, b = stacked(given, [len(outline[weight]) for weight in weights])
+            made[name] = a, rows.join(b)
+    if left:
+        raise UserError(
+            f"[lora] targets: {next(iter(left))} has no name in the network's first release. Give "
+            "--format peft or lora."
+        )
+    return made
 
 
 def config_json(
@@ -187,23 +218,37 @@ def named(pairs: Mapping[str, Pair], prefix: str) -> dict[str, Tensor]:
     }
 
 
+def kohya(pairs: Mapping[str, Pair], scale: float) -> dict[str, Tensor]:
+    """Names and tensors of a file of kohya's tools. `pairs`: see `to_originals`."""
+    found: dict[str, Tensor] = {}
+    for name, (a, b) in pairs.items():
+        layer = KOHYA_PREFIX + name.replace(".", "_")
+        found[f"{layer}.alpha"] = torch.tensor(scale * len(a))
+        found[f"{layer}.lora_down.weight"], found[f"{layer}.lora_up.weight"] = a, b
+    return found
+
+
+def comfyui(pairs: Mapping[str, Pair], scale: float) -> dict[str, Tensor]:
+    """Names and tensors of a file of ComfyUI. `pairs`: see `to_originals`."""
+    scaled = {f"{name}.weight": (a, b * scale) for name, (a, b) in pairs.items()}
+    return named(scaled, COMFYUI_PREFIX)
+
+
 def metadata(config: Mapping[str, Any]) -> dict[str, str]:
     """Metadata of PIPELINE_WEIGHTS, from adapter_config.json."""
     values = {f"{PIPELINE_PREFIX}{key}": value for key, value in config.items()}
     return {"format": "pt", METADATA: json.dumps(values, sort_keys=True)}
 
 
-def read(folder: Path, found: Counterpart) -> Adapters:
-    """The adapters of a folder of peft, fp32. UserError for settings that [lora] lacks."""
-    config = hugging_face.read_json(folder / CONFIG)
-    return made(hugging_face.read_weights(folder, (WEIGHTS, PICKLED)), config, found, CONFIG)
-
-
-def read_file(path: Path, found: Counterpart) -> Adapters:
-    """The adapters of a file of a pipeline, fp32. UserError for other kinds of adapters."""
-    with tensor_file.reading(path):
-        tensors, about = tensor_file.open_safetensors(path)
-    return made(tensors, config_of(about.get(METADATA)), found, "its metadata")
+def opened(source: Path) -> AdapterFile:
+    """The content of a folder of peft, or of a file of any other tool."""
+    file = pipeline_file(source)
+    if file is None:
+        config = hugging_face.read_json(source / CONFIG)
+        return AdapterFile(hugging_face.read_weights(source, (WEIGHTS, PICKLED)), config, CONFIG)
+    with tensor_file.reading(file):
+        tensors, about = tensor_file.open_safetensors(file)
+    return AdapterFile(tensors, config_of(about.get(METADATA)), "its metadata")
 
 
 def config_of(given: str | None) -> dict[str, Any]:
@@ -221,33 +266,74 @@ def config_of(given: str | None) -> dict[str, Any]:
     }
 
 
-def made(
-    tensors: Mapping[str, Tensor], config: Mapping[str, Any], found: Counterpart, where: str
-) -> Adapters:
-    """Adapters under our names. `config`: of peft, or {}: alpha is then the rank of each."""
-    check_config(config, where)
-    for name in tensors:
-        for word, kind in FOREIGN.items():
-            if word in name:
-                raise UserError(
-                    f"{name} is of {kind}, which is not read. Save adapters of diffusers' names: "
-                    "transformer.MODULE.lora_A.weight and .lora_B.weight."
-                )
-    pairs = dict(pairs_of({name: tensors[name].float() for name in tensors}))
-    scales = {name: scale_of(name, len(a), config, where) for name, (a, _) in pairs.items()}
+def made(file: AdapterFile, found: Counterpart) -> Adapters:
+    """Adapters under our names, fp32. Without a config and alphas the scale is 1.
+
+    Raises UserError for what is no LoRA, and for settings that [lora] lacks.
+    """
+    check_config(file, UNSUPPORTED)
+    pairs, scales = dict[str, Pair](), dict[str, float]()
+    for rows, adapter, scale in layers_of(file, found):
+        a, b = adapter.low_rank()
+        weights = [f"{layer}.weight" for layer in rows.layers]
+        parts = rows.split(b, [len(found.outline()[weight]) for weight in weights])
+        pairs |= {weight: (a, part) for weight, part in zip(weights, parts, strict=True)}
+        scales |= dict.fromkeys(weights, scale)
     common = next(iter(scales.values()))
     if any(scale != common for scale in scales.values()):
         # One scale for all: the others go into B.
         pairs = {name: (a, b * (scales[name] / common)) for name, (a, b) in pairs.items()}
     ours = to_ours(found, pairs)
+    if not ours:
+        raise UserError("all of its adapters are 0: they add nothing. Train them first.")
     rank = max(len(a) for a, _ in ours.values())
     return Adapters(padded(ours, rank), rank, common * rank)
 
 
-def check_config(config: Mapping[str, Any], where: str) -> None:
+def merged(file: AdapterFile, found: Counterpart, ours: OnDemand) -> tuple[OnDemand, int]:
+    """Our weights with adapters of any kind, one at a time, and how many layers have one.
+
+    Raises UserError as `made`, but for what is no LoRA.
+    """
+    check_config(file, [key for key in UNSUPPORTED if key != "use_dora"])
+    adapters = list(layers_of(file, found))
+    by_weight = {f"{layer}.weight": each for each in adapters for layer in each[0].layers}
+    layouts, changed = found.layouts(), set[str]()
+    for name, layout in layouts.items():
+        if own := by_weight.keys() & set(layout.names):
+            if isinstance(layout, Copies):
+                refuse_layer(min(own).removesuffix(".weight"))
+            changed.add(name)
+
+    def before(weight: str) -> Tensor:
+        """A weight of diffusers, without its adapter."""
+        own = {name: layout for name, layout in layouts.items() if weight in layout.names}
+        return dict(tensor_layouts.to_theirs(own, ours))[weight]
+
+    def after(weight: str) -> Tensor:
+        """A weight of diffusers, with its adapter."""
+        if weight not in by_weight:
+            return before(weight)
+        rows, adapter, scale = by_weight[weight]
+        parts = [before(f"{layer}.weight") for layer in rows.layers]
+        whole = adapter.merged(rows.join(torch.cat(parts)), scale)
+        own = rows.split(whole, [len(part) for part in parts])
+        return own[rows.layers.index(weight.removesuffix(".weight"))].float()
+
+    def get(name: str) -> Tensor:
+        if name not in changed:
+            return ours[name]
+        layout = layouts[name]
+        return layout.to_ours(*map(after, layout.names)).contiguous()
+
+    return OnDemand(ours.outline, get), len(adapters)
+
+
+def check_config(file: AdapterFile, unsupported: Sequence[str]) -> None:
     """Raise UserError for settings of peft that [lora] does not have."""
+    config, where = file.config, file.where
     other = [key for key, value in REQUIRED.items() if config.get(key, value) != value]
-    other += [key for key in UNSUPPORTED if config.get(key)]
+    other += [key for key in unsupported if config.get(key)]
     for key in other:
         raise UserError(
             f"{where}: {key}={json.dumps(config[key])} is not supported. Train plain LoRA adapters."
@@ -264,7 +350,7 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
 
 
 def scale_of(name: str, rank: int, config: Mapping[str, Any], where: str) -> float:
-    """Alpha / rank of an adapter. UserError if the config contradicts its tensors."""
+    """Alpha / rank that a config states for a layer. UserError if it contradicts the tensors."""
     if not config:
         return 1.0
     stated = of_module("r", "rank_pattern", name, config)
@@ -277,63 +363,106 @@ def scale_of(name: str, rank: int, config: Mapping[str, Any], where: str) -> flo
         )
     if stated != rank:
         raise UserError(
-            f"{where}: r={stated}, but the adapter of {name.removesuffix('.weight')} has rank "
-            f"{rank}. Save the adapters again."
+            f"{where}: r={stated}, but the adapter of {name} has rank {rank}. Save the adapters "
+            "again."
         )
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def of_module(key: str, pattern: str, name: str, config: Mapping[str, Any]) -> Any:
-    """A value of the config for a module: of the pattern that ends its name, or of all modules."""
-    module = name.removesuffix(".weight")
+    """A value of the config for a layer: of the pattern that ends its name, or of all layers."""
     table = config.get(pattern) or {}
-    ends = [end for end in table if module == end or module.endswith(f".{end}")]
+    ends = [end for end in table if name == end or name.endswith(f".{end}")]
     return table[max(ends, key=len)] if ends else config.get(key)
 
 
-def pairs_of(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Pair]]:
-    """Yield the weights of diffusers that are adapted, with their A and B."""
-    for name in tensors:
-        ends = [end for end in KINDS.values() if name.endswith(end)]
-        if not ends:
+def layers_of(file: AdapterFile, found: Counterpart) -> Iterator[tuple[Rows, LayerAdapter, float]]:
+    """Yield the layers of diffusers that an adapter is of, the adapter, and its scale."""
+    by_layer: dict[str, dict[str, str]] = {}
+    for name in file.tensors:
+        layer, part = adapter_kinds.part_of(name)
+        if layer.startswith(TEXT_ENCODERS):
             raise UserError(
-                f"{name} is no part of an adapter: no name ends in {' or '.join(KINDS.values())}. "
-                "Give a file with LoRA adapters alone."
+                f"it has adapters of a text encoder ({layer}), which is not trained here. Save "
+                "those of the network alone."
             )
-        layer = name.removesuffix(ends[0])
-        if missing := [layer + end for end in KINDS.values() if layer + end not in tensors]:
-            raise UserError(f"it has {name}, but not {missing[0]}. Save the adapters again.")
-        if ends[0] == KINDS["A"]:
-            module = layer
-            for prefix in PREFIXES:
-                module = module.removeprefix(prefix)
-            yield f"{module}.weight", (tensors[name], tensors[layer + KINDS["B"]])
-    if not tensors:
+        if part in by_layer.setdefault(layer, {}):
+            raise UserError(
+                f"it has {by_layer[layer][part]} and {name}, which are the same. Save one of them."
+            )
+        by_layer[layer][part] = name
+    if not by_layer:
         raise UserError("it has no adapters. Save them again.")
+    names, outline = names_of(found), found.outline()
+    taken: dict[str, str] = {}
+    for layer, parts in by_layer.items():
+        adapter_kinds.check_parts(layer, parts)
+        bare, rows = resolved(layer, names, found)
+        shapes = [outline[f"{own}.weight"].shape for own in rows.layers]
+        if any(len(shape) != 2 for shape in shapes):
+            refuse_layer(rows.layers[0])
+        for own in rows.layers:
+            if own in taken:
+                raise UserError(
+                    f"it has adapters of {taken[own]} and of {layer}, which hold the same weights. "
+                    "Save one of them."
+                )
+            taken[own] = layer
+        shape = sum(outputs for outputs, _ in shapes), shapes[0][1]
+        own_parts = {part: read_part(name, file.tensors) for part, name in parts.items()}
+        adapter = LayerAdapter(bare, own_parts, shape)
+        is_lora = adapter_kinds.A in own_parts
+        stated = scale_of(bare, adapter.rank or 0, file.config, file.where) if is_lora else 1.0
+        yield rows, adapter, adapter.scale(stated)
+
+
+def read_part(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """A tensor in fp32. Raises UserError for one of another kind than floating."""
+    tensor = tensors[name]
+    if not tensor.is_floating_point() and not name.endswith(".alpha"):
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise UserError(f"{name} is {kind}, no floating numbers. Save the adapters again.")
+    return tensor.float()
+
+
+def names_of(found: Counterpart) -> dict[str, Rows]:
+    """Names of layers, of diffusers and of the network's first release -> diffusers' layers."""
+    theirs = (name for layout in found.layouts().values() for name in layout.names)
+    layers = (name.removesuffix(".weight") for name in theirs if name.endswith(".weight"))
+    return {layer: Rows((layer,)) for layer in layers} | dict(found.originals())
+
+
+def resolved(layer: str, names: Mapping[str, Rows], found: Counterpart) -> tuple[str, Rows]:
+    """The name of a layer without its prefix, and the layers of diffusers that it is of."""
+    bare = layer
+    for prefix in DOTTED:
+        bare = bare.removeprefix(prefix)
+    if bare in names:
+        return bare, names[bare]
+    flat = {name.replace(".", "_"): name for name in names}
+    for prefix in UNDERSCORED:
+        if layer.startswith(prefix) and (name := flat.get(layer.removeprefix(prefix))):
+            return name, names[name]
+    raise UserError(f"a {found.kind} has no {bare}. {MISFIT}")
+
+
+def refuse_layer(name: str) -> NoReturn:
+    """Raise UserError for an adapter of a layer that is no linear one here."""
+    raise UserError(
+        f"an adapter of {name} is not supported. Train adapters of linear layers in blocks."
+    )
 
 
 def to_ours(found: Counterpart, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
-    """A and B by the names of our weights; their ranks may differ."""
-    layouts = {name: kind for name, kind in found.layouts().items() if name.endswith(".weight")}
-    known = {part for layout in layouts.values() for part in layout.names}
-    if unknown := [part for part in pairs if part not in known]:
-        raise UserError(
-            f"a {found.kind} has no {unknown[0].removesuffix('.weight')}. Give --base a run of the "
-            "network that the adapters were trained on."
-        )
+    """A and B by the names of our weights, from those by diffusers'; their ranks may differ."""
     outline = found.outline()
     ours: dict[str, Pair] = {}
-    for name, layout in layouts.items():
+    for name, layout in found.layouts().items():
         own = [part for part in layout.names if part in pairs]
         if not own:
             continue
         if layout.moves_inputs or isinstance(layout, FilledTable):
-            raise UserError(
-                f"an adapter of {layout.names[0]} is not supported. Train adapters of linear "
-                "layers in blocks."
-            )
-        for part in own:
-            check_shapes(part, pairs[part], outline[part].shape)
+            refuse_layer(layout.names[0])
         if isinstance(layout, Part):
             ours |= range_of(name, layout, *pairs[own[0]])
         else:
@@ -349,17 +478,6 @@ def range_of(name: str, part: Part, a: Tensor, b: Tensor) -> dict[str, Pair]:
     return {name: (a, part.inner.to_ours(own)) if part.dim == 0 else (own, b)}
 
 
-def check_shapes(name: str, pair: Pair, shape: torch.Size) -> None:
-    """Refuse an adapter of a weight of another shape."""
-    a, b = pair
-    shapes = f"A {list(a.shape)} and B {list(b.shape)}"
-    if a.ndim != 2 or b.ndim != 2 or (len(b), a.shape[1]) != tuple(shape) or b.shape[1] != len(a):
-        raise UserError(
-            f"{shapes} do not fit {name} {list(shape)}. Give --base a run of the network that the "
-            "adapters were trained on."
-        )
-
-
 def joined(layout: Same, pairs: Mapping[str, Pair], outline: Mapping[str, Tensor]) -> Pair:
     """The A and B of one of our weights."""
     own = [pairs[part] for part in layout.names if part in pairs]
@@ -372,18 +490,9 @@ def joined(layout: Same, pairs: Mapping[str, Pair], outline: Mapping[str, Tensor
     if not isinstance(layout, SplitQKV | SplitGate):
         a, b = own[0]
         return a, layout.to_ours(b)
-    first = own[0][0]
-    shared = all(torch.equal(a, first) for a, _ in own)
-    stacked = first if shared else torch.cat([a for a, _ in own])
-    rows, place = [], 0
-    for part in layout.names:
-        columns = torch.zeros(len(outline[part]), len(stacked))
-        if part in pairs:
-            a, b = pairs[part]
-            columns[:, place : place + len(a)] = b
-            place += 0 if shared else len(a)
-        rows.append(columns)
-    return stacked, layout.to_ours(*rows)
+    sizes = [len(outline[part]) for part in layout.names]
+    a, b = stacked([pairs.get(part) for part in layout.names], sizes)
+    return a, layout.to_ours(*torch.split(b, sizes))
 
 
 def same(one: Pair, other: Pair) -> bool:

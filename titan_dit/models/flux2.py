@@ -46,6 +46,8 @@ from titan_dit.models.text_to_image import (
 class Embed(nn.Module):
     """Inputs to the stream: picture [b, n, d], caption [b, m, d] and modulation [b, 17 d]."""
 
+    reads: ClassVar = {"text": ("text",)}
+
     def __init__(self, config: Flux2Config) -> None:
         super().__init__()
         hidden = config.shape[0]
@@ -124,6 +126,7 @@ class DoubleBlock(nn.Module):
     """Caption and picture attend to each other, with weights of their own."""
 
     kind: ClassVar[str] = "double"
+    reads: ClassVar = {"text.*": ("text",)}
 
     def __init__(self, config: Flux2Config) -> None:
         super().__init__()
@@ -152,6 +155,7 @@ class SingleBlock(nn.Module):
     """Attention and MLP side by side, on the tokens of caption and picture alike."""
 
     kind: ClassVar[str] = "single"
+    reads: ClassVar = {"*": ("text", "tokens")}
 
     def __init__(self, config: Flux2Config) -> None:
         super().__init__()

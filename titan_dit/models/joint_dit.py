@@ -46,6 +46,8 @@ class Embed(nn.Module):
     With a reference the picture has 2 n tokens, see `ReferencedConfig`.
     """
 
+    reads: ClassVar = {"text.*": ("text",)}
+
     def __init__(self, config: JointDiTConfig) -> None:
         super().__init__()
         hidden, _, _, patch = config.shape
@@ -72,6 +74,8 @@ class Embed(nn.Module):
 
 class Block(nn.Module):
     """Joint attention and MLP, each modulated and gated by the time."""
+
+    reads: ClassVar = {"*": ("text", "tokens")}
 
     def __init__(self, config: JointDiTConfig) -> None:
         super().__init__()

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from titan_dit.config.parameter_groups import GroupConfig, groups_of, matches
 from titan_dit.config.training import LoRAConfig
-from titan_dit.models.initializers import Independent, Initializer, zeros
+from titan_dit.models import lora_dropout
+from titan_dit.models.initializers import Independent, Initializer, constant, zeros
 
 A, B = "lora_A", "lora_B"
 """Names of an adapted layer's parameters, as in peft."""
@@ -56,9 +57,12 @@ def shapes(model: nn.Module, config: LoRAConfig) -> dict[str, torch.Size]:
 
 
 def initializers(model: nn.Module) -> dict[str, Initializer]:
-    """Initial distributions of all A and B, by name: A uniform, B zero."""
+    """Initial distributions of all A and B, by name: A uniform, B zero; and numbers of layers."""
     names = [name for name, _ in model.named_parameters() if is_adapter(name)]
-    return {name: UNIFORM if name.endswith(A) else zeros for name in names}
+    found: dict[str, Initializer] = {name: UNIFORM if name.endswith(A) else zeros for name in names}
+    end = f".{lora_dropout.NUMBER}"
+    layers = [name.removesuffix(end) for name, _ in model.named_buffers() if name.endswith(end)]
+    return found | {f"{n}{end}": constant(lora_dropout.layer_number(n)) for n in layers}
 
 
 def pairs(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:

@@ -58,7 +58,7 @@ class SampleDropout(nn.Module):
         if not self.rate:
             return x
         is_off, exact = keys < 0, torch.promote_types(x.dtype, torch.float32)
-        least = torch.where(is_off, signed(1 << 63), signed(round(self.rate * 2**64) - 2**63))
+        least = torch.where(is_off, signed(1 << 63), least_kept(self.rate))
         factor = torch.where(is_off, 1.0, 1 / (1 - self.rate)).to(exact)
         is_kept = self.words(x, keys, positions) >= least[:, None, None]
         scaled = (x * factor[:, None, None]).to(x.dtype)
@@ -74,6 +74,11 @@ class SampleDropout(nn.Module):
         if is_token_first(x):
             return mixed(steps[:, None] + streams[:, None]).transpose(0, 1)
         return mixed(steps + streams[:, None, None])
+
+
+def least_kept(rate: float) -> int:
+    """The least random word, as int64, of an element that stays."""
+    return signed(round(rate * 2**64) - 2**63)
 
 
 def dropped(dropout: SampleDropout | None, x: Tensor, side: SideInputs) -> Tensor:

@@ -78,6 +78,8 @@ class ExactNorm(nn.LayerNorm):
 class Embed(nn.Module):
     """Inputs to the stream: clip [b, n, d], caption [b, m, d] and modulation [b, 7 d]."""
 
+    reads: ClassVar = {"text.*": ("text",)}
+
     def __init__(self, config: WanConfig) -> None:
         super().__init__()
         hidden, _, _, patch = config.shape
@@ -106,6 +108,8 @@ class Embed(nn.Module):
 
 class Block(nn.Module):
     """Attention and MLP, modulated and gated by the time, and cross-attention between them."""
+
+    reads: ClassVar = {"cross.kv": ("text",)}
 
     def __init__(self, config: WanConfig) -> None:
         super().__init__()

@@ -44,6 +44,8 @@ EPS = 1e-5
 class Embed(nn.Module):
     """Inputs to the stream: picture [b, n, d], caption [b, m, d] and embedded time [b, c]."""
 
+    reads: ClassVar = {"text.*": ("text",)}
+
     def __init__(self, config: ZImageConfig) -> None:
         super().__init__()
         hidden, _, _, patch = config.shape
@@ -91,6 +93,7 @@ class TextRefiner(Block):
     """A block of the caption alone."""
 
     kind: ClassVar[str] = "refine_text"
+    reads: ClassVar = {"*": ("text",)}
 
     def forward(self, stream: Stream, side: SideInputs) -> Stream:
         """Update the caption; the rest passes through."""
@@ -132,6 +135,7 @@ class JointBlock(ModulatedBlock):
     """A block of caption and picture together."""
 
     kind: ClassVar[str] = "joint"
+    reads: ClassVar = {"*": ("text", "tokens")}
 
     def forward(self, stream: Stream, side: SideInputs) -> Stream:
         """Update the tokens; the condition passes through."""

@@ -87,7 +87,6 @@ class Optimizer(torch.optim.Optimizer, ABC):
         shorter by a whole factor, the same on all ranks.
         """
 
-    @abstractmethod
     def update(
         self,
         weights: list[Tensor],
@@ -95,7 +94,11 @@ class Optimizer(torch.optim.Optimizer, ABC):
         states: Sequence[State],
         group: Group,
     ) -> None:
-        """Update shards and states of one group's parameters in place, unless `skip` is true."""
+        """Update shards and states of one group's parameters in place, unless `skip` is true.
+
+        An optimizer that needs whole tensors, or all groups at once, overrides `step` instead.
+        """
+        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

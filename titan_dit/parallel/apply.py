@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from titan_dit.config.layout import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -37,11 +39,12 @@ def parallelize(
     compilation: CompileConfig,
     tokens: int = 0,
     adapters: LoRAConfig = NONE,
+    streams: Iterable[str] = (),
     device: str = "",
 ) -> None:
     """Apply float8, TP, LoRA, attention, CP, remat, compile, FSDP2.
 
-    `tokens`, `device`: see `float8.apply`.
+    `tokens`, `device`: see `float8.apply`. `streams`: names of `ModelSpec.stream`, for adapters.
 
     One rank has copies in the compute dtype instead of FSDP2, except for some kinds of float8.
     """
@@ -62,7 +65,8 @@ def parallelize(
     if adapters.rank:
         from titan_dit.parallel import lora
 
-        lora.apply(model, adapters)
+        stream = next(iter(streams), "")
+        lora.apply(model, adapters, stream, tensor.sequence_shards(mesh.sizes.tp, tensor_plan))
     side_losses.apply(model, mesh, tensor_plan)
     is_async = parallel.async_tp and mesh.sizes.tp > 1
     async_tp.apply(model, tensor_plan, mesh.axis("tp") if is_async else None)

@@ -3,12 +3,17 @@
 Activations are multiplied by A and B, so no gradient of a frozen weight is computed. The adapters
 of a layer that is split over tp are split like its weight: B of a column-parallel one, A of a
 row-parallel one. The other matrix is whole on every rank, and its gradients are partial sums.
+
+With dropout the words of a microbatch (`models/lora_dropout.py`) reach the layers by an object that
+all share, since a block passes its side inputs to none of them. It is set before the network runs,
+so that compiled graphs get the words as inputs, and by each block that runs uncompiled.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,20 +30,64 @@ from torch.distributed.tensor import (
 )
 
 from titan_dit.config.parameter_groups import matches
+from titan_dit.config.section import UserError
 from titan_dit.config.training import LoRAConfig
-from titan_dit.models import lora
+from titan_dit.models import lora, lora_dropout
 from titan_dit.models.base import Model
+from titan_dit.models.lora_dropout import HoldsWords, Words
+
+Drop = Callable[[Tensor, int], Tensor]
+"""(inputs of an adapter, the first of their channels) -> the inputs with some elements 0."""
 
 
-def apply(model: Model, config: LoRAConfig) -> None:
-    """Freeze a model on the meta device, after tensor parallelism, and add the adapters."""
+def apply(model: Model, config: LoRAConfig, first: str = "", shards: int = 1) -> None:
+    """Freeze a model on the meta device, after tensor parallelism, and add the adapters.
+
+    `first`: name of the stream's first tensor. `shards`: sequence-parallel ranks, which hold a
+    shard of the tokens between blocks.
+    """
     for name, parameter in model.named_parameters():
         # A copy of a tied weight on another stage is trained as its owner is.
         # The objective's own modules are trained, too.
         patterns = ("objective.*", *config.trained)
         parameter.requires_grad_(matches(model.tied.get(name, name), patterns))
-    for layer in lora.adapted_layers(model, config.targets).values():
+    layers = lora.adapted_layers(model, config.targets)
+    for layer in layers.values():
         add(layer, config.rank, config.scale)
+    if config.dropout:
+        drop_inputs(model, layers, config.dropout, first, shards)
+
+
+def drop_inputs(
+    model: Model, layers: dict[str, nn.Linear], rate: float, first: str, shards: int
+) -> None:
+    """Give adapters their dropout. `layers`: the adapted ones; the others are as in `apply`."""
+    words = Words()
+    model.register_forward_pre_hook(lambda _, args: words.hold(args[1]))
+    for name, layer in layers.items():
+        in_block = name.startswith("blocks.")
+        prefix = ".".join(name.split(".")[: 2 if in_block else 1])
+        part = model.get_submodule(prefix)
+        layer.lora_dropout = InputDropout(  # type: ignore[assignment]
+            words,
+            name,
+            rate,
+            lora_dropout.streams_read(part, name.removeprefix(f"{prefix}."), first),
+            shards if in_block else 1,
+            getattr(layer, "token_first", False),
+        )
+        number = torch.zeros((), dtype=torch.int64, device=layer.weight.device)
+        layer.register_buffer(lora_dropout.NUMBER, number, persistent=False)
+    for block in model.blocks.values():
+        block.lora_words = words  # type: ignore[assignment]
+        kind: Any = type(block)
+        block.__class__ = holding_words(kind)
+
+
+@functools.cache
+def holding_words(kind: Any) -> Any:
+    """A subclass of a block's class `kind`, see `HoldsWords`."""
+    return type(f"Dropping{kind.__name__}", (HoldsWords, kind), {})
 
 
 def add(layer: nn.Linear, rank: int, scale: float) -> None:
@@ -52,6 +101,7 @@ def add(layer: nn.Linear, rank: int, scale: float) -> None:
             tensor = distribute_tensor(tensor, weight.device_mesh, places, src_data_rank=None)
         layer.register_parameter(name, nn.Parameter(tensor))
     layer.lora_scale = scale  # type: ignore[assignment]
+    layer.lora_dropout = None  # type: ignore[assignment]
     kind: Any = type(layer)
     layer.__class__ = adapted(kind)
 
@@ -66,20 +116,72 @@ def adapted(kind: Any) -> Any:
         lora_A: nn.Parameter
         lora_B: nn.Parameter
         lora_scale: float
+        lora_dropout: InputDropout | None
+        lora_number: Tensor
 
         def forward(self, input: Tensor) -> Any:
-            """Return x @ (weight + scale * B @ A).T + bias."""
-            return super().forward(input) + update(input, self.lora_A, self.lora_B, self.lora_scale)
+            """Return x @ (weight + scale * B @ A).T + bias; without dropout."""
+            factors = self.lora_A, self.lora_B
+            return super().forward(input) + update(input, *factors, self.lora_scale, self.dropped)
+
+        def dropped(self, x: Tensor, first: int) -> Tensor:
+            """See `Drop`."""
+            if self.lora_dropout is None:
+                return x
+            return self.lora_dropout(x, self.lora_number, first)
 
     Adapted.__name__ = Adapted.__qualname__ = f"Adapted{kind.__name__}"
     return Adapted
 
 
-def update(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+class InputDropout:
+    """The dropout of one layer's adapter."""
+
+    def __init__(
+        self,
+        words: Words,
+        layer: str,
+        rate: float,
+        streams: tuple[str, ...],
+        shards: int,
+        token_first: bool,
+    ) -> None:
+        """`streams`: see `lora_dropout.streams_read`. `shards`: see `lora_dropout.words_of`.
+
+        `token_first`: tokens come as [n, b, d].
+        """
+        self.words, self.layer, self.rate = words, layer, rate
+        self.streams, self.shards, self.token_first = streams, shards, token_first
+
+    def __call__(self, x: Tensor, number: Tensor, first: int) -> Tensor:
+        """`lora_dropout.dropped` of the microbatch, or `x` in an evaluation.
+
+        Raises UserError if the layer's inputs are not the tokens that `streams` says.
+        """
+        now = self.words.now
+        if not now:
+            return x
+        if x.ndim == 2:
+            words = now[lora_dropout.NAME]
+        else:
+            parts = [now[f"{lora_dropout.NAME}.{name}"] for name in self.streams]
+            words = lora_dropout.words_of(parts, self.shards)
+        if self.token_first and x.ndim == 3:
+            words = words.t()
+        if words.shape != x.shape[:-1]:
+            raise UserError(
+                f"[lora] dropout: {self.layer} gets inputs {list(x.shape)}, which are not the "
+                f"tokens of {' and '.join(self.streams)}. Leave it out of targets, name what it "
+                "reads by the attribute `reads` of its part's class, or set dropout = 0."
+            )
+        return lora_dropout.dropped(x, words, number, self.rate, first)
+
+
+def update(x: Tensor, a: Tensor, b: Tensor, scale: float, drop: Drop) -> Tensor:
     """Return scale * (x A.T) B.T, for whole tensors or for a tp rank's shards."""
     if isinstance(a, DTensor) and isinstance(b, DTensor):
-        return sharded(x, a, b, scale)
-    return plain(x, a, b, scale)
+        return sharded(x, a, b, scale, drop)
+    return plain(drop(x, 0), a, b, scale)
 
 
 def plain(
@@ -89,9 +191,9 @@ def plain(
     return F.linear(F.linear(x, a) * scale, b)
 
 
-def sharded(x: Tensor, a: DTensor, b: DTensor, scale: float) -> DTensor:
+def sharded(x: Tensor, a: DTensor, b: DTensor, scale: float, drop: Drop) -> DTensor:
     """`plain` on a tp rank's parts. `x` and the result are DTensors, placed as the layer's."""
-    mesh, last = a.device_mesh, x.ndim - 1
+    mesh, last, first = a.device_mesh, x.ndim - 1, 0
     whole, partial = [Replicate()], [Partial()]
     given: list[Placement] = [Replicate()]
     found: list[Placement] = [Replicate()]
@@ -102,12 +204,13 @@ def sharded(x: Tensor, a: DTensor, b: DTensor, scale: float) -> DTensor:
     elif a.placements[0] == Shard(1):  # Row-parallel: a rank has some of the inputs.
         given, found = [Shard(last)], [Partial()]
         grads |= {"x": given, "a": [Shard(1)], "b": partial}
+        first = mesh.get_local_rank() * -(-a.shape[1] // mesh.size())
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, given, run_check=False)
     own = x.redistribute(placements=given).to_local(grad_placements=grads["x"])
     own_a = a.to_local(grad_placements=grads["a"])
     own_b = b.to_local(grad_placements=grads["b"])
-    out = plain(own, own_a, own_b, scale)
+    out = plain(drop(own, first), own_a, own_b, scale)
     if found == [Shard(last)] and b.shape[0] % mesh.size():
         # Ranks have shards of different sizes: torch would assume this rank's size for all.
         shape = torch.Size((*out.shape[:-1], b.shape[0]))

@@ -76,6 +76,11 @@ def shard_dim(placement: Shard | Replicate | None) -> int | None:
     return placement.dim if isinstance(placement, Shard) else None
 
 
+def sequence_shards(num_ranks: int, plan: TensorPlan) -> int:
+    """Ranks over which the tokens between blocks are sharded; 1 if every rank has all."""
+    return num_ranks if any(shard_dim(placement) == 1 for placement in plan.stream) else 1
+
+
 def uncut(num_streams: int) -> TensorPlan:
     """The plan of a model without tensor parallelism."""
     return TensorPlan(stream=(None,) * num_streams, embed={}, block={}, head={})
@@ -89,8 +94,8 @@ def apply(model: Model, mesh: DeviceMesh, plan: TensorPlan) -> None:
         if part is not None:
             apply_styles(part, mesh, styles)
     model.tie()
-    if any(shard_dim(placement) == 1 for placement in plan.stream):
-        rank, size = mesh.get_local_rank(), mesh.size()
+    if (size := sequence_shards(mesh.size(), plan)) > 1:
+        rank = mesh.get_local_rank()
         for module in model.blocks.modules():
             if isinstance(module, SampleDropout):
                 module.own_tokens = partial(own_chunk, rank=rank, size=size)
@@ -281,7 +286,7 @@ class TokenFirst(ParallelStyle):
     several samples would have to be cut and joined again around every collective.
 
     Only for modules that treat every token alike, such as linears. Placements of the inner style
-    count the dims of [n, b, d].
+    count the dims of [n, b, d]. The attribute `token_first` of the module is True.
     """
 
     def __init__(self, style: ParallelStyle) -> None:
@@ -292,6 +297,7 @@ class TokenFirst(ParallelStyle):
         module.register_forward_pre_hook(lambda _, args: (token_first(args[0]), *args[1:]))
         module = self.style._apply(module, device_mesh)
         module.register_forward_hook(lambda _, __, out: batch_first(out))
+        module.token_first = True  # type: ignore[assignment]
         return module
 
 

@@ -27,6 +27,7 @@ from titan_dit.dry_run.fake_step import CPU, HostReads, chunks_of_a_device, fake
 from titan_dit.dry_run.memory import MemoryLog, StorageKind, local
 from titan_dit.dry_run.traffic import READERS, SILENT, TrafficLog, group_name
 from titan_dit.execution import SlicedExecutor, scaled
+from titan_dit.models import lora_dropout
 from titan_dit.models.base import Model, ModelSpec, exact_modules
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.optim.ema import EMA
@@ -722,7 +723,11 @@ class Inputs:
         }
         numbers = torch.arange(size)
         batch = Batch(empty, numbers, weight=torch.ones(size), total_weight=float(size))
-        prepared = self.objective.prepare(batch, SampleRNG(plan.seed, numbers))
+        rng = SampleRNG(plan.seed, numbers)
+        prepared = self.objective.prepare(batch, rng)
+        if plan.lora.dropout:
+            words = lora_dropout.drawn(rng, plan.spec)
+            prepared = replace(prepared, context={**prepared.context, **words})
         if isinstance(executor, SlicedExecutor):
             prepared = executor.sliced(prepared)
         if prepared.total_tokens is None:
@@ -826,6 +831,7 @@ class FakeParts:
                 *own,
                 tokens=tokens,
                 adapters=plan.lora,
+                streams=plan.spec.stream,
                 device=plan.device,
             )
         self.objective = self.sections.objective()
