@@ -21,9 +21,12 @@ from tiny_joint import joint_config
 from titan_dit.config.parameter_groups import matches
 from titan_dit.config.section import UserError
 from titan_dit.models import lora
+from titan_dit.models.quantized import codes_of
+from titan_dit.parallel.init import put
 from titan_dit.trained_model import load
 from titan_dit.trainer import Trainer
 
+CPU = torch.device("cpu")
 FP32 = {"dtype": "fp32"}
 WIDE = {
     "rank": 3,
@@ -37,7 +40,12 @@ FLUX2 = {"network": "flux2", "rank": 2, "targets": ["blocks.*.attn.*", "blocks.*
 Z_IMAGE = {"network": "z_image", "rank": 2, "targets": ["blocks.*"]}
 # Of one with cross-attention.
 WAN = {"network": "wan", "rank": 2, "targets": ["blocks.*"]}
-TABLES = [WIDE, NARROW, FLUX2, Z_IMAGE, WAN]
+# Over quantised weights, the second one with trained biases of the quantised layers.
+INT8 = {"rank": 2, "base": "int8"}
+NF4 = {"rank": 2, "base": "nf4", "trained": ["blocks.*.bias"]}
+FLOAT8 = WAN | {"base": "float8"}
+FLUX2_NF4 = FLUX2 | {"base": "nf4"}
+TABLES = [WIDE, NARROW, FLUX2, Z_IMAGE, WAN, INT8, NF4, FLOAT8, FLUX2_NF4]
 ZERO_BUBBLE = schedule("interleaved_zero_bubble", 2)
 # [lora], [parallel], [pipeline], whether compiled.
 CASES = [
@@ -55,6 +63,11 @@ CASES = [
     (Z_IMAGE, CP, {}, False),
     (WAN, TP, {}, False),
     (WAN, CP, {}, False),
+    (NF4, TP, {}, False),
+    (NF4, DP, {}, False),
+    (INT8, PP, ZERO_BUBBLE, False),
+    (FLOAT8, TP, {}, True),
+    (FLUX2_NF4, CP, {}, False),
 ]
 LONG = [
     (WIDE, TP | PP, ZERO_BUBBLE, False),
@@ -67,6 +80,13 @@ LONG = [
     (WAN, DP | PLAIN, {}, False),
     (WAN, TP | PP, {}, True),
     (WAN, DP | ULYSSES, {}, False),
+    (NF4, DP | TP, {}, False),
+    (NF4, DP | PLAIN, {}, True),
+    (INT8, TP | PP, ZERO_BUBBLE, False),
+    (INT8, {"dp_replicate": 2, "dp_shard": 2}, {}, True),
+    (FLOAT8, TP | CP, {}, False),
+    (FLUX2_NF4, DP | TP, {}, False),
+    (FLUX2_NF4, TP | PP, {}, False),
 ]
 
 
@@ -89,7 +109,7 @@ def trainer_of(world, table, parallel=None, pipeline=None, compiled=False, **sec
 def measured(world, table, parallel, pipeline, compiled):
     with graphs_alone():
         trainer = trainer_of(world, table, parallel, pipeline, compiled)
-        randomize(trainer.parameters)
+        fill(trainer)
         trained = {name for name, p in trainer.parameters.items() if p.requires_grad}
         batch = next(trainer.batches())
         prepared = trainer.built.prepare(batch, torch_rng(trainer, batch))
@@ -97,6 +117,26 @@ def measured(world, table, parallel, pipeline, compiled):
         found = {n: whole(p.grad) for n, p in trainer.parameters.items() if p.grad is not None}
         assert found.keys() == trained
         return loss, found
+
+
+def fill(trainer):
+    """Random weights; of a quantised base the bytes of random ones."""
+    codes = codes_of(trainer.config.lora.base, CPU)
+    numbers = {n: p for n, p in trainer.parameters.items() if p.is_floating_point()}
+    randomize(numbers)
+    for name in trainer.parameters.keys() - numbers.keys():
+        held = trainer.parameters[name]
+        drawn = {name: torch.empty(codes.shape_of(held.shape))}
+        randomize(drawn)
+        with torch.no_grad():
+            put(held, codes.encode(drawn[name], codes.block(drawn[name].shape[1])))
+
+
+def decoded(trainer):
+    """The weights by name, those of a quantised base decoded."""
+    codes = codes_of(trainer.config.lora.base, CPU)
+    weights = {name: p.detach() for name, p in trainer.parameters.items()}
+    return {n: p if p.is_floating_point() else codes.decode(p) for n, p in weights.items()}
 
 
 def train(trainer, steps):
@@ -214,8 +254,8 @@ def by_theory(world, table):
     """Loss and gradients of the adapters, from those of whole weights W + alpha / rank B A."""
     bare = {key: value for key, value in table.items() if key == "network"}
     adapted, plain = (trainer_of(world, given) for given in (table, bare))
-    randomize(adapted.parameters)
-    weights = {name: p.detach() for name, p in adapted.parameters.items()}
+    fill(adapted)
+    weights = decoded(adapted)
     pairs = list(lora.pairs(weights))
     scale = table.get("alpha", table["rank"]) / table["rank"]
     with torch.no_grad():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from titan_dit.config.layout import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -31,7 +33,7 @@ def parallelize(
     adapters: LoRAConfig = NONE,
     device: str = "",
 ) -> None:
-    """Apply float8, TP, LoRA, attention, CP, remat, compile, FSDP2.
+    """Apply float8, TP, LoRA and its quantised base, attention, CP, remat, compile, FSDP2.
 
     `tokens`, `device`: see `float8.apply`.
 
@@ -55,6 +57,10 @@ def parallelize(
         from titan_dit.parallel import lora
 
         lora.apply(model, adapters)
+    if adapters.base != "full":
+        from titan_dit.parallel import quantized
+
+        quantized.apply(model, adapters, torch.device(device_type))
     is_async = parallel.async_tp and mesh.sizes.tp > 1
     async_tp.apply(model, tensor_plan, mesh.axis("tp") if is_async else None)
     if short_attention.suits(device_type, precision, checkpointing, compilation):
