@@ -20,12 +20,14 @@ from tiny_joint import joint_config
 
 from titan_dit.config.parameter_groups import matches
 from titan_dit.config.section import UserError
+from titan_dit.dry_run.memory import MemoryLog, StorageKind
 from titan_dit.models import lora
 from titan_dit.models.quantized import codes_of
 from titan_dit.parallel.init import put
 from titan_dit.trained_model import load
 from titan_dit.trainer import Trainer
 
+BASES = ["int8", "float8", "nf4"]
 CPU = torch.device("cpu")
 FP32 = {"dtype": "fp32"}
 WIDE = {
@@ -111,6 +113,8 @@ def measured(world, table, parallel, pipeline, compiled):
         trainer = trainer_of(world, table, parallel, pipeline, compiled)
         fill(trainer)
         trained = {name for name, p in trainer.parameters.items() if p.requires_grad}
+        held = [p for p in trainer.parameters.values() if p.dtype == torch.uint8]
+        assert bool(held) == ("base" in table)
         batch = next(trainer.batches())
         prepared = trainer.built.prepare(batch, torch_rng(trainer, batch))
         loss = trainer.mesh.sum_loss(trainer.executor.step(prepared)).item()
@@ -228,6 +232,128 @@ def refused(world, folder, table, source):
     with pytest.raises(UserError) as raised:
         trainer.resume()
     return str(raised.value)
+
+
+def begin_quantized(world, folder, base, parallel):
+    """The bytes of a base as loaded, and the most that loading held beside the run, in bytes."""
+    table = {"rank": 2, "base": base, "trained": ["blocks.*.bias"]}
+    trainer = run_of(world, folder, table, {"init": str(folder.parent / "base")}, parallel)
+    log = MemoryLog()
+    with log:
+        for tensors in (trainer.parameters, *trainer.ema.averages.values()):
+            log.mark(tensors.values(), StorageKind.PARAMETERS)
+        held = sum(log.live().values())
+        log.begin()
+        trainer.resume()
+    return trainer, log.peak().total - held
+
+
+def bytes_of(trainer):
+    """The quantised weights, whole, by name."""
+    named = trainer.parameters.items()
+    return {name: whole(p) for name, p in named if p.dtype == torch.uint8}
+
+
+def quantized_alone(world, folder):
+    """Two steps over every base; before and after: its bytes, then the run's state."""
+    found = {}
+    for base in BASES:
+        trainer, held = begin_quantized(world, folder / base, base, None)
+        before = bytes_of(trainer)
+        train(trainer, 2)
+        assert all(torch.equal(t, before[name]) for name, t in bytes_of(trainer).items())
+        found[base] = before, held, state(trainer), gradients_of(trainer)
+    return found
+
+
+def gradients_of(trainer):
+    """Loss and gradients of the next batch, of the trained parameters that this rank holds."""
+    batch = next(trainer.batches())
+    prepared = trainer.objective.prepare(batch, torch_rng(trainer, batch))
+    loss = trainer.mesh.sum_loss(trainer.executor.step(prepared)).item()
+    found = {n: whole(p.grad) for n, p in trainer.parameters.items() if p.grad is not None}
+    return loss, found
+
+
+def quantized_on_ranks(world, folder):
+    """By base: what a layout loads from full weights, and resumes from one rank's checkpoint."""
+    found = {}
+    for base, parallel in zip(BASES, (TP, DP, PP), strict=True):
+        begun, held = begin_quantized(world, folder / f"{base}-again", base, parallel)
+        before = bytes_of(begun)
+        table = {"rank": 2, "base": base, "trained": ["blocks.*.bias"]}
+        init = {"init": str(folder / "base")}
+        resumed = run_of(world, folder / base, table, init, parallel)
+        resumed.resume()
+        found[base] = before, held, state(resumed), gradients_of(resumed)
+    return found
+
+
+@pytest.fixture(scope="module")
+def quantized_runs(runs):
+    folder, *_ = runs
+    [alone] = on_ranks(1, quantized_alone, folder)
+    return folder, alone, on_ranks(2, quantized_on_ranks, folder)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_quantized_base_is_encoded_alike_on_every_layout(quantized_runs, base):
+    folder, alone, ranks = quantized_runs
+    codes, weights = codes_of(base, CPU), dict(load(folder / "base").network.named_parameters())
+    expected = alone[base][0]
+    assert len(expected) == 16
+    for name, held in expected.items():
+        size = codes.block(weights[name].shape[1])
+        assert torch.equal(held, codes.encode(weights[name].detach(), size))
+    found = ranks[0][base][0] | ranks[1][base][0]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], held) for name, held in expected.items())
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_loading_a_quantized_base_never_holds_the_weights(quantized_runs, base):
+    _, alone, ranks = quantized_runs
+    codes = codes_of(base, CPU)
+    sizes = [codes.shape_of(held.shape).numel() for held in alone[base][0].values()]
+    for found in (alone, *ranks):
+        held = found[base][1]
+        # One weight in fp32 and what encoding it takes; all of them in bf16 are more.
+        assert 4 * max(sizes) <= held < 2 * sum(sizes), held
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_quantized_run_resumes_on_another_layout_with_the_same_bits(quantized_runs, base):
+    _, alone, ranks = quantized_runs
+    _, _, saved, (loss, gradients) = alone[base]
+    found, grads = {}, {}
+    for each in ranks:
+        found |= each[base][2]
+        grads |= each[base][3][1]
+        assert each[base][3][0] == pytest.approx(loss, rel=1e-6)
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+    assert_same_gradients(grads, gradients, 1e-6)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_loaded_quantized_run_has_its_base_decoded_and_the_adapters_merged(quantized_runs, base):
+    folder, alone, _ = quantized_runs
+    network = load(folder / base, weights="model").network
+    saved, codes = alone[base][2], codes_of(base, CPU)
+    for name, held in alone[base][0].items():
+        a, b = (saved[f"model.{name.removesuffix('weight')}{part}"] for part in (lora.A, lora.B))
+        expected = codes.decode(held).double() + b.double() @ a.double()
+        torch.testing.assert_close(
+            network.get_parameter(name).double(), expected, rtol=1e-6, atol=0
+        )
+
+
+def test_a_base_in_another_format_is_refused(quantized_runs, tmp_path):
+    folder, *_ = quantized_runs
+    given = {"rank": 2, "base": "float8", "trained": ["blocks.*.bias"]}
+    [message] = on_ranks(1, refused, tmp_path / "new", given, folder / "int8")
+    assert '[lora] base="float8", but the frozen weights of' in message
+    assert 'are "int8". Set base = "int8", or start a new run' in message
 
 
 def test_adapters_are_never_left_out_silently(runs, tmp_path):

@@ -356,9 +356,18 @@ def optimizer_lines(plan: RunPlan, objective: Objective, config: OptimizerConfig
         some = sum(shape.numel() for shape in trained.values())
         yield (
             f"lora    rank {plan.lora.rank}, scale {plan.lora.scale:g}: {len(adapters) // 2} "
-            f"layers, {some:,} trained parameters"
+            f"layers, {some:,} trained parameters{base_shown(plan)}"
         )
     yield from group_lines({name: s.numel() for name, s in shapes.items()}, config.groups)
+
+
+def base_shown(plan: RunPlan) -> str:
+    """The size of a quantised base, for the console line of adapters; "" for base = "full"."""
+    with torch.device("meta"):
+        held = quantized.held_bytes(plan.spec.build(), plan.lora)
+    if not held:
+        return ""
+    return f"; base {plan.lora.base}: {len(held)} weights in {sum(held.values()) / 2**20:,.1f} MiB"
 
 
 def check_folders(config: JobConfig) -> None:
