@@ -27,7 +27,7 @@ from titan_dit.config.section import UserError, hints_of, show
 from titan_dit.config.training import LoRAConfig
 from titan_dit.models import lora, quantized
 from titan_dit.models.layers import CLASS_TABLE
-from titan_dit.models.quantized import Codes
+from titan_dit.models.quantized import WeightCodes
 from titan_dit.optim.ema import EMA
 from titan_dit.parallel.init import put
 from titan_dit.ranks.process_group import Ranks
@@ -104,7 +104,7 @@ def load_fitting(
 ) -> list[str]:
     """Load what fits; return console lines about classes. Collective; raises Misfit."""
     base = LoRAConfig.of_table(identity.config["lora"]).base
-    codes = quantized.codes_of(base, next(iter(model.values())).device)
+    codes = quantized.weight_codes(base, next(iter(model.values())).device)
     everywhere = {
         n: shape for part in Ranks().gather(shapes_of(model, codes)) for n, shape in part.items()
     }
@@ -203,7 +203,7 @@ def names_in(facts: Mapping[str, Any]) -> Sequence[str]:
     return [unicodedata.normalize("NFC", str(name)) for name in facts.get("class_names") or ()]
 
 
-def shapes_of(model: Mapping[str, Tensor], codes: Codes | None) -> dict[str, torch.Size]:
+def shapes_of(model: Mapping[str, Tensor], codes: WeightCodes | None) -> dict[str, torch.Size]:
     """Shapes of the network's parameters on this rank, without objective modules and adapters.
 
     `codes`: the format of quantised ones.

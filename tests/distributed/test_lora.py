@@ -22,7 +22,7 @@ from titan_dit.config.parameter_groups import matches
 from titan_dit.config.section import UserError
 from titan_dit.dry_run.memory import MemoryLog, StorageKind
 from titan_dit.models import lora
-from titan_dit.models.quantized import codes_of
+from titan_dit.models.quantized import weight_codes
 from titan_dit.parallel.init import put
 from titan_dit.trained_model import load
 from titan_dit.trainer import Trainer
@@ -125,7 +125,7 @@ def measured(world, table, parallel, pipeline, compiled):
 
 def fill(trainer):
     """Random weights; of a quantised base the bytes of random ones."""
-    codes = codes_of(trainer.config.lora.base, CPU)
+    codes = weight_codes(trainer.config.lora.base, CPU)
     numbers = {n: p for n, p in trainer.parameters.items() if p.is_floating_point()}
     randomize(numbers)
     for name in trainer.parameters.keys() - numbers.keys():
@@ -138,7 +138,7 @@ def fill(trainer):
 
 def decoded(trainer):
     """The weights by name, those of a quantised base decoded."""
-    codes = codes_of(trainer.config.lora.base, CPU)
+    codes = weight_codes(trainer.config.lora.base, CPU)
     weights = {name: p.detach() for name, p in trainer.parameters.items()}
     return {n: p if p.is_floating_point() else codes.decode(p) for n, p in weights.items()}
 
@@ -299,7 +299,7 @@ def quantized_runs(runs):
 @pytest.mark.parametrize("base", BASES)
 def test_a_quantized_base_is_encoded_alike_on_every_layout(quantized_runs, base):
     folder, alone, ranks = quantized_runs
-    codes, weights = codes_of(base, CPU), dict(load(folder / "base").network.named_parameters())
+    codes, weights = weight_codes(base, CPU), dict(load(folder / "base").network.named_parameters())
     expected = alone[base][0]
     assert len(expected) == 16
     for name, held in expected.items():
@@ -313,7 +313,7 @@ def test_a_quantized_base_is_encoded_alike_on_every_layout(quantized_runs, base)
 @pytest.mark.parametrize("base", BASES)
 def test_loading_a_quantized_base_never_holds_the_weights(quantized_runs, base):
     _, alone, ranks = quantized_runs
-    codes = codes_of(base, CPU)
+    codes = weight_codes(base, CPU)
     sizes = [codes.shape_of(held.shape).numel() for held in alone[base][0].values()]
     for found in (alone, *ranks):
         held = found[base][1]
@@ -339,7 +339,7 @@ def test_a_quantized_run_resumes_on_another_layout_with_the_same_bits(quantized_
 def test_a_loaded_quantized_run_has_its_base_decoded_and_the_adapters_merged(quantized_runs, base):
     folder, alone, _ = quantized_runs
     network = load(folder / base, weights="model").network
-    saved, codes = alone[base][2], codes_of(base, CPU)
+    saved, codes = alone[base][2], weight_codes(base, CPU)
     for name, held in alone[base][0].items():
         a, b = (saved[f"model.{name.removesuffix('weight')}{part}"] for part in (lora.A, lora.B))
         expected = codes.decode(held).double() + b.double() @ a.double()

@@ -7,7 +7,7 @@ from torch import nn
 from titan_dit.config.section import UserError
 from titan_dit.config.training import LoRAConfig
 from titan_dit.models import quantized
-from titan_dit.models.quantized import codes_of, normal_float
+from titan_dit.models.quantized import normal_float, weight_codes
 from titan_dit.system.quiet_torchao import load_torchao
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def random_weight(rows=24, columns=1152):
 
 @pytest.mark.parametrize("base", BASES)
 def test_no_element_moves_by_more_than_half_a_step_and_the_scales_rounding(base):
-    codes, weight = codes_of(base, CPU), random_weight()
+    codes, weight = weight_codes(base, CPU), random_weight()
     size = codes.block(weight.shape[1])
     held = codes.encode(weight, size)
     assert held.shape == codes.shape(weight.shape)
@@ -35,7 +35,7 @@ def test_no_element_moves_by_more_than_half_a_step_and_the_scales_rounding(base)
 
 @pytest.mark.parametrize("base", BASES)
 def test_zeros_stay_zeros_and_small_numbers_are_finite(base):
-    codes = codes_of(base, CPU)
+    codes = weight_codes(base, CPU)
     weight = torch.zeros(3, 64)
     weight[1] = 1e-42
     weight[2] = 1e30
@@ -48,7 +48,7 @@ def test_zeros_stay_zeros_and_small_numbers_are_finite(base):
 @pytest.mark.parametrize("base", BASES)
 def test_numbers_in_a_compute_dtype_decode_as_the_bytes_do(base):
     # torch 2.11 gathers integers so.
-    codes, weight = codes_of(base, CPU), random_weight()
+    codes, weight = weight_codes(base, CPU), random_weight()
     held = codes.encode(weight, codes.block(weight.shape[1]))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert torch.equal(codes.decode(held.to(dtype)), codes.decode(held))
@@ -57,7 +57,7 @@ def test_numbers_in_a_compute_dtype_decode_as_the_bytes_do(base):
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("columns", [384, 1152, 3072, 3840, 5120, 13824])
 def test_a_part_of_any_tp_is_whole_blocks_with_the_same_codes(base, columns):
-    codes, weight = codes_of(base, CPU), random_weight(4, columns)
+    codes, weight = weight_codes(base, CPU), random_weight(4, columns)
     size = codes.block(columns)
     held = codes.encode(weight, size)
     assert codes.shape_of(held.shape) == weight.shape
@@ -78,7 +78,7 @@ def test_the_values_of_nf4_are_those_of_torchao():
 @pytest.mark.parametrize("shape", [(3, 4), (3, 4, 2), (3, 4, 5, 6)])
 def test_other_shapes_are_no_bytes_of_a_weight(shape):
     with pytest.raises(ValueError, match="is no shape of int8 blocks"):
-        codes_of("int8", CPU).shape_of(shape)
+        weight_codes("int8", CPU).shape_of(shape)
 
 
 def test_a_network_without_linears_over_tokens_is_refused():

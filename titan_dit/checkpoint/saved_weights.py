@@ -21,7 +21,7 @@ from titan_dit.checkpoint.store import Location
 from titan_dit.config.section import UserError
 from titan_dit.config.training import LoRAConfig
 from titan_dit.models import lora, quantized
-from titan_dit.models.quantized import Codes
+from titan_dit.models.quantized import WeightCodes
 from titan_dit.ranks.process_group import Ranks
 
 CPU = torch.device("cpu")
@@ -107,9 +107,9 @@ class Weights:
             )
         return frozenset(found)
 
-    def codes(self, device: torch.device) -> Codes:
+    def codes(self, device: torch.device) -> WeightCodes:
         """The format of the `quantized` parameters."""
-        codes = quantized.codes_of(self.lora.base, device)
+        codes = quantized.weight_codes(self.lora.base, device)
         assert codes is not None
         return codes
 
@@ -165,7 +165,9 @@ class Weights:
         checkpoint.check_fits(self.path, {keys[n]: t for n, t in tensors.items()} | fitting)
 
     @torch.no_grad()
-    def read(self, tensors: Mapping[str, Tensor], into: Codes | None = None) -> dict[str, Error]:
+    def read(
+        self, tensors: Mapping[str, Tensor], into: WeightCodes | None = None
+    ) -> dict[str, Error]:
         """Read into whole or sharded tensors in place. Collective; names may differ by rank.
 
         `into`: the format of targets that are bytes; equal on all ranks. Returns their rounding on
@@ -186,7 +188,7 @@ class Weights:
             found[name] = encode_into(local(target), local(values), into)
         return found
 
-    def _read_alone(self, tensors: Mapping[str, Tensor], into: Codes | None) -> list[str]:
+    def _read_alone(self, tensors: Mapping[str, Tensor], into: WeightCodes | None) -> list[str]:
         """Names to be read one at a time, in one order on all ranks.
 
         Those that only other ranks have are among them: reading is collective. None if the targets
@@ -231,7 +233,7 @@ Error: TypeAlias = tuple[float, float]
 """Sums over a rank's elements: squares of what encoding changed, and of the weights."""
 
 
-def encode_into(held: Tensor, values: Tensor, codes: Codes) -> Error:
+def encode_into(held: Tensor, values: Tensor, codes: WeightCodes) -> Error:
     """Encode a rank's part of a weight, some rows at a time; return what that changed."""
     size = codes.shape_of((1, 1, held.shape[2]))[1]
     rows = max(1, quantized.PIECE // max(1, values.shape[1]))

@@ -359,7 +359,7 @@ def with_frozen(peak: Peak, plan: RunPlan) -> Peak:
 
 def elements(parameters: Iterable[Tensor], plan: RunPlan) -> int:
     """Elements of this rank's shards; of quantised weights, when decoded."""
-    codes = quantized.codes_of(plan.lora.base, CPU)
+    codes = quantized.weight_codes(plan.lora.base, CPU)
     shapes = (
         codes.shape_of(p.shape) if codes and not p.is_floating_point() else p.shape
         for p in map(local, parameters)

@@ -26,11 +26,11 @@ from titan_dit.models.layers import TokenLinear
 SCALE = torch.bfloat16
 """Format of a block's scale: two bytes."""
 PIECE = 2**22
-"""Elements that `Codes.encode` takes at a time: its temporary tensors are a few times as large."""
+"""Elements that are encoded at a time: the temporary tensors are a few times as large."""
 
 
 @dataclass(frozen=True)
-class Codes:
+class WeightCodes:
     """A format of [lora] base."""
 
     name: str
@@ -97,7 +97,7 @@ def normal_float() -> Tensor:
     return (values / values.max() + 0.0).float()  # No -0.
 
 
-def nf4(device: torch.device) -> Codes:
+def nf4(device: torch.device) -> WeightCodes:
     """4-bit codes of `normal_float`'s values, two in a byte."""
     table = normal_float()
     middles = ((table[1:] + table[:-1]) / 2).to(device)
@@ -110,17 +110,17 @@ def nf4(device: torch.device) -> Codes:
     def to_values(codes: Tensor) -> Tensor:
         return table[torch.stack((codes >> 4, codes & 15), -1).flatten(-2).int()]
 
-    return Codes("nf4", 1.0, to_codes, to_values, largest_block=64, packed=2)
+    return WeightCodes("nf4", 1.0, to_codes, to_values, largest_block=64, packed=2)
 
 
-INT8 = Codes(
+INT8 = WeightCodes(
     "int8",
     127.0,
     lambda values: values.round().to(torch.int8).view(torch.uint8),
     lambda codes: codes.view(torch.int8).float(),
 )
 """Symmetric integers."""
-FLOAT8 = Codes(
+FLOAT8 = WeightCodes(
     "float8",
     torch.finfo(torch.float8_e4m3fn).max,
     lambda values: values.to(torch.float8_e4m3fn).view(torch.uint8),
@@ -130,7 +130,7 @@ FLOAT8 = Codes(
 
 
 @functools.cache
-def codes_of(base: str, device: torch.device) -> Codes | None:
+def weight_codes(base: str, device: torch.device) -> WeightCodes | None:
     """The format of [lora] `base`, with its table on `device`; None for "full"."""
     if base == "nf4":
         return nf4(device)
@@ -143,7 +143,7 @@ def layers(model: nn.Module, config: LoRAConfig) -> dict[str, TokenLinear]:
     Embeddings, norms, modulation and the output layer keep their format, as do layers whose
     columns no block divides and the modules of `Model.exact`. None with base = "full".
     """
-    codes = codes_of(config.base, torch.device("cpu")) if config.rank else None
+    codes = weight_codes(config.base, torch.device("cpu")) if config.rank else None
     if codes is None or not isinstance(model, Model):
         return {}
     exact = {id(part) for module in exact_modules(model) for part in module.modules()}
@@ -177,7 +177,7 @@ def check(model: nn.Module, config: LoRAConfig) -> None:
 
 def held_bytes(model: nn.Module, config: LoRAConfig) -> dict[str, int]:
     """Bytes of every quantised weight, by the parameter's name."""
-    codes = codes_of(config.base, torch.device("cpu"))
+    codes = weight_codes(config.base, torch.device("cpu"))
     return {
         f"{name}.weight": codes.shape(layer.weight.shape).numel()
         for name, layer in layers(model, config).items()

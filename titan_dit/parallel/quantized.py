@@ -28,7 +28,7 @@ from titan_dit.config.section import UserError
 from titan_dit.config.training import LoRAConfig
 from titan_dit.models import quantized
 from titan_dit.models.base import Model
-from titan_dit.models.quantized import Codes
+from titan_dit.models.quantized import WeightCodes
 from titan_dit.parallel.lora import on_shards
 
 
@@ -37,7 +37,7 @@ def apply(model: Model, config: LoRAConfig, device: torch.device) -> None:
 
     Raises UserError if a tp rank's columns are no whole blocks.
     """
-    codes = quantized.codes_of(config.base, device)
+    codes = quantized.weight_codes(config.base, device)
     assert codes is not None
     product = product_of(codes)
     for name, layer in quantized.layers(model, config).items():
@@ -45,7 +45,7 @@ def apply(model: Model, config: LoRAConfig, device: torch.device) -> None:
         layer.product = product
 
 
-def bytes_like(name: str, weight: Tensor, codes: Codes) -> Tensor:
+def bytes_like(name: str, weight: Tensor, codes: WeightCodes) -> Tensor:
     """The bytes of a layer's weight on the meta device, cut as the weight is."""
     shape = codes.shape(weight.shape)
     held = torch.empty(shape, dtype=torch.uint8, device=weight.device)
@@ -62,7 +62,7 @@ def bytes_like(name: str, weight: Tensor, codes: Codes) -> Tensor:
 
 
 @functools.cache
-def product_of(codes: Codes) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+def product_of(codes: WeightCodes) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """`TokenLinear.product` of layers with these codes: x @ decode(held).T + bias."""
     linear = linear_of(codes)
 
@@ -87,7 +87,7 @@ def part_of_bias(bias: Tensor | None, placement: Placement, ranks: int) -> Tenso
     return bias.to_local(grad_placements=[Shard(0) if placement == Shard(0) else Replicate()])
 
 
-def linear_of(codes: Codes) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+def linear_of(codes: WeightCodes) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """The product x @ decode(held).T + bias on plain tensors, which saves no decoded weight."""
 
     class Linear(torch.autograd.Function):
