@@ -57,7 +57,7 @@ def test_the_page_works_as_written(tmp_path):
     make_inputs(tmp_path)
     page = (ROOT / "docs" / "fine-tuning.md").read_text()
     blocks = re.findall(r"```(bash|python)\n(.*?)```", page, re.DOTALL)
-    assert [kind for kind, _ in blocks] == ["bash", "python", "bash", "bash", "bash", "bash"]
+    assert [kind for kind, _ in blocks] == ["bash", "python", *["bash"] * 5]
     output = ""
     for kind, block in blocks:
         commands = [block] if kind == "python" else block.splitlines(keepends=True)
@@ -65,6 +65,13 @@ def test_the_page_works_as_written(tmp_path):
             output += one(kind, command, tmp_path)
     assert "reinitialized: embed.label.table.weight" in output
     assert "lora    rank 8, scale 1: 16 layers" in output
+    assert "base nf4: 16 weights, of which encoding changed" in output
+    assert "base nf4: 16 weights, decoded once; they differ from those of" in output
+    assert [line.split()[-1] for line in output.splitlines() if "RTX 4090, 24 GB" in line] == [
+        "yes",
+        "no",
+    ]
+    assert [line.split()[-1] for line in output.splitlines() if "L40S, 48 GB" in line][-1] == "yes"
     assert all((tmp_path / f"{name}.png").is_file() for name in ("turned", "adapted"))
     whole, adapted = load(tmp_path / "outputs/tuned"), load(tmp_path / "weights/with_adapter")
     expected = dict(whole.network.named_parameters())

@@ -17,15 +17,17 @@ from torch import Tensor
 
 from titan_dit.checkpoint import checkpoint, run_checkpoints
 from titan_dit.checkpoint.record import read_record
-from titan_dit.checkpoint.saved_weights import Weights
+from titan_dit.checkpoint.saved_weights import Weights, rms_of
 from titan_dit.checkpoint.store import Location, location
 from titan_dit.config import catalog
 from titan_dit.config.config_file import build_sections, changes, renamed_keys, without_none
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.parameter_groups import check_matched, groups_of, listed, matches
 from titan_dit.config.section import UserError, hints_of, show
-from titan_dit.models import lora
+from titan_dit.config.training import LoRAConfig
+from titan_dit.models import lora, quantized
 from titan_dit.models.layers import CLASS_TABLE, CONDITION
+from titan_dit.models.quantized import WeightCodes
 from titan_dit.optim.ema import EMA
 from titan_dit.parallel.init import put
 from titan_dit.ranks.process_group import Ranks
@@ -101,8 +103,10 @@ def load_fitting(
     model: Mapping[str, Tensor],
 ) -> list[str]:
     """Load what fits; return console lines about classes. Collective; raises Misfit."""
+    base = LoRAConfig.of_table(identity.config["lora"]).base
+    codes = quantized.weight_codes(base, next(iter(model.values())).device)
     everywhere = {
-        n: shape for part in Ranks().gather(shapes_of(model)) for n, shape in part.items()
+        n: shape for part in Ranks().gather(shapes_of(model, codes)) for n, shape in part.items()
     }
     names = sorted({*everywhere, *saved.names})
     check_matched("[checkpoint] reinitialize", reinitialize, names, "parameters")
@@ -132,12 +136,18 @@ def load_fitting(
         target = own[CLASS_TABLE]
         table = torch.empty(wanted[CLASS_TABLE], dtype=target.dtype, device=target.device)
         own[CLASS_TABLE] = table
-        saved.read(own)
+        errors = saved.read(own, codes)
         # The last row is the null class: new classes start with its values.
         order = [len(table) - 1 if row is None else row for row in rows] + [len(table) - 1]
         put(target, table[order])
     else:
-        saved.read(own)
+        errors = saved.read(own, codes)
+    if codes:
+        every = Ranks().gather(errors)
+        lines.append(
+            f"base {base}: {len(set().union(*every))} weights, of which encoding changed "
+            f"{rms_of(every):.2%} (root mean square)"
+        )
     return lines
 
 
@@ -195,10 +205,17 @@ def names_in(facts: Mapping[str, Any]) -> Sequence[str]:
     return [unicodedata.normalize("NFC", str(name)) for name in facts.get("class_names") or ()]
 
 
-def shapes_of(model: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    """Shapes of the network's parameters on this rank, without objective modules and adapters."""
+def shapes_of(model: Mapping[str, Tensor], codes: WeightCodes | None) -> dict[str, torch.Size]:
+    """Shapes of the network's parameters on this rank, without objective modules and adapters.
+
+    `codes`: the format of quantised ones.
+    """
     own = checkpoint.of_the_network(model)
-    return {name: tensor.shape for name, tensor in own.items() if not lora.is_adapter(name)}
+    return {
+        name: codes.shape_of(t.shape) if codes and not t.is_floating_point() else t.shape
+        for name, t in own.items()
+        if not lora.is_adapter(name)
+    }
 
 
 def check_fit(

@@ -33,6 +33,12 @@ def checked(checkpoint=INIT, resuming=False, made=tiny_config, **sections):
             'with [precision] float8="rowwise"',
         ),
         ({"lora": {"rank": 4, "targets": []}}, "[lora] targets=[] adapts nothing"),
+        ({"lora": {"base": "int8"}}, '[lora] base="int8" holds frozen weights, but rank=0'),
+        ({"lora": {"rank": 4, "base": "int4"}}, "[lora] base"),
+        (
+            {"lora": {"rank": 4, "base": "nf4", "trained": ["blocks.*.out.weight"]}},
+            '[lora] trained names blocks.0.attn.out.weight, which base="nf4" quantises',
+        ),
         (
             {"lora": {"rank": 4, "targets": ["head.*"]}, "made": gpt_config},
             "[lora] targets: head.out shares its weight with embed.token.weight",

@@ -20,10 +20,15 @@ from tiny_joint import joint_config
 
 from titan_dit.config.parameter_groups import matches
 from titan_dit.config.section import UserError
+from titan_dit.dry_run.memory import MemoryLog, StorageKind
 from titan_dit.models import lora
+from titan_dit.models.quantized import weight_codes
+from titan_dit.parallel.init import put
 from titan_dit.trained_model import load
 from titan_dit.trainer import Trainer
 
+BASES = ["int8", "float8", "nf4"]
+CPU = torch.device("cpu")
 FP32 = {"dtype": "fp32"}
 WIDE = {
     "rank": 3,
@@ -40,7 +45,12 @@ WAN = {"network": "wan", "rank": 2, "targets": ["blocks.*"]}
 DROPOUT = {"dropout": 0.25}
 DROPPED = [table | DROPOUT for table in (WIDE, NARROW, FLUX2, Z_IMAGE, WAN)]
 WIDE_DROP, NARROW_DROP, FLUX2_DROP, Z_IMAGE_DROP, WAN_DROP = DROPPED
-TABLES = [WIDE, NARROW, FLUX2, Z_IMAGE, WAN]
+# Over quantised weights, the second one with trained biases of the quantised layers.
+INT8 = {"rank": 2, "base": "int8"}
+NF4 = {"rank": 2, "base": "nf4", "trained": ["blocks.*.bias"]}
+FLOAT8 = WAN | {"base": "float8"}
+FLUX2_NF4 = FLUX2 | {"base": "nf4"}
+TABLES = [WIDE, NARROW, FLUX2, Z_IMAGE, WAN, INT8, NF4, FLOAT8, FLUX2_NF4]
 ZERO_BUBBLE = schedule("interleaved_zero_bubble", 2)
 REMAT = {"activation_checkpoint": {"mode": "full"}}
 SELECTIVE = {"activation_checkpoint": {"mode": "selective"}}
@@ -66,6 +76,11 @@ CASES = [
     (NARROW_DROP, TP, {}, True, SELECTIVE),
     # Several microbatches are under way when a block is recomputed.
     (NARROW_DROP, PP, schedule("gpipe"), False, REMAT),
+    (NF4, TP, {}, False),
+    (NF4, DP, {}, False),
+    (INT8, PP, ZERO_BUBBLE, False),
+    (FLOAT8, TP, {}, True),
+    (FLUX2_NF4, CP, {}, False),
 ]
 LONG = [
     (WIDE, TP | PP, ZERO_BUBBLE, False),
@@ -84,6 +99,13 @@ LONG = [
     (Z_IMAGE_DROP, TP | CP, {}, False),
     (WAN_DROP, TP | CP, {}, True, SELECTIVE),
     (WAN_DROP, DP | PP, {}, False),
+    (NF4, DP | TP, {}, False),
+    (NF4, DP | PLAIN, {}, True),
+    (INT8, TP | PP, ZERO_BUBBLE, False),
+    (INT8, {"dp_replicate": 2, "dp_shard": 2}, {}, True),
+    (FLOAT8, TP | CP, {}, False),
+    (FLUX2_NF4, DP | TP, {}, False),
+    (FLUX2_NF4, TP | PP, {}, False),
 ]
 
 
@@ -106,14 +128,36 @@ def trainer_of(world, table, parallel=None, pipeline=None, compiled=False, **sec
 def measured(world, table, parallel, pipeline, compiled, sections=None):
     with graphs_alone():
         trainer = trainer_of(world, table, parallel, pipeline, compiled, **sections or {})
-        randomize(trainer.parameters)
+        fill(trainer)
         trained = {name for name, p in trainer.parameters.items() if p.requires_grad}
+        held = [p for p in trainer.parameters.values() if p.dtype == torch.uint8]
+        assert bool(held) == ("base" in table)
         batch = next(trainer.batches())
         prepared = trainer.built.prepare(batch, torch_rng(trainer, batch))
         loss = trainer.mesh.sum_loss(trainer.executor.step(prepared)).item()
         found = {n: whole(p.grad) for n, p in trainer.parameters.items() if p.grad is not None}
         assert found.keys() == trained
         return loss, found
+
+
+def fill(trainer):
+    """Random weights; of a quantised base the bytes of random ones."""
+    codes = weight_codes(trainer.config.lora.base, CPU)
+    numbers = {n: p for n, p in trainer.parameters.items() if p.is_floating_point()}
+    randomize(numbers)
+    for name in trainer.parameters.keys() - numbers.keys():
+        held = trainer.parameters[name]
+        drawn = {name: torch.empty(codes.shape_of(held.shape))}
+        randomize(drawn)
+        with torch.no_grad():
+            put(held, codes.encode(drawn[name], codes.block(drawn[name].shape[1])))
+
+
+def decoded(trainer):
+    """The weights by name, those of a quantised base decoded."""
+    codes = weight_codes(trainer.config.lora.base, CPU)
+    weights = {name: p.detach() for name, p in trainer.parameters.items()}
+    return {n: p if p.is_floating_point() else codes.decode(p) for n, p in weights.items()}
 
 
 def train(trainer, steps):
@@ -207,6 +251,128 @@ def refused(world, folder, table, source):
     return str(raised.value)
 
 
+def begin_quantized(world, folder, base, parallel):
+    """The bytes of a base as loaded, and the most that loading held beside the run, in bytes."""
+    table = {"rank": 2, "base": base, "trained": ["blocks.*.bias"]}
+    trainer = run_of(world, folder, table, {"init": str(folder.parent / "base")}, parallel)
+    log = MemoryLog()
+    with log:
+        for tensors in (trainer.parameters, *trainer.ema.averages.values()):
+            log.mark(tensors.values(), StorageKind.PARAMETERS)
+        held = sum(log.live().values())
+        log.begin()
+        trainer.resume()
+    return trainer, log.peak().total - held
+
+
+def bytes_of(trainer):
+    """The quantised weights, whole, by name."""
+    named = trainer.parameters.items()
+    return {name: whole(p) for name, p in named if p.dtype == torch.uint8}
+
+
+def quantized_alone(world, folder):
+    """Two steps over every base; before and after: its bytes, then the run's state."""
+    found = {}
+    for base in BASES:
+        trainer, held = begin_quantized(world, folder / base, base, None)
+        before = bytes_of(trainer)
+        train(trainer, 2)
+        assert all(torch.equal(t, before[name]) for name, t in bytes_of(trainer).items())
+        found[base] = before, held, state(trainer), gradients_of(trainer)
+    return found
+
+
+def gradients_of(trainer):
+    """Loss and gradients of the next batch, of the trained parameters that this rank holds."""
+    batch = next(trainer.batches())
+    prepared = trainer.objective.prepare(batch, torch_rng(trainer, batch))
+    loss = trainer.mesh.sum_loss(trainer.executor.step(prepared)).item()
+    found = {n: whole(p.grad) for n, p in trainer.parameters.items() if p.grad is not None}
+    return loss, found
+
+
+def quantized_on_ranks(world, folder):
+    """By base: what a layout loads from full weights, and resumes from one rank's checkpoint."""
+    found = {}
+    for base, parallel in zip(BASES, (TP, DP, PP), strict=True):
+        begun, held = begin_quantized(world, folder / f"{base}-again", base, parallel)
+        before = bytes_of(begun)
+        table = {"rank": 2, "base": base, "trained": ["blocks.*.bias"]}
+        init = {"init": str(folder / "base")}
+        resumed = run_of(world, folder / base, table, init, parallel)
+        resumed.resume()
+        found[base] = before, held, state(resumed), gradients_of(resumed)
+    return found
+
+
+@pytest.fixture(scope="module")
+def quantized_runs(runs):
+    folder, *_ = runs
+    [alone] = on_ranks(1, quantized_alone, folder)
+    return folder, alone, on_ranks(2, quantized_on_ranks, folder)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_quantized_base_is_encoded_alike_on_every_layout(quantized_runs, base):
+    folder, alone, ranks = quantized_runs
+    codes, weights = weight_codes(base, CPU), dict(load(folder / "base").network.named_parameters())
+    expected = alone[base][0]
+    assert len(expected) == 16
+    for name, held in expected.items():
+        size = codes.block(weights[name].shape[1])
+        assert torch.equal(held, codes.encode(weights[name].detach(), size))
+    found = ranks[0][base][0] | ranks[1][base][0]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], held) for name, held in expected.items())
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_loading_a_quantized_base_never_holds_the_weights(quantized_runs, base):
+    _, alone, ranks = quantized_runs
+    codes = weight_codes(base, CPU)
+    sizes = [codes.shape_of(held.shape).numel() for held in alone[base][0].values()]
+    for found in (alone, *ranks):
+        held = found[base][1]
+        # One weight in fp32 and what encoding it takes; all of them in bf16 are more.
+        assert 4 * max(sizes) <= held < 2 * sum(sizes), held
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_quantized_run_resumes_on_another_layout_with_the_same_bits(quantized_runs, base):
+    _, alone, ranks = quantized_runs
+    _, _, saved, (loss, gradients) = alone[base]
+    found, grads = {}, {}
+    for each in ranks:
+        found |= each[base][2]
+        grads |= each[base][3][1]
+        assert each[base][3][0] == pytest.approx(loss, rel=1e-6)
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+    assert_same_gradients(grads, gradients, 1e-6)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_loaded_quantized_run_has_its_base_decoded_and_the_adapters_merged(quantized_runs, base):
+    folder, alone, _ = quantized_runs
+    network = load(folder / base, weights="model").network
+    saved, codes = alone[base][2], weight_codes(base, CPU)
+    for name, held in alone[base][0].items():
+        a, b = (saved[f"model.{name.removesuffix('weight')}{part}"] for part in (lora.A, lora.B))
+        expected = codes.decode(held).double() + b.double() @ a.double()
+        torch.testing.assert_close(
+            network.get_parameter(name).double(), expected, rtol=1e-6, atol=0
+        )
+
+
+def test_a_base_in_another_format_is_refused(quantized_runs, tmp_path):
+    folder, *_ = quantized_runs
+    given = {"rank": 2, "base": "float8", "trained": ["blocks.*.bias"]}
+    [message] = on_ranks(1, refused, tmp_path / "new", given, folder / "int8")
+    assert '[lora] base="float8", but the frozen weights of' in message
+    assert 'are "int8". Set base = "int8", or start a new run' in message
+
+
 def test_adapters_are_never_left_out_silently(runs, tmp_path):
     folder, *_ = runs
     [message] = on_ranks(1, refused, tmp_path / "new", {}, folder / "tp")
@@ -231,8 +397,8 @@ def by_theory(world, table):
     """Loss and gradients of the adapters, from those of whole weights W + alpha / rank B A."""
     bare = {key: value for key, value in table.items() if key == "network"}
     adapted, plain = (trainer_of(world, given) for given in (table, bare))
-    randomize(adapted.parameters)
-    weights = {name: p.detach() for name, p in adapted.parameters.items()}
+    fill(adapted)
+    weights = decoded(adapted)
     pairs = list(lora.pairs(weights))
     scale = table.get("alpha", table["rank"]) / table["rank"]
     with torch.no_grad():

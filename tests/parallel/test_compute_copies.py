@@ -230,3 +230,13 @@ def test_wide_formats_need_no_copies_and_leave_buffers(dtype):
     weight = net.inner.weight
     loss_of(net, 1)
     assert net.inner.weight is weight
+
+
+def test_bytes_of_a_quantized_weight_stay_bytes():
+    net = Net()
+    held = nn.Parameter(torch.arange(8, dtype=torch.uint8), requires_grad=False)
+    net.held = held
+    compute_copies.apply(net, torch.bfloat16, False)
+    net.register_forward_hook(lambda *_: net.seen.append(net.held))
+    loss_of(net, 0).backward()
+    assert any(seen is held for seen in net.seen)

@@ -19,7 +19,7 @@ from titan_dit.config.section import UserError, show
 from titan_dit.config.training import EMAConfig
 from titan_dit.kernels import attention, short_attention
 from titan_dit.kernels.attention_choice import AttentionShape
-from titan_dit.models import lora
+from titan_dit.models import lora, quantized
 from titan_dit.optim.sections import OptimizerConfig
 from titan_dit.parallel import compile
 from titan_dit.parallel.fsdp import DTYPES
@@ -150,6 +150,8 @@ def check_memory(
     shards, averages = plan.sizes.shards, len(ema.names)
     trained = plan.trained(shapes, optimizer.groups)
     needed = state_bytes(shapes, trained, optimizer, shards, averages)
+    held = quantized.held_bytes(model, plan.lora)
+    needed -= sum(shapes[name].numel() * FP32 - size for name, size in held.items()) // shards
     needed += round(plan.frozen.bytes_on(plan.sizes.data))
     if device_bytes is not None and needed > device_bytes:
         raise UserError(

@@ -30,7 +30,7 @@ from titan_dit.config.training import LoRAConfig
 from titan_dit.data.base import Batch, Field, Source
 from titan_dit.data.loader import load_samples
 from titan_dit.execution import check_names
-from titan_dit.models import lora
+from titan_dit.models import lora, quantized
 from titan_dit.models.base import ModelSpec, TensorSpec
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.optim.sections import OptimizerConfig
@@ -242,13 +242,19 @@ def check_lora(config: JobConfig, plan: RunPlan) -> None:
     """Raise UserError if adapters cannot be trained, or if rank is 0 but another key is set."""
     own, checkpoint = config.lora, config.checkpoint
     if not own.rank:
+        if own.base != "full":
+            raise UserError(
+                f"[lora] base={show(own.base)} holds frozen weights, but rank=0 trains all of "
+                'them. Set rank, such as rank = 16, or base = "full".'
+            )
         if own != LoRAConfig():
             raise UserError("[lora] rank=0 trains without adapters. Set rank, such as rank = 16.")
         return
     if plan.precision.float8 != "off":
         raise UserError(
             f"[lora] rank={own.rank} with [precision] float8={show(plan.precision.float8)}: "
-            'adapters have no float8 form. Set float8 = "off".'
+            'adapters have no float8 form. Set float8 = "off"; [lora] base = "float8" holds the '
+            "frozen weights in float8."
         )
     if not plan.resuming and not checkpoint.init and checkpoint.resume in ("auto", "never"):
         raise UserError(
@@ -265,6 +271,7 @@ def check_lora(config: JobConfig, plan: RunPlan) -> None:
                 f"[lora] targets: {name} shares its weight with {original}, and cannot be adapted. "
                 "Name other layers."
             )
+    quantized.check(model, own)
     linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     check_matched("[lora] targets", own.targets, linear, f"{len(linear)} linear layers")
     names = [name for name, _ in model.named_parameters() if name not in model.tied]
@@ -349,9 +356,18 @@ def optimizer_lines(plan: RunPlan, objective: Objective, config: OptimizerConfig
         some = sum(shape.numel() for shape in trained.values())
         yield (
             f"lora    rank {plan.lora.rank}, scale {plan.lora.scale:g}: {len(adapters) // 2} "
-            f"layers, {some:,} trained parameters"
+            f"layers, {some:,} trained parameters{base_shown(plan)}"
         )
     yield from group_lines({name: s.numel() for name, s in shapes.items()}, config.groups)
+
+
+def base_shown(plan: RunPlan) -> str:
+    """The size of a quantised base, for the console line of adapters; "" for base = "full"."""
+    with torch.device("meta"):
+        held = quantized.held_bytes(plan.spec.build(), plan.lora)
+    if not held:
+        return ""
+    return f"; base {plan.lora.base}: {len(held)} weights in {sum(held.values()) / 2**20:,.1f} MiB"
 
 
 def check_folders(config: JobConfig) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_checkpoints import find_checkpoint
+from titan_dit.checkpoint.saved_weights import Error, Weights, rms_of
 from titan_dit.checkpoint.store import URL, Location, location
 from titan_dit.commands.flags import ConvertFlags
 from titan_dit.commands.sample_inputs import boundary_of
@@ -826,6 +827,37 @@ def export(source: Location, target: Path, options: ConvertFlags) -> None:
     """Export a checkpoint: a DiT as a file or for diffusers, a language model as a folder."""
     path = find_checkpoint(source, options.step, "--input")
     run = open_weights(path, options.weights or "ema", options.decay, options.trust)
+    write_run(source, target, run, options)
+    say_base(run)
+
+
+def say_base(run: SavedNetwork) -> None:
+    """Print what quantising the frozen weights changed, against those where the run began."""
+    saved, given = run.saved, run.record["config"]["checkpoint"]
+    if not saved.quantized:
+        return
+    line = f"        base {saved.lora.base}: {len(saved.quantized)} weights, decoded once"
+    try:
+        path = find_checkpoint(location(given.get("init") or ""), None, "--input")
+        base = Weights(path, read_record(path), given.get("init_weights", "ema"))
+        errors = {name: changed(saved.whole(name), base, name) for name in saved.quantized}
+    except UserError:
+        console.say(f"{line}; not compared with {given.get('init')}, which is not there")
+        return
+    console.say(f"{line}; they differ from those of {path} by {rms_of([errors]):.2%}")
+
+
+def changed(held: Tensor, base: Weights, name: str) -> Error:
+    """Squares of a weight's difference to another run's, and of that; raises UserError."""
+    if name not in base.names or base.shape(name) != held.shape:
+        raise UserError(f"{base.path} has no {name} of this shape. Name another run.")
+    whole = torch.empty_like(held)
+    base.read({name: whole})
+    return (held - whole).double().square().sum().item(), whole.double().square().sum().item()
+
+
+def write_run(source: Location, target: Path, run: SavedNetwork, options: ConvertFlags) -> None:
+    """Write a run's network, or its adapters, in the form of --out and --format."""
     config = run.model_config
     if options.format in LORA_FORMATS:
         use = f"an export of adapters (--format {options.format})"

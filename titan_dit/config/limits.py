@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 from titan_dit.config.section import UserError
@@ -19,6 +20,14 @@ def raised(limit: int) -> int:
             "Unset it, or set 2."
         )
     return limit * int(text)
+
+
+def columns_of_any_tp(columns: int) -> int:
+    """The largest number that divides a rank's columns with any tp from 1 to 8 that divides them.
+
+    Blocks of this size, or of a divisor, are the same in every layout.
+    """
+    return columns // math.lcm(*(size for size in range(1, 9) if columns % size == 0))
 
 
 def advice(flag: str = "") -> str:

@@ -279,11 +279,14 @@ class LoRAConfig(Section):
     trained: tuple[str, ...] = ()
     """Patterns of parameters that are trained themselves, beside the adapters:
     "embed.label.*"."""
+    base: Literal["full", "int8", "float8", "nf4"] = "full"
+    """Format in which the frozen linear layers of the blocks are held: int8, float8 (e4m3) or nf4
+    with a scale for each block of a row's elements. full: that of other weights."""
 
     @staticmethod
     def of_table(table: Mapping[str, Any]) -> LoRAConfig:
-        """The rank and alpha of a checkpoint's [lora]."""
-        return LoRAConfig(**{key: table[key] for key in ("rank", "alpha") if key in table})
+        """The rank, alpha and base of a checkpoint's [lora]."""
+        return LoRAConfig(**{key: table[key] for key in ("rank", "alpha", "base") if key in table})
 
     @property
     def scale(self) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -35,6 +36,7 @@ from titan_dit.dry_run.pipeline import growth_of, idle_of, microbatches_to_run
 from titan_dit.dry_run.traffic import Traffic, TrafficLog
 from titan_dit.execution import Executor
 from titan_dit.kernels import cross_entropy
+from titan_dit.models import quantized
 from titan_dit.models.base import ModelSpec
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.optim.ema import EMA
@@ -175,7 +177,7 @@ def take_fake_step(
                 RankReport(
                     rank=dist.get_rank(),
                     layers=held,
-                    parameters=sum(local(p).numel() for p in fake_rank.parameters.values()),
+                    parameters=elements(fake_rank.parameters.values(), plan),
                     peak=with_frozen(fake_rank.memory.peak(growth[stage_rank]), plan),
                     traffic=traffic,
                     flops=flops / (sizes.model // sizes.pp),
@@ -353,6 +355,16 @@ def with_frozen(peak: Peak, plan: RunPlan) -> Peak:
     """A peak with this rank's shards of frozen modules, which run before the step."""
     held = round(plan.frozen.bytes_on(plan.sizes.data))
     return replace(peak, bytes={**peak.bytes, StorageKind.FROZEN: held})
+
+
+def elements(parameters: Iterable[Tensor], plan: RunPlan) -> int:
+    """Elements of this rank's shards; of quantised weights, when decoded."""
+    codes = quantized.weight_codes(plan.lora.base, CPU)
+    shapes = (
+        codes.shape_of(p.shape) if codes and not p.is_floating_point() else p.shape
+        for p in map(local, parameters)
+    )
+    return sum(math.prod(shape) for shape in shapes)
 
 
 def first_rows(prepared: Prepared, rows: int) -> Prepared:

@@ -34,7 +34,7 @@ of public issues or, without a name, of other people's logs. None was measured h
 USABLE = 0.9
 """Usable share of the memory; the rest is for the driver, NCCL's buffers and fragmentation."""
 DEVICE_WORDS = {
-    StorageKind.PARAMETERS: "this rank's shards of the weights, fp32",
+    StorageKind.PARAMETERS: "this rank's shards of the weights: fp32, or the bytes of [lora] base",
     StorageKind.GRADIENTS: "gradients of the shards, fp32",
     StorageKind.OPTIMIZER: "the optimizer's state",
     StorageKind.EMA: "averages of the weights, fp32",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
+from titan_dit.config.limits import columns_of_any_tp
 from titan_dit.config.parameter_groups import GroupConfig, groups_of
 from titan_dit.config.section import (
     Bound,
@@ -170,7 +171,7 @@ class QuantizedAdamWConfig(AdamWConfig):
         """
         if len(shape) < 2 or math.prod(shape) < self.least_elements:
             return 0
-        least = shape[-1] // math.lcm(*(size for size in range(1, 9) if shape[-1] % size == 0))
+        least = columns_of_any_tp(shape[-1])
         even = range(self.least_block, self.largest_block + 1, 2)
         fitting = (size for size in even if least % size == 0)
         return max(fitting, default=0)

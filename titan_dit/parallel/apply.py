@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from titan_dit.config.layout import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -42,7 +44,7 @@ def parallelize(
     streams: Iterable[str] = (),
     device: str = "",
 ) -> None:
-    """Apply float8, TP, LoRA, attention, CP, remat, compile, FSDP2.
+    """Apply float8, TP, LoRA and its quantised base, attention, CP, remat, compile, FSDP2.
 
     `tokens`, `device`: see `float8.apply`. `streams`: names of `ModelSpec.stream`, for adapters.
 
@@ -67,6 +69,10 @@ def parallelize(
 
         stream = next(iter(streams), "")
         lora.apply(model, adapters, stream, tensor.sequence_shards(mesh.sizes.tp, tensor_plan))
+    if adapters.base != "full":
+        from titan_dit.parallel import quantized
+
+        quantized.apply(model, adapters, torch.device(device_type))
     side_losses.apply(model, mesh, tensor_plan)
     is_async = parallel.async_tp and mesh.sizes.tp > 1
     async_tp.apply(model, tensor_plan, mesh.axis("tp") if is_async else None)

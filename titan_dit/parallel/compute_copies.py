@@ -64,7 +64,10 @@ class ComputeCopies:
     def make(self) -> None:
         """Allocate the copies, and find where they belong."""
         exact = {id(p) for module in exact_modules(self.model) for p in module.parameters()}
-        self.weights = [p for p in self.model.parameters() if id(p) not in exact]
+        # The bytes of quantised weights are no numbers.
+        self.weights = [
+            p for p in self.model.parameters() if id(p) not in exact and p.is_floating_point()
+        ]
         sizes = [-(-weight.numel() // ALIGNMENT) * ALIGNMENT for weight in self.weights]
         self.flat = torch.empty(sum(sizes), dtype=self.dtype, device=self.weights[0].device)
         self.copies = [

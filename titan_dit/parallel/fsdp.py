@@ -122,8 +122,9 @@ def unit_sizes(num_blocks: int, parameters: float, size: int | None) -> tuple[in
 
 
 def count_parameters(block: nn.Module) -> int:
-    """Parameters of a block on a tp rank."""
-    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in block.parameters())
+    """Parameters of a block on a tp rank; two bytes of a quantised weight count as one."""
+    own = [p.to_local() if isinstance(p, DTensor) else p for p in block.parameters()]
+    return sum(p.numel() if p.is_floating_point() else p.numel() // 2 for p in own)
 
 
 def shard_module(module: nn.Module, mesh: DeviceMesh, precision: PrecisionConfig) -> None:

@@ -34,6 +34,9 @@ def initialize(
     """
     allocate(model, device)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if not tensor.is_floating_point():
+            tensor.zero_()  # Of a quantised weight, which is loaded.
+            continue
         initializer, key = table[name], tensor_seed(seed, name)
         if drawn_by == "counter" and isinstance(initializer, Independent):
             draw(tensor, initializer, key)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -193,27 +194,49 @@ def plain(
 
 def sharded(x: Tensor, a: DTensor, b: DTensor, scale: float, drop: Drop) -> DTensor:
     """`plain` on a tp rank's parts. `x` and the result are DTensors, placed as the layer's."""
-    mesh, last, first = a.device_mesh, x.ndim - 1, 0
-    whole, partial = [Replicate()], [Partial()]
-    given: list[Placement] = [Replicate()]
-    found: list[Placement] = [Replicate()]
-    grads: dict[str, Any] = {"x": whole, "a": whole, "b": whole}
-    if b.placements[0] == Shard(0):  # Column-parallel: a rank has some of the outputs.
-        found = [Shard(last)]
-        grads |= {"x": partial, "a": partial, "b": [Shard(0)]}
-    elif a.placements[0] == Shard(1):  # Row-parallel: a rank has some of the inputs.
-        given, found = [Shard(last)], [Partial()]
-        grads |= {"x": given, "a": [Shard(1)], "b": partial}
-        first = mesh.get_local_rank() * -(-a.shape[1] // mesh.size())
-    if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, given, run_check=False)
-    own = x.redistribute(placements=given).to_local(grad_placements=grads["x"])
+    grads: dict[str, Any] = {"a": [Replicate()], "b": [Replicate()]}
+    placement: Placement = Replicate()
+    first = 0
+    if b.placements[0] == Shard(0):
+        placement, grads = Shard(0), {"a": [Partial()], "b": [Shard(0)]}
+    elif a.placements[0] == Shard(1):
+        placement, grads = Shard(1), {"a": [Shard(1)], "b": [Partial()]}
+        first = a.device_mesh.get_local_rank() * -(-a.shape[1] // a.device_mesh.size())
     own_a = a.to_local(grad_placements=grads["a"])
     own_b = b.to_local(grad_placements=grads["b"])
-    out = plain(drop(own, first), own_a, own_b, scale)
-    if found == [Shard(last)] and b.shape[0] % mesh.size():
+
+    def product(own: Tensor) -> Tensor:
+        return plain(drop(own, first), own_a, own_b, scale)
+
+    return on_shards(x, a.device_mesh, placement, b.shape[0], product)
+
+
+def on_shards(
+    x: Tensor,
+    mesh: DeviceMesh,
+    placement: Placement,
+    outputs: int,
+    product: Callable[[Tensor], Tensor],
+) -> DTensor:
+    """A linear layer's `product` of a tp rank's part of `x`, as a DTensor.
+
+    `placement`: that of the weight [outputs, inputs]. Shard(0), column-parallel: a rank has some of
+    the outputs. Shard(1), row-parallel: some of the inputs, and the result is a partial sum.
+    """
+    last = x.ndim - 1
+    given: list[Placement] = [Shard(last) if placement == Shard(1) else Replicate()]
+    found: list[Placement] = [Replicate()]
+    grad = given
+    if placement == Shard(0):
+        found, grad = [Shard(last)], [Partial()]
+    elif placement == Shard(1):
+        found = [Partial()]
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, given, run_check=False)
+    out = product(x.redistribute(placements=given).to_local(grad_placements=grad))
+    if found == [Shard(last)] and outputs % mesh.size():
         # Ranks have shards of different sizes: torch would assume this rank's size for all.
-        shape = torch.Size((*out.shape[:-1], b.shape[0]))
+        shape = torch.Size((*out.shape[:-1], outputs))
         stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(out.ndim))
         return DTensor.from_local(out, mesh, found, run_check=False, shape=shape, stride=stride)
     return DTensor.from_local(out, mesh, found, run_check=False)

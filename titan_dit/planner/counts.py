@@ -276,6 +276,7 @@ class Rehearsals:
             parameters=state.parameters,
             trained=state.trained,
             buffers=state.buffers,
+            quantized=state.quantized,
             kept=kept,
             tensors=state.tensors,
             allocated=allocated,

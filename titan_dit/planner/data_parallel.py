@@ -140,6 +140,8 @@ class FSDPUnit(NamedTuple):
     """Elements with gradients."""
     blocks: Blocks
     """Blocks in it; () for the root unit."""
+    quantized: float = 0.0
+    """Bytes of quantised weights."""
 
 
 class StageShape(NamedTuple):
@@ -218,14 +220,20 @@ class DataParallel:
         kinds = [kind for kind, count in shape.blocks for _ in range(count)]
         units = counts.units(kinds, self.plan.parallel.blocks_per_fsdp_unit)
         return root, [
-            FSDPUnit(counts.sum(unit, "parameters"), counts.sum(unit, "trained"), unit)
+            FSDPUnit(
+                counts.sum(unit, "parameters"),
+                counts.sum(unit, "trained"),
+                unit,
+                counts.sum(unit, "quantized"),
+            )
             for unit in units
         ]
 
     def gathers(self, unit: FSDPUnit) -> Iterator[Message]:
         """The messages of one all-gather of a unit."""
         if self.splits > 1 and unit.parameters:
-            sent = (self.splits - 1) / self.splits * unit.parameters * self.gather_bytes
+            whole = unit.parameters * self.gather_bytes + unit.quantized
+            sent = (self.splits - 1) / self.splits * whole
             yield Message(shard_axis(self.plan.sizes), "all-gather", sent)
 
     def reductions(self, unit: FSDPUnit) -> Iterator[Message]:

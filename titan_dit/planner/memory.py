@@ -166,9 +166,10 @@ class Sharding:
 
     def gathered(self, counts: Counts, blocks: Blocks) -> float:
         """Bytes of blocks' gathered parameters."""
-        return sum(
+        numbers = sum(
             count * counts.blocks[kind].parameters * self.width_of(kind) for kind, count in blocks
         )
+        return numbers + counts.sum(blocks, "quantized")
 
     def width_of(self, kind: str) -> float:
         """Bytes of a gathered element of a block."""
@@ -830,18 +831,19 @@ def state_bytes(
 ) -> dict[StorageKind, float]:
     """Bytes of a rank's shards of weights, optimizer and EMA."""
     width = how.sum_width / how.shards
-    parameters = optimizer = averaged = buffers = 0.0
+    parameters = optimizer = averaged = buffers = quantized = 0.0
     for stage in stages:
         counts = stage.counts
         parts = [(counts.blocks[kind], state.block, count) for kind, count in stage.blocks]
         parts += [(counts.embed, state.embed, int(stage.has_embed))]
         parts += [(counts.head, state.head, int(stage.has_head))]
         parameters += stage.parameters
-        averaged += stage.parameters - stage.copied
+        averaged += stage.trained - stage.copied
+        quantized += counts.sum(stage.blocks, "quantized")
         optimizer += sum(part.trained * moments * count for part, moments, count in parts)
         buffers += sum(part.buffers * count for part, _, count in parts)
     return {
-        StorageKind.PARAMETERS: width * parameters + buffers,
+        StorageKind.PARAMETERS: width * parameters + buffers + quantized / how.shards,
         StorageKind.OPTIMIZER: width * optimizer,
         StorageKind.EMA: width * averaged * state.averages,
     }

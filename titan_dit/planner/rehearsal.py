@@ -763,6 +763,8 @@ class State:
     trained: float
     buffers: float
     """Bytes."""
+    quantized: float
+    """Bytes of quantised weights, which are not among the parameters."""
     tensors: int
     tied: float
     """Elements of its parameters that another part has, too."""
@@ -865,9 +867,10 @@ class FakeParts:
         table = {name for name in self.model.tied.values() if name.startswith(f"{part}.")}
         log = self.log.found
         return State(
-            parameters=count(named.values()),
+            parameters=count(p for p in named.values() if p.is_floating_point()),
             trained=count(trained.values()),
             buffers=sum(buffer.nbytes for buffer in module.buffers()),
+            quantized=count(p for p in named.values() if not p.is_floating_point()),
             tensors=len(named),
             tied=count(named[name] for name in table),
             update=log.pop((part, "update"), ()),
@@ -894,6 +897,8 @@ class FakeParts:
         with self.mode:
             for module in (part for part in self.model.modules() if part not in exact):
                 for name, parameter in module.named_parameters(recurse=False):
+                    if not parameter.is_floating_point():
+                        continue
                     narrow = parameter.detach().to(self.plan.dtype)
                     setattr(module, name, nn.Parameter(narrow, parameter.requires_grad))
         self.model.tie()

@@ -188,6 +188,13 @@ class Part:
     """Parameter tensors."""
     allocated: AllocatedBytes | None = None
     """Bytes at every moment, whose maxima the peaks are; None if not known."""
+    quantized: float = 0.0
+    """Bytes of quantised weights on a tp rank, all shards of FSDP together; not in `parameters`."""
+
+    @property
+    def unit_size(self) -> float:
+        """Elements by which FSDP units are sized, see `fsdp.count_parameters`."""
+        return self.parameters + self.quantized / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +243,7 @@ class Counts:
 
     def units(self, kinds: Sequence[str], size: int | None) -> tuple[Blocks, ...]:
         """The FSDP units of consecutive blocks, see `fsdp.units`."""
-        largest = max((self.blocks[kind].parameters for kind in set(kinds)), default=1.0)
+        largest = max((self.blocks[kind].unit_size for kind in set(kinds)), default=1.0)
         ends = accumulate(unit_sizes(len(kinds), largest, size), initial=0)
         return tuple(blocks_of(kinds[first:end]) for first, end in pairwise(ends))
 

@@ -30,7 +30,7 @@ from titan_dit.config.job import JobSection
 from titan_dit.config.operation import CheckpointConfig, FaultsConfig
 from titan_dit.config.parameter_groups import listed
 from titan_dit.config.section import UserError, show
-from titan_dit.config.training import EMAConfig
+from titan_dit.config.training import EMAConfig, LoRAConfig
 from titan_dit.data.order import SampleRange
 from titan_dit.models import lora
 from titan_dit.optim.ema import EMA
@@ -227,6 +227,19 @@ def set_aside_newer(checkpoints: Checkpoints, start: Start) -> None:
         why = "damaged" if path in start.damaged else "set-aside"
         names = (f"{path.name}.{why}-{i}" for i in itertools.count(1))
         store.rename(path, next(name for name in names if name not in taken))
+
+
+def check_base(path: Location, record: Mapping[str, Any], base: str) -> None:
+    """Raise UserError if a checkpoint holds the frozen weights in another format than [lora] base.
+
+    Bytes of int8 and of float8 have the same shapes.
+    """
+    was = LoRAConfig.of_table(record["config"].get("lora", {})).base
+    if was != base:
+        raise UserError(
+            f"[lora] base={show(base)}, but the frozen weights of {path} are {show(was)}. Set base "
+            f"= {show(was)}, or start a new run at its weights with --checkpoint.init."
+        )
 
 
 def check_adapters(path: Location, record: Mapping[str, Any], model: Mapping[str, Tensor]) -> None:
@@ -531,6 +544,7 @@ def resumed(
     if not settings.allow_changes:
         advice = partial(run_identity.ways_out, path, tensors["model"], own=own)
         run_identity.check_same_mathematics(path, record, identity, advice)
+    check_base(path, record, identity.config["lora"]["base"])
     check_adapters(path, record, tensors["model"])
     has_moments = record.get("imported") and checkpoint.holds(path, "optimizer")
     if settings.allow_changes or has_moments:
