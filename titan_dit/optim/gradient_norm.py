@@ -35,7 +35,10 @@ def clip_norm(
     local = shards_of(gradients)
     # Replicated gradients count once; no two pipeline stages hold the same parameter.
     by_replicas: dict[int, list[Tensor]] = {}
-    for gradient, norm in zip(gradients, torch._foreach_norm(local), strict=True):
+    # The norm of bf16 gradients would be rounded to 8 bits.
+    in_bf16 = any(gradient.dtype == torch.bfloat16 for gradient in local)
+    norms_of_each = torch._foreach_norm(local, dtype=torch.float32 if in_bf16 else None)
+    for gradient, norm in zip(gradients, norms_of_each, strict=True):
         by_replicas.setdefault(replicas(gradient), []).append(norm)
     add_up, factor_of = square_sum, clip_factor
     if compiled:

@@ -35,7 +35,8 @@ def parallelize(
 
     `tokens`, `device`: see `float8.apply`.
 
-    One rank has copies in the compute dtype instead of FSDP2, except for some kinds of float8.
+    One rank has copies in the compute dtype instead of FSDP2, except for some kinds of float8 and
+    weights in bf16, whose gradients FSDP2 adds up in fp32.
     """
     device_type = mesh.whole.device_type
     if device_type == "cpu":
@@ -71,7 +72,7 @@ def parallelize(
         )
     remat.apply(model, checkpointing)
     compile_blocks(model, compilation, mesh.sizes.tp)
-    if mesh.whole.size() == 1 and precision.float8 in compute_copies.FLOAT8:
+    if compute_copies.suits(mesh.whole.size(), precision):
         keep = compilation.cuda_graphs
         compute_copies.apply(model, fsdp.DTYPES[precision.dtype], keep)
         return

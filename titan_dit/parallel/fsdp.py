@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from titan_dit.config.layout import ParallelConfig, PrecisionConfig
-from titan_dit.models.base import exact_modules
+from titan_dit.models.base import Model, exact_modules
 
 DTYPES = {
     "fp64": torch.float64,
@@ -55,6 +55,8 @@ def shard(
     reshard = False if keeps else RESHARD[parallel.reshard_after_forward]
     if precision.dtype == "fp64":
         model.double()
+    if precision.weights == "bf16":
+        hold_in_bf16(model)
     blocks = [*model.get_submodule("blocks").children()]
     parts = units(blocks, parallel.blocks_per_fsdp_unit)
     if DTYPES[precision.dtype].itemsize < 4:
@@ -64,6 +66,18 @@ def shard(
         sharded, *_ = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         sum_gradients(sharded, mesh)
     set_prefetch([part[0] for part in parts], parallel.prefetch or 0)
+
+
+def hold_in_bf16(model: nn.Module) -> None:
+    """Change the format of a model's parameters, except for those of `Model.exact`."""
+    exact = {id(p) for module in exact_modules(model) for p in module.parameters()}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in exact:
+                held = parameter.detach().to(torch.bfloat16)
+                setattr(module, name, nn.Parameter(held, parameter.requires_grad))
+    if isinstance(model, Model):
+        model.tie()
 
 
 def shard_exact(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titan_dit.models.base import Model
 from titan_dit.models.initializers import Independent, Initializer
+from titan_dit.ranks.shards import own_indices
 
 CPU = torch.device("cpu")
 
@@ -80,24 +80,6 @@ def draw(target: Tensor, initializer: Independent, key: int) -> None:
     for part, first in zip(torch.split(local, num_rows), torch.split(rows, num_rows), strict=True):
         drawn = initializer.values(target.shape, key, (first + inner).flatten())
         part.copy_(drawn.view_as(part))
-
-
-def own_indices(target: Tensor, dim: int) -> Tensor:
-    """This rank's indices along a dim times the dim's stride, to add to those of other dims."""
-    shape = [1] * target.ndim
-    shape[dim] = -1
-    stride = math.prod(target.shape[dim + 1 :])
-    device = target.to_local().device if isinstance(target, DTensor) else target.device
-    whole = (torch.arange(target.shape[dim], device=device) * stride).view(shape)
-    if not isinstance(target, DTensor):
-        return whole
-    placements = [
-        placement if getattr(placement, "dim", None) == dim else Replicate()
-        for placement in target.placements
-    ]
-    own = distribute_tensor(whole, target.device_mesh, placements, src_data_rank=None)
-    assert isinstance(own, DTensor)
-    return own.to_local()
 
 
 def chunk_size(device: torch.device) -> int:

@@ -18,7 +18,7 @@ from titan_dit.config.parameter_groups import groups_of
 from titan_dit.dry_run.memory import StorageKind
 from titan_dit.dry_run.pipeline import most_held
 from titan_dit.optim.sections import MuonConfig
-from titan_dit.parallel.compute_copies import CHUNK, FLOAT8
+from titan_dit.parallel.compute_copies import CHUNK, suits
 from titan_dit.pipeline.pipelined import RECEIVES_AHEAD
 from titan_dit.pipeline.schedules.placement import pipeline_order
 from titan_dit.pipeline.schedules.schedule import (
@@ -736,7 +736,7 @@ def memory(
 
 def _local(plan: RunPlan, counts: Counts, how: Sharding) -> Iterator[MemoryUse]:
     """Moments without a pipeline."""
-    if plan.world_size == 1 and plan.precision.float8 in FLOAT8:
+    if suits(plan.world_size, plan.precision):
         return single_rank_memory(counts, blocks_of(plan.spec.kinds), how)
     units = counts.units(plan.spec.kinds, plan.parallel.blocks_per_fsdp_unit)
     return sharded_memory(counts, units, how)
