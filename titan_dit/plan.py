@@ -18,6 +18,7 @@ from titan_dit.config.job import JobConfig
 from titan_dit.config.layout import (
     ActivationCheckpointConfig,
     CompileConfig,
+    OffloadConfig,
     ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
@@ -75,6 +76,7 @@ class RunPlan:
     precision: PrecisionConfig
     activation_checkpoint: ActivationCheckpointConfig
     compile: CompileConfig
+    offload: OffloadConfig
     lora: LoRAConfig
     frozen: FrozenWork = NO_FROZEN
     """The objective's frozen modules."""
@@ -296,6 +298,7 @@ def resolve(config: JobConfig, world_size: int, resuming: bool = False) -> RunPl
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
         lora=config.lora,
+        offload=config.offload,
         frozen=config.objective.frozen_work(config.model, config.text, config.data),
     )
 

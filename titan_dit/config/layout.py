@@ -107,8 +107,8 @@ class PrecisionConfig(Section):
     """Format of activations and matmuls. fp16 is for GPUs without bf16 (T4, V100) and has a loss
     scale. fp64 is for comparing layouts."""
     weights: Literal["fp32", "bf16"] = "fp32"
-    """Format of the weights (fp64 if dtype is fp64). bf16: 2 bytes a parameter instead of 4, without
-    an fp32 copy; what the optimizer's step makes of them is rounded at random, without bias."""
+    """Format of the weights (fp64 if dtype is fp64). bf16: 2 bytes a parameter, without an fp32 copy;
+    what the optimizer's step makes of them is rounded at random, without bias."""
     loss_scale: LossScaleValue | None = None
     """fp16: constant loss scale. Unset: adapted to the gradients (docs/fp16.md)."""
     loss_scale_init: LossScaleValue = 4096.0
@@ -188,3 +188,18 @@ class ActivationCheckpointConfig(Section):
     mode: Literal["none", "attention", "selective", "full"] = "none"
     """none saves all activations. attention recomputes attention from q, k and v. selective saves
     the outputs of matmuls and attention. full saves only each block's input."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig(Section):
+    """Host memory in place of the device's: more room, at the speed of the link. docs/memory.md."""
+
+    section = "offload"
+
+    parameters: bool = False
+    """Hold this rank's shards of weights, gradients, optimizer state and EMA on the host, which
+    takes the optimizer's steps; FSDP2's CPUOffloadPolicy."""
+    activations: bool = False
+    """Copy what blocks save for backward to the host, and back block by block."""
+    ahead: Annotated[int, Bound(least=1, most=64)] = 1
+    """Blocks whose activations are copied back before their turn. One more is on the device."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from titan_dit.config.training import EMAConfig
-from titan_dit.optim.optimizer import pieces, shards_of, to_fp32
+from titan_dit.optim.optimizer import device_of, pieces, shards_of, to_fp32
 from titan_dit.optim.stochastic_rounding import PIECE
 
 Array = NDArray[np.float64]
@@ -215,10 +215,13 @@ class EMA:
             self._update(step, skip)
 
     def _update(self, step: int, skip: Tensor) -> None:
+        if not self._averages:
+            return
+        skip = skip.to(device_of(self.parameters.values()))
         skipped = skip.float()
         move = move_together if skip.is_cuda else move_one_by_one
         in_bf16 = any(p.dtype == torch.bfloat16 for p in self.parameters.values())
-        name_of = {p: name for name, p in self.parameters.items()}
+        name_of: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
         # Weights in bf16 are copied to fp32, some at a time.
         most = PIECE if in_bf16 else sys.maxsize
         for some in pieces([*self.parameters.values()], most):

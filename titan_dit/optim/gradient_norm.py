@@ -45,11 +45,13 @@ def clip_norm(
         add_up, factor_of = compile_scalars(add_up), compile_scalars(factor_of)
     sums = [add_up(torch.stack(norms), n) for n, norms in by_replicas.items()]
     total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+    if beside is not None:  # Gradients may be in host memory, which NCCL cannot sum.
+        total = total.to(beside.device)
     if dist.is_initialized():
         total = sum_over_ranks(total, beside)
     norm, factor = factor_of(total, max_norm, loss_scale)
     if max_norm > 0 or loss_scale is not None:
-        torch._foreach_mul_(local, factor)
+        torch._foreach_mul_(local, factor.to(local[0].device))
     return norm
 
 

@@ -235,11 +235,17 @@ def apply_gradients(optimizer: Optimizer, lr: float, skip: Tensor, step: int = 0
         optimizer.rounding.step = step
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_factor"]
-    optimizer.skip = skip
+    # Parameters in host memory are updated there: the host waits for the verdict.
+    optimizer.skip = skip.to(device_of(optimizer.param_groups[0]["params"]))
     optimizer.step()
     for group in optimizer.param_groups:  # As `zero_grad`, which first opens a profiler's range.
         for parameter in group["params"]:
             parameter.grad = None
+
+
+def device_of(parameters: Iterable[Tensor]) -> torch.device:
+    """The device of parameters, which is the host's memory with [offload] parameters."""
+    return next(iter(parameters)).device
 
 
 def optimizer_tensors(optimizer: Optimizer, parameters: Parameters) -> dict[str, State]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from titan_dit.config.layout import (
     ActivationCheckpointConfig,
     CompileConfig,
+    OffloadConfig,
     ParallelConfig,
     PrecisionConfig,
 )
@@ -17,6 +18,7 @@ from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.tensor import TensorPlan
 
 NONE = LoRAConfig()
+ON_DEVICE = OffloadConfig()
 
 
 def parallelize(
@@ -30,13 +32,14 @@ def parallelize(
     tokens: int = 0,
     adapters: LoRAConfig = NONE,
     device: str = "",
+    offload: OffloadConfig = ON_DEVICE,
 ) -> None:
-    """Apply float8, TP, LoRA, attention, CP, remat, compile, FSDP2.
+    """Apply float8, TP, LoRA, attention, CP, remat, compile, offload, FSDP2.
 
     `tokens`, `device`: see `float8.apply`.
 
-    One rank has copies in the compute dtype instead of FSDP2, except for some kinds of float8 and
-    weights in bf16, whose gradients FSDP2 adds up in fp32.
+    One rank has copies in the compute dtype instead of FSDP2, except for some kinds of float8, for
+    weights in bf16, whose gradients FSDP2 adds up in fp32, and for those on the host.
     """
     device_type = mesh.whole.device_type
     if device_type == "cpu":
@@ -72,10 +75,14 @@ def parallelize(
         )
     remat.apply(model, checkpointing)
     compile_blocks(model, compilation, mesh.sizes.tp)
-    if compute_copies.suits(mesh.whole.size(), precision):
+    if offload.activations:
+        from titan_dit.parallel import offload as activations
+
+        activations.apply(model, offload)
+    if compute_copies.suits(mesh.whole.size(), precision) and not offload.parameters:
         keep = compilation.cuda_graphs
         compute_copies.apply(model, fsdp.DTYPES[precision.dtype], keep)
         return
-    fsdp.shard(model, mesh.fsdp, parallel, precision)
+    fsdp.shard(model, mesh.fsdp, parallel, precision, on_host=offload.parameters)
     if precision.float8 == "tensorwise":
         float8.scale_before_gathers(model, pipelined=parallel.pp > 1)

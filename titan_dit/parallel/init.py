@@ -24,15 +24,18 @@ def initialize(
     seed: int,
     device: torch.device,
     drawn_by: str = "counter",
+    *,
+    on_host: bool = False,
 ) -> None:
     """Allocate a model that is on the meta device, and initialise its weights.
 
     Each tensor has a key of its own, from (seed, name). `drawn_by` is [job] initial_weights:
     "counter" draws the elements of this rank's shard, in chunks. An initializer that is not
     `Independent` draws the whole tensor on the CPU, which every machine has; its rounding may
-    differ between CPUs. "generator" draws the whole tensor on the device.
+    differ between CPUs. "generator" draws the whole tensor on the device. `on_host`: parameters are
+    allocated in host memory, buffers on the device.
     """
-    allocate(model, device)
+    allocate(model, device, on_host=on_host)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         initializer, key = table[name], tensor_seed(seed, name)
         if drawn_by == "counter" and isinstance(initializer, Independent):
@@ -42,9 +45,18 @@ def initialize(
             put(tensor, initializer(tensor.shape, generator.manual_seed(key)))
 
 
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate a model that is on the meta device; its values are undefined."""
-    model.to_empty(device=device)
+def allocate(model: nn.Module, device: torch.device, *, on_host: bool = False) -> None:
+    """Allocate a model that is on the meta device; its values are undefined.
+
+    `on_host`: its parameters in host memory, as FSDP2's offload wants them.
+    """
+    model.to_empty(device=CPU if on_host else device)
+    if on_host:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module.register_buffer(
+                    name, buffer.to(device), persistent=name in module.state_dict(keep_vars=True)
+                )
     if isinstance(model, Model):
         model.tie()
 
