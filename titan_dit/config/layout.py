@@ -107,8 +107,8 @@ class PrecisionConfig(Section):
     """Format of activations and matmuls. fp16 is for GPUs without bf16 (T4, V100) and has a loss
     scale. fp64 is for comparing layouts."""
     weights: Literal["fp32", "bf16"] = "fp32"
-    """Format of the weights (fp64 if dtype is fp64). bf16: 2 bytes a parameter, without an fp32 copy;
-    what the optimizer's step makes of them is rounded at random, without bias."""
+    """Format of the weights; fp64 if dtype is fp64. bf16: 2 bytes a parameter, no fp32 copy; what
+    the optimizer's step makes of them is rounded at random, without bias."""
     loss_scale: LossScaleValue | None = None
     """fp16: constant loss scale. Unset: adapted to the gradients (docs/fp16.md)."""
     loss_scale_init: LossScaleValue = 4096.0

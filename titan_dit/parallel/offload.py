@@ -31,11 +31,20 @@ def apply(model: Model, config: OffloadConfig) -> None:
     """Set up the offload of a stage's activations; after blocks are compiled."""
     if not config.activations:
         return
-    state = Offload(config.ahead)
+    state: Any = Offload(config.ahead)
+    holder: Any = model
+    holder.offload = state
     for number, block in enumerate(model.blocks.values()):
         # Around the compiled block and FSDP's hooks: a graph cannot contain ours.
         inner = block._compiled_call_impl or block._call_impl
         block._compiled_call_impl = around(state, block, inner, is_first=number == 0)
+
+
+def buffers_of(model: Model) -> list[Tensor]:
+    """The host memory of a stage's activations."""
+    state: Offload | None = getattr(model, "offload", None)
+    every = state.buffers.every if state else ()
+    return [found for buffer in every if (found := buffer()) is not None]
 
 
 def around(
