@@ -300,3 +300,39 @@ def test_muon_trains_digits_in_every_layout():
         cases = layouts(num_ranks)
         for losses, case in zip(on_ranks(num_ranks, digits, cases)[0], cases, strict=True):
             assert losses == pytest.approx(alone, rel=0.02), case
+
+
+SMALL_STATES = [
+    ({"name": "adamw"}, {}),
+    ({"name": "adamw"}, {"weights": "bf16"}),
+    ({"name": "adamw8bit"}, {"weights": "bf16"}),
+    ({"name": "adamw4bit"}, {"weights": "bf16"}),
+    ({"name": "adamw_fp8"}, {"weights": "bf16"}),
+]
+
+
+def losses_of_digits(world, kinds):
+    """The mean loss of the last fifty of 400 steps, by kind."""
+    found = []
+    for optimizer, precision in kinds:
+        config = tiny_config(
+            model={"num_layers": 4, "hidden_size": 64},
+            optimizer={"lr": 2e-3, "weight_decay": 0.0} | optimizer,
+            precision=precision,
+            training={"steps": 400, "global_batch_size": 32},
+        )
+        trainer = Trainer(config, world)
+        losses, batches = [], trainer.batches()
+        for trainer.step in range(1, 401):
+            loss, _, _ = trainer.train_step(next(batches))
+            losses.append(loss)
+        found.append(torch.stack(losses[-50:]).mean().item())
+    return found
+
+
+@pytest.mark.long
+def test_small_states_and_weights_learn_digits_as_fp32_does():
+    [[whole, *small]] = on_ranks(1, losses_of_digits, SMALL_STATES)
+    print(whole, *small)
+    for loss, kind in zip(small, SMALL_STATES[1:], strict=True):
+        assert loss == pytest.approx(whole, rel=0.01), kind

@@ -41,6 +41,7 @@ from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
 from titan_dit.optim.sections import OptimizerConfig
+from titan_dit.optim.stochastic_rounding import ROUNDED_AT_ONCE
 from titan_dit.parallel import offload
 from titan_dit.parallel.init import allocate
 from titan_dit.parallel.mesh import Mesh
@@ -207,12 +208,14 @@ def take_fake_step(
 
 @contextmanager
 def chunks_of_a_device() -> Iterator[None]:
-    """Use a GPU's chunk size for logits: the thousands of chunks of a CPU would take minutes."""
+    """Use a GPU's chunks of logits and of rounded weights: those of a CPU would take minutes."""
     own, cross_entropy.CHUNK = cross_entropy.CHUNK, cross_entropy.CHUNK_ON_DEVICE
+    rounded = ROUNDED_AT_ONCE["cpu"]
+    ROUNDED_AT_ONCE["cpu"] = ROUNDED_AT_ONCE["cuda"]
     try:
         yield
     finally:
-        cross_entropy.CHUNK = own
+        cross_entropy.CHUNK, ROUNDED_AT_ONCE["cpu"] = own, rounded
 
 
 @contextmanager
