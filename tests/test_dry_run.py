@@ -72,6 +72,40 @@ def test_state_is_exact_and_activations_are_those_of_the_design():
     assert theory * 0.98 < bytes_of[StorageKind.ACTIVATIONS] < theory * 1.15
 
 
+def test_weights_in_bf16_take_two_bytes_and_have_no_fp32_copy():
+    precision = {"dtype": "bf16", "weights": "bf16"}
+    [rank] = small(precision=precision, optimizer={"name": "adamw8bit"}).ranks
+    bytes_of, whole = rank.peak.bytes, rank.parameters
+    assert bytes_of[StorageKind.PARAMETERS] == 2 * whole
+    assert 2 * whole < bytes_of[StorageKind.OPTIMIZER] < 2.5 * whole
+    assert bytes_of[StorageKind.EMA] == 2 * 4 * whole
+    # At the end of the step: gradients in bf16, and what a piece of them takes in fp32.
+    ended = small(batch=1, precision=precision).ranks[0].peak
+    assert ended.bytes[StorageKind.GRADIENTS] <= 2 * whole
+    assert ended.bytes[StorageKind.TEMPORARY] <= 8 * whole + GIB / 64
+
+
+def test_offloaded_activations_are_those_of_two_blocks():
+    [whole], [rank] = (small(offload={"activations": on}).ranks for on in (False, True))
+    kinds = StorageKind.ACTIVATIONS, StorageKind.HOST, StorageKind.TEMPORARY
+    before, left, host, work = whole.peak.bytes[kinds[0]], *(rank.peak.bytes[k] for k in kinds)
+    assert whole.peak.bytes[StorageKind.HOST] == 0
+    block = 20.05 * H * 2 * B * TOKENS
+    # Tensors below 256 KiB stay; buffers are up to an eighth larger.
+    assert 0.9 * LAYERS * block < host < 1.13 * LAYERS * block
+    assert left + work < before
+    assert rank.peak.total < whole.peak.total - 1.5 * block
+
+
+def test_offloaded_parameters_leave_the_device_with_their_state():
+    [whole], [rank] = (small(batch=1, offload={"parameters": on}).ranks for on in (False, True))
+    state = [StorageKind.PARAMETERS, StorageKind.OPTIMIZER, StorageKind.EMA]
+    assert [rank.peak.bytes[kind] for kind in (*state, StorageKind.GRADIENTS)] == [0] * 4
+    held = sum(whole.peak.bytes[kind] for kind in state)
+    assert held <= rank.peak.bytes[StorageKind.HOST] < held + 12 * whole.parameters
+    assert rank.peak.total < whole.peak.total - held
+
+
 def test_the_memory_of_one_rank_is_that_of_a_step_of_all():
     config = tiny_config(
         model=MODEL,

@@ -85,7 +85,14 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
     count += sum(p.numel() for p in modules.parameters()) if modules is not None else 0
     for part in parts.values():
         table = {**part.initializers(), **lora.initializers(part), **repa.table_of(part)}
-        initialize(part, table, plan.seed, device, plan.initial_weights)
+        initialize(
+            part,
+            table,
+            plan.seed,
+            device,
+            plan.initial_weights,
+            on_host=plan.offload.parameters,
+        )
     parameters = own_parameters(parts)
     if plan.num_stages - 1 in parts:  # The last stage computes the loss.
         parameters |= place_modules(plan, objective, mesh, device)
@@ -201,6 +208,7 @@ def build_stages(plan: RunPlan, mesh: Mesh) -> tuple[dict[int, Model], int, tupl
             adapters=plan.lora,
             streams=plan.spec.stream,
             device=plan.device,
+            offload=plan.offload,
         )
         parts[stage] = model
     return parts, count, flops
@@ -262,7 +270,7 @@ def place_modules(
     for module in modules.values():
         if mesh.sizes.tp > 1:
             tensor.replicate(module, mesh.axis("tp"))
-        fsdp.shard_module(module, mesh.fsdp, plan.precision)
+        fsdp.shard_module(module, mesh.fsdp, plan.precision, on_host=plan.offload.parameters)
     # A prefix, so that their names differ from the model's.
     holder = nn.ModuleDict({"objective": modules})
     tensors = itertools.chain(holder.named_parameters(), holder.named_buffers())
@@ -270,7 +278,14 @@ def place_modules(
     initializers |= {
         f"objective.{name}": initializer for name, initializer in objective.initializers().items()
     }
-    initialize(holder, initializers, plan.seed, device, plan.initial_weights)
+    initialize(
+        holder,
+        initializers,
+        plan.seed,
+        device,
+        plan.initial_weights,
+        on_host=plan.offload.parameters,
+    )
     return dict(holder.named_parameters())
 
 

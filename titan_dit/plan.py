@@ -18,6 +18,7 @@ from titan_dit.config.job import JobConfig
 from titan_dit.config.layout import (
     ActivationCheckpointConfig,
     CompileConfig,
+    OffloadConfig,
     ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
@@ -76,6 +77,7 @@ class RunPlan:
     precision: PrecisionConfig
     activation_checkpoint: ActivationCheckpointConfig
     compile: CompileConfig
+    offload: OffloadConfig
     lora: LoRAConfig
     repa: RepaConfig = NO_REPA
     frozen: FrozenWork = NO_FROZEN
@@ -301,6 +303,7 @@ def resolve(config: JobConfig, world_size: int, resuming: bool = False) -> RunPl
         compile=config.compile,
         lora=config.lora,
         repa=config.repa,
+        offload=config.offload,
         frozen=config.objective.frozen_work(config.model, config.text, config.data),
     )
 

@@ -128,7 +128,9 @@ class Trainer:
             for each, flops in zip(plan.each_bucket, built.flops_by_bucket, strict=True)
         ]
 
-        self.optimizer = build_optimizer(self.parameters, config.optimizer, plan.spec, built.copies)
+        self.optimizer = build_optimizer(
+            self.parameters, config.optimizer, plan.spec, built.copies, plan.seed
+        )
         self.ema = EMA(self.parameters, config.ema)
         self.ema.run_beside(self.optimizer)
         self.step, self.cursor, self.ledger = 0, 0, Ledger()
@@ -314,7 +316,7 @@ class Trainer:
                 loss_scale=self.guard.loss_scale,
             )
             bad = self.guard.check(self.step, self.cursor, loss, grad_norm)
-            apply_gradients(self.optimizer, lr, skip=bad)
+            apply_gradients(self.optimizer, lr, skip=bad, step=self.step)
             self.ema.update(self.step, skip=bad)
         _, self.cursor, bucket = self.step_plan(self.cursor)
         self.meter.count(bucket)

@@ -4,10 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 from plans import check, planned
+from tiny_gpt import gpt_config
 
 from titan_dit.checks import formats
-from titan_dit.checks.formats import check_compile, check_float8, check_remat
+from titan_dit.checks.formats import check_compile, check_float8, check_offload, check_remat
+from titan_dit.checks.parts import check_offloaded
 from titan_dit.config.section import UserError
+from titan_dit.optim.sections import AdamWConfig, MuonConfig
+from titan_dit.plan import resolve
 
 TE = ("te_delayed", "te_current", "te_mxfp8")
 SPLIT = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
@@ -126,3 +130,44 @@ def test_async_tp_needs_compiled_blocks_ranks_to_talk_to_and_cuda():
     ):
         with pytest.raises(UserError, match=r"\[parallel\] async_tp=true .* Set async_tp = false"):
             check(sizes, **sections)
+
+
+ACTIVATIONS, PARAMETERS = {"offload": {"activations": True}}, {"offload": {"parameters": True}}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sections", "words"),
+    [
+        ({"pp": 2}, ACTIVATIONS | {"pipeline": {"schedule": "zbv_zero_bubble"}}, "is split"),
+        ({}, ACTIVATIONS | {"activation_checkpoint": {"mode": "selective"}}, "Set enabled = true"),
+        ({}, ACTIVATIONS | {"compile": {"enabled": True, "cuda_graphs": True}}, "fixed addresses"),
+        ({}, PARAMETERS | {"precision": {"float8": "tensorwise"}}, 'Set float8 = "rowwise"'),
+    ],
+)
+def test_offload_is_refused_where_it_cannot_work(parallel, sections, words):
+    _, plan = planned(parallel, **sections)
+    with pytest.raises(UserError, match=rf"^\[offload\] .*{words}"):
+        check_offload(plan)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"dtype": "fp16"}, 'dtype="fp16"'),
+        ({"dtype": "fp64"}, 'dtype="fp64"'),
+        ({"float8": "rowwise"}, 'float8="rowwise"'),
+    ],
+)
+def test_weights_in_bf16_are_refused_beside_other_formats(keys, words):
+    with pytest.raises(UserError, match=rf'^\[precision\] weights="bf16" .*{words}.* Set weights'):
+        planned({}, precision={"weights": "bf16"} | keys)
+
+
+def test_parameters_on_the_host_are_not_sent_between_devices():
+    _, plan = planned({}, **PARAMETERS)
+    check_offloaded(plan, AdamWConfig())
+    with pytest.raises(UserError, match=r'^\[offload\] parameters=true .*name="muon"'):
+        check_offloaded(plan, MuonConfig())
+    tied = gpt_config(parallel={"pp": 2}, **PARAMETERS)
+    with pytest.raises(UserError, match=r"^\[offload\] parameters=true .*tied embeddings"):
+        check_offloaded(resolve(tied, 2), AdamWConfig())

@@ -27,7 +27,9 @@ QUANTIZED = {
 }
 EIGHT, FOUR, FP8 = QUANTIZED.values()
 ZERO_BUBBLE = schedule("zbv_zero_bubble")
-KINDS = [MUON, GROUPED, LION, PRODIGY, ADAFACTOR, EIGHT, FOUR, FP8]
+IN_BF16 = {"lr": 1e-4, "weight_decay": 0.1, "eps": 1e-6}
+"""AdamW over weights in bf16."""
+KINDS = [MUON, GROUPED, LION, PRODIGY, ADAFACTOR, EIGHT, FOUR, FP8, IN_BF16]
 CASES = {
     2: [
         (DP, {}, MUON),
@@ -36,12 +38,15 @@ CASES = {
         (TP, {}, EIGHT),
         (DP, {}, FOUR),
         (PP, ZERO_BUBBLE, PRODIGY),
+        (TP, {}, IN_BF16),
+        (PP, ZERO_BUBBLE, IN_BF16),
     ],
     4: [
         (HSDP, {}, GROUPED),
         (DP | TP, {}, EIGHT),
         (DP | TP, {}, PRODIGY),
         (DP | TP, {}, ADAFACTOR),
+        (DP | TP, {}, IN_BF16),
     ],
 }
 # For ./run_tests.sh --long: layouts of GROUPED, then other optimizers.
@@ -71,6 +76,7 @@ def trained(world, parallel, pipeline, optimizer):
         parallel=parallel,
         pipeline=pipeline,
         optimizer=optimizer,
+        precision={"weights": "bf16"} if optimizer == IN_BF16 else {},
         training={"microbatch_size": 2},
         # A split backward does not recompute blocks.
         activation_checkpoint={
@@ -93,7 +99,11 @@ def trained(world, parallel, pipeline, optimizer):
 def states_of(trainer):
     """The optimizer's tensors, whole, by parameter and key."""
     named = trainer.tensors()["optimizer"].items()
-    return {name: {key: whole(value) for key, value in state.items()} for name, state in named}
+    found = {name: {key: whole(value) for key, value in state.items()} for name, state in named}
+    in_bf16 = {n: p for n, p in trainer.parameters.items() if p.dtype == torch.bfloat16}
+    for name, parameter in in_bf16.items():
+        found[name]["weight"] = whole(parameter)
+    return found
 
 
 def all_cases(world, cases):
@@ -104,7 +114,10 @@ def moved(world, folder, optimizer):
     """States, whole: saved over dp_shard 2, loaded over tp 2, and before that."""
     found = []
     for parallel in (DP, TP):
-        config = tiny_config(parallel=parallel, optimizer=optimizer, job={"dir": folder})
+        precision = {"weights": "bf16"} if optimizer == IN_BF16 else {}
+        config = tiny_config(
+            parallel=parallel, optimizer=optimizer, precision=precision, job={"dir": folder}
+        )
         trainer = Trainer(config, world)
         if parallel is DP:
             randomize(trainer.parameters)  # Gates of 0 would leave most momenta at 0.
@@ -122,7 +135,8 @@ def moved(world, folder, optimizer):
 
 
 def all_and_moved(world, cases, folder):
-    kinds = {"momentum_buffer": MUON, "exp_avg_scale": FOUR} if world.size == 2 else {}
+    kinds = {"momentum_buffer": MUON, "exp_avg_scale": FOUR, "exp_avg": IN_BF16}
+    kinds = kinds if world.size == 2 else {}
     found = {key: moved(world, f"{folder}/{key}", kind) for key, kind in kinds.items()}
     return all_cases(world, cases), found
 
@@ -159,7 +173,9 @@ def test_replicas_have_the_same_weights_and_states_to_the_bit(launched):
 
 
 # Muon takes the blocks' matrices; codes take those of embed, too.
-@pytest.mark.parametrize(("key", "count"), [("momentum_buffer", 15), ("exp_avg_scale", 19)])
+@pytest.mark.parametrize(
+    ("key", "count"), [("momentum_buffer", 15), ("exp_avg_scale", 19), ("exp_avg", 41)]
+)
 def test_states_are_saved_over_dp_shard_and_loaded_over_tp_to_the_bit(launched, key, count):
     for _, found in launched[2]:
         saved, before, loaded = found[key]
@@ -168,7 +184,7 @@ def test_states_are_saved_over_dp_shard_and_loaded_over_tp_to_the_bit(launched, 
         assert len(momenta) == count
         for name, state in saved.items():
             for part, values in state.items():
-                assert not before[name][part].any()
+                assert part == "weight" or not before[name][part].any()
                 assert torch.equal(loaded[name][part], values), (name, part)
         assert all(saved[name][key].any() for name in momenta)
 
@@ -197,26 +213,46 @@ def check_steps(by_rank, cases, references):
         seen, frozen = {}, set(frozen_of(expected) if optimizer is GROUPED else ())
         for ranks in by_rank:
             before, found, _, states = ranks[number]
-            seen |= found
             assert not frozen & set(states)
             for name in frozen & set(found):
                 assert torch.equal(found[name], before[name]), f"{parallel} {name}"
+            if optimizer is IN_BF16:
+                assert {w.dtype for w in found.values()} == {torch.bfloat16}
+                found = {name: w.float() for name, w in found.items()}
             if optimizer is PRODIGY:
                 name = next(iter(states))
                 numerator = expected_states[name]["numerator"]
                 assert numerator != 0
                 # Sums over all ranks of a number for each replica.
-                found = states[name]["numerator"]
-                torch.testing.assert_close(found, numerator, rtol=1e-3, atol=0)
+                other = states[name]["numerator"]
+                torch.testing.assert_close(other, numerator, rtol=1e-3, atol=0)
+            seen |= found
+        if optimizer is IN_BF16:
+            expected = {name: w.float() for name, w in expected.items()}
         assert seen.keys() == expected.keys()
         # The true gradient of the keys' bias is 0, and AdamW makes steps of its rounding.
         off = {n: (w - expected[n]).abs() for n, w in seen.items() if "attn.qkv.bias" not in n}
+        if optimizer is IN_BF16:
+            check_neighbours(off, expected)
+            continue
         is_quantized = optimizer in QUANTIZED.values()
         for name, values in off.items():
             assert values.max() <= (3e-5 if is_quantized else 1e-5), f"{parallel} {name}"
         if is_quantized:
             total = torch.cat([values.flatten() for values in off.values()])
             assert (total > 2e-6).double().mean() < 5e-4, f"{parallel} {optimizer}"
+
+
+def check_neighbours(off, expected):
+    """That few bf16 weights are another number than in one process, and then the next one.
+
+    A sum that is ordered otherwise may round a gradient to another bf16 number, and that a weight.
+    """
+    for name, values in off.items():
+        spacing = 2.0**-7 * expected[name].abs().clamp(min=1e-3)
+        assert (values <= 1.01 * spacing).all(), name
+    total = torch.cat([values.flatten() for values in off.values()])
+    assert (total > 0).double().mean() < 2e-3
 
 
 def frozen_of(names):
@@ -264,3 +300,39 @@ def test_muon_trains_digits_in_every_layout():
         cases = layouts(num_ranks)
         for losses, case in zip(on_ranks(num_ranks, digits, cases)[0], cases, strict=True):
             assert losses == pytest.approx(alone, rel=0.02), case
+
+
+SMALL_STATES = [
+    ({"name": "adamw"}, {}),
+    ({"name": "adamw"}, {"weights": "bf16"}),
+    ({"name": "adamw8bit"}, {"weights": "bf16"}),
+    ({"name": "adamw4bit"}, {"weights": "bf16"}),
+    ({"name": "adamw_fp8"}, {"weights": "bf16"}),
+]
+
+
+def losses_of_digits(world, kinds):
+    """The mean loss of the last fifty of 400 steps, by kind."""
+    found = []
+    for optimizer, precision in kinds:
+        config = tiny_config(
+            model={"num_layers": 4, "hidden_size": 64},
+            optimizer={"lr": 2e-3, "weight_decay": 0.0} | optimizer,
+            precision=precision,
+            training={"steps": 400, "global_batch_size": 32},
+        )
+        trainer = Trainer(config, world)
+        losses, batches = [], trainer.batches()
+        for trainer.step in range(1, 401):
+            loss, _, _ = trainer.train_step(next(batches))
+            losses.append(loss)
+        found.append(torch.stack(losses[-50:]).mean().item())
+    return found
+
+
+@pytest.mark.long
+def test_small_states_and_weights_learn_digits_as_fp32_does():
+    [[whole, *small]] = on_ranks(1, losses_of_digits, SMALL_STATES)
+    print(whole, *small)
+    for loss, kind in zip(small, SMALL_STATES[1:], strict=True):
+        assert loss == pytest.approx(whole, rel=0.01), kind

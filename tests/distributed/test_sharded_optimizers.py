@@ -10,9 +10,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from titan_dit.models.dit_config import DiTConfig
-from titan_dit.optim.optimizer import apply_gradients, build_optimizer, optimizer_tensors
+from titan_dit.optim.optimizer import (
+    apply_gradients,
+    build_optimizer,
+    optimizer_tensors,
+    shards_of,
+)
 from titan_dit.optim.sections import AdamWConfig, MuonConfig
-from titan_dit.parallel import tensor
+from titan_dit.parallel import fsdp, tensor
+from titan_dit.parallel.init import put
 
 SPEC = DiTConfig(size="S/2", latent_size=32, in_channels=4, num_classes=10).spec()
 SETTINGS = {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": 0.1}
@@ -32,7 +38,7 @@ class Net(nn.Module):
         return self.out(x + self.back(self.wide(x).tanh()))
 
 
-def sharded(world, tp, copies=1):
+def sharded(world, tp, copies=1, in_bf16=False):
     """A Net in the layout (world / tp) x tp, with random weights."""
     with torch.device("meta"):
         net = Net()
@@ -41,11 +47,15 @@ def sharded(world, tp, copies=1):
         styles = {"wide": ColwiseParallel(), "back": RowwiseParallel()}
         parallelize_module(net, mesh["tp"], styles)
         tensor.replicate(net.out, mesh["tp"])
+        if in_bf16:
+            fsdp.hold_in_bf16(net)
         fully_shard(net, mesh=mesh["dp"])
     elif copies > 1:
         sizes = copies, world.size // copies
         fully_shard(net, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=("copies", "shard")))
     elif world.size > 1:
+        if in_bf16:
+            fsdp.hold_in_bf16(net)
         fully_shard(net, mesh=init_device_mesh("cpu", (world.size,)))
     net.to_empty(device="cpu")
     randomize(dict(net.named_parameters()))
@@ -108,7 +118,37 @@ def adamw_beside_torchs(world, layouts):
                     assert type(ours[name][key]) is type(value), (name, key)
                     pairs[f"tp {tp} {fused} {name}.{key}"] = ours[name][key], value
             wrong += [name for name, pair in pairs.items() if not torch.equal(*map(whole, pair))]
+        wrong += rounded_beside_alone(world, tp)
     return wrong
+
+
+def rounded_beside_alone(world, tp):
+    """Names of bf16 weights that differ, by a bit, from those of one process."""
+    alone = Net()
+    randomize(dict(alone.named_parameters()))
+    fsdp.hold_in_bf16(alone)
+    expected = with_given_gradients(alone)
+    found = with_given_gradients(sharded(world, tp, in_bf16=True))
+    assert found.keys() == expected.keys()
+    return [name for name, values in expected.items() if not torch.equal(found[name], values)]
+
+
+def with_given_gradients(net):
+    """Weights, whole, after four steps, one of them bad."""
+    parameters = dict(net.named_parameters())
+    optimizer = build_optimizer(parameters, AdamWConfig(**SETTINGS), None, seed=7)
+    for step in range(4):
+        for name, parameter in parameters.items():
+            assert parameter.dtype == torch.bfloat16
+            generator = torch.Generator().manual_seed(step + len(name))
+            parameter.grad = torch.zeros_like(parameter)
+            put(parameter.grad, torch.randn(parameter.shape, generator=generator))
+            if step == SKIPPED:
+                shards_of([parameter.grad])[0].fill_(float("nan"))
+        apply_gradients(optimizer, 0.02, torch.tensor(step == SKIPPED), step)
+    states = optimizer_tensors(optimizer, parameters).values()
+    assert {state["exp_avg"].dtype for state in states} == {torch.float32}
+    return {name: whole(p) for name, p in parameters.items()}
 
 
 @pytest.mark.parametrize(("num_ranks", "layouts"), [(3, [1]), (4, [1, 2])])

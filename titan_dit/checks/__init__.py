@@ -47,3 +47,4 @@ def check_plan(plan: RunPlan) -> None:
     formats.check_compile(plan)
     formats.check_remat(plan)
     formats.check_float8(plan)
+    formats.check_offload(plan)

@@ -66,6 +66,35 @@ def check_remat(plan: RunPlan) -> None:
         )
 
 
+def check_offload(plan: RunPlan) -> None:
+    """Refuse [offload] where tensors of two devices would meet, or copies would be repeated."""
+    own = plan.offload
+    if own.activations and plan.splits_backward:
+        key, other = plan.what_splits
+        raise UserError(
+            f"[offload] activations=true does not work with [pipeline] {key}: its backward is "
+            f"split, and would copy a block's activations back for each part. Set {other}."
+        )
+    mode, compiled = plan.activation_checkpoint.mode, plan.compile.enabled
+    if own.activations and mode == "selective" and not compiled:
+        raise UserError(
+            '[offload] activations=true with [activation_checkpoint] mode="selective" needs '
+            "[compile] enabled=true: uncompiled, torch holds what is not recomputed where no hook "
+            'sees it. Set enabled = true, or mode = "full" or "none".'
+        )
+    if own.activations and plan.compile.cuda_graphs and compiled:
+        raise UserError(
+            "[offload] activations=true does not work with [compile] cuda_graphs=true, whose "
+            "activations have fixed addresses. Set cuda_graphs = false."
+        )
+    if own.parameters and plan.precision.float8 not in ("off", "rowwise", "rowwise_with_gw_hp"):
+        raise UserError(
+            f"[offload] parameters=true does not work with [precision] float8="
+            f"{show(plan.precision.float8)}, which computes scales of the shards on the device. "
+            'Set float8 = "rowwise" or "off".'
+        )
+
+
 def check_float8(plan: RunPlan) -> None:
     """Refuse float8 and async_tp settings that conflict with others, whatever the device."""
     precision = plan.precision

@@ -33,7 +33,7 @@ from titan_dit.execution import check_names
 from titan_dit.models import lora, quantized
 from titan_dit.models.base import ModelSpec, TensorSpec
 from titan_dit.objectives.base import Objective, Prepared
-from titan_dit.optim.sections import OptimizerConfig
+from titan_dit.optim.sections import MuonConfig, OptimizerConfig
 from titan_dit.plan import RunPlan
 from titan_dit.rng import SampleRNG
 from titan_dit.system import run_files
@@ -285,8 +285,27 @@ def check_lora(config: JobConfig, plan: RunPlan) -> None:
         )
 
 
+def check_offloaded(plan: RunPlan, config: OptimizerConfig) -> None:
+    """Raise UserError if parameters on the host would have to be sent between devices."""
+    if not plan.offload.parameters:
+        return
+    if isinstance(config, MuonConfig):
+        raise UserError(
+            '[offload] parameters=true does not work with [optimizer] name="muon", which gathers '
+            'matrices from device to device. Set parameters = false or name = "adamw".'
+        )
+    with torch.device("meta"):
+        tied = plan.spec.build().tied
+    if tied and plan.sizes.pp > 1:
+        raise UserError(
+            f"[offload] parameters=true does not work with [parallel] pp={plan.sizes.pp} and tied "
+            "embeddings, which stages send from device to device. Set parameters = false or pp = 1."
+        )
+
+
 def check_optimizer(plan: RunPlan, objective: Objective, config: OptimizerConfig) -> None:
     """Raise UserError if groups match nothing or twice, or nothing is left to train on a rank."""
+    check_offloaded(plan, config)
     shapes = shapes_of(plan, objective)
     check_groups(list(shapes), config.groups)
     trained = trained_of(shapes, plan, config)

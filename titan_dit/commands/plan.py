@@ -53,6 +53,7 @@ def main(options: PlanFlags, keys: Sequence[str]) -> None:
         console.say(line)
     check_gpus(options.gpus, device)
     config, fixed = config_of(options, keys)
+    check_offload(config)
     training, found = config.training, list[Recommendation]()
     if training.stages and options.write:
         raise UserError(
@@ -119,6 +120,15 @@ def check_options(options: PlanFlags) -> None:
             raise UserError(f"--{flag} {path}: name a {suffix} file.")
         if path:
             check_writable(flag, Path(path))
+
+
+def check_offload(config: JobConfig) -> None:
+    """Refuse [offload]: no device's file has the speed of its link to the host."""
+    if config.offload.parameters or config.offload.activations:
+        raise UserError(
+            "[offload] has no price in plan, which knows no link to the host. Leave it out here; "
+            "`train --dry-run` counts its memory."
+        )
 
 
 def check_writable(flag: str, file: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from titan_dit.config.layout import (
     ActivationCheckpointConfig,
     CompileConfig,
+    OffloadConfig,
     ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
@@ -105,6 +106,7 @@ class JobConfig:
     activation_checkpoint: ActivationCheckpointConfig = field(
         default_factory=ActivationCheckpointConfig
     )
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     optimizer: OptimizerConfig
     lora: LoRAConfig = field(default_factory=LoRAConfig)
@@ -139,7 +141,7 @@ class JobConfig:
 
 FREE_ON_RESUME = frozenset(
     {"job.name", "job.dir", "job.hooks"}
-    | {"parallel", "pipeline", "activation_checkpoint", "compile"}
+    | {"parallel", "pipeline", "activation_checkpoint", "offload", "compile"}
     | {"checkpoint", "faults", "metrics", "sampling", "generation", "fid", "profile"}
     | {"ema.snapshots"}
     | {"training.steps", "training.microbatch_size", "training.tokens_per_microbatch"}

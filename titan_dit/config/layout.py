@@ -99,13 +99,16 @@ def as_planned(pipeline: PipelineConfig) -> PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Section):
-    """Number formats. Weights, optimizer, EMA and reductions are fp32 (fp64 if dtype is fp64)."""
+    """Number formats. Optimizer, EMA and reductions are fp32 (fp64 if dtype is fp64)."""
 
     section = "precision"
 
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "bf16"
     """Format of activations and matmuls. fp16 is for GPUs without bf16 (T4, V100) and has a loss
     scale. fp64 is for comparing layouts."""
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """Format of the weights; fp64 if dtype is fp64. bf16: 2 bytes a parameter, no fp32 copy; what
+    the optimizer's step makes of them is rounded at random, without bias."""
     loss_scale: LossScaleValue | None = None
     """fp16: constant loss scale. Unset: adapted to the gradients (docs/fp16.md)."""
     loss_scale_init: LossScaleValue = 4096.0
@@ -133,6 +136,16 @@ class PrecisionConfig(Section):
     def __post_init__(self) -> None:
         """Require loss_scale_init >= loss_scale_min."""
         super().__post_init__()
+        if self.weights == "bf16" and self.dtype not in ("bf16", "fp32"):
+            raise UserError(
+                f'[precision] weights="bf16" does not work with dtype={show(self.dtype)}. Set '
+                'weights = "fp32", or dtype = "bf16".'
+            )
+        if self.weights == "bf16" and self.float8 != "off":
+            raise UserError(
+                f'[precision] weights="bf16" does not work with float8={show(self.float8)}, which '
+                'scales fp32 weights. Set weights = "fp32" or float8 = "off".'
+            )
         if self.loss_scale_init < self.loss_scale_min:
             raise UserError(
                 f"[precision] loss_scale_init={show(self.loss_scale_init)} is below loss_scale_min="
@@ -142,7 +155,9 @@ class PrecisionConfig(Section):
     def __str__(self) -> str:
         """Console text: "bf16", or "bf16, float8 rowwise (emulated)"."""
         emulated = " (emulated)" if self.float8_emulate else ""
-        return self.dtype + (f", float8 {self.float8}{emulated}" if self.float8 != "off" else "")
+        weights = ", weights bf16" if self.weights == "bf16" else ""
+        float8 = f", float8 {self.float8}{emulated}" if self.float8 != "off" else ""
+        return self.dtype + weights + float8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,3 +188,18 @@ class ActivationCheckpointConfig(Section):
     mode: Literal["none", "attention", "selective", "full"] = "none"
     """none saves all activations. attention recomputes attention from q, k and v. selective saves
     the outputs of matmuls and attention. full saves only each block's input."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig(Section):
+    """Host memory in place of the device's: more room, at the speed of the link. docs/memory.md."""
+
+    section = "offload"
+
+    parameters: bool = False
+    """Hold this rank's shards of weights, gradients, optimizer state and EMA on the host, which
+    takes the optimizer's steps; FSDP2's CPUOffloadPolicy."""
+    activations: bool = False
+    """Copy what blocks save for backward to the host, and back block by block."""
+    ahead: Annotated[int, Bound(least=1, most=64)] = 1
+    """Blocks whose activations are copied back before their turn. One more is on the device."""

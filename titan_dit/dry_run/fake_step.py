@@ -31,7 +31,7 @@ from titan_dit.build import (
 from titan_dit.config.layout import as_planned
 from titan_dit.config.training import EMAConfig, TrainingConfig
 from titan_dit.data.base import Batch, Field
-from titan_dit.dry_run.memory import MemoryLog, Peak, StorageKind, local
+from titan_dit.dry_run.memory import STATE, MemoryLog, Peak, StorageKind, local
 from titan_dit.dry_run.pipeline import growth_of, idle_of, microbatches_to_run
 from titan_dit.dry_run.traffic import Traffic, TrafficLog
 from titan_dit.execution import Executor
@@ -43,6 +43,8 @@ from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
 from titan_dit.optim.sections import OptimizerConfig
+from titan_dit.optim.stochastic_rounding import ROUNDED_AT_ONCE
+from titan_dit.parallel import offload
 from titan_dit.parallel.init import allocate
 from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.p2p_groups import P2PGroups
@@ -178,7 +180,12 @@ def take_fake_step(
                     rank=dist.get_rank(),
                     layers=held,
                     parameters=elements(fake_rank.parameters.values(), plan),
-                    peak=with_frozen(fake_rank.memory.peak(growth[stage_rank]), plan),
+                    peak=with_frozen(
+                        fake_rank.memory.peak(
+                            growth[stage_rank], STATE if plan.offload.parameters else ()
+                        ),
+                        plan,
+                    ),
                     traffic=traffic,
                     flops=flops / (sizes.model // sizes.pp),
                     idle=idle[stage_rank],
@@ -203,12 +210,14 @@ def take_fake_step(
 
 @contextmanager
 def chunks_of_a_device() -> Iterator[None]:
-    """Use a GPU's chunk size for logits: the thousands of chunks of a CPU would take minutes."""
+    """Use a GPU's chunks of logits and of rounded weights: those of a CPU would take minutes."""
     own, cross_entropy.CHUNK = cross_entropy.CHUNK, cross_entropy.CHUNK_ON_DEVICE
+    rounded = ROUNDED_AT_ONCE["cpu"]
+    ROUNDED_AT_ONCE["cpu"] = ROUNDED_AT_ONCE["cuda"]
     try:
         yield
     finally:
-        cross_entropy.CHUNK = own
+        cross_entropy.CHUNK, ROUNDED_AT_ONCE["cpu"] = own, rounded
 
 
 @contextmanager
@@ -291,6 +300,8 @@ class FakeRank:
         with log.phase("forward and backward", StorageKind.ACTIVATIONS):
             executor.step(prepared)
             log.mark((p.grad for p in self.parameters.values()), StorageKind.GRADIENTS)
+        for part in self.parts.values():
+            log.mark(offload.buffers_of(part), StorageKind.HOST)
         self.update()
 
     def update_alone(self) -> None:
@@ -303,13 +314,15 @@ class FakeRank:
     def update(self) -> None:
         """Gradient clipping, optimizer step and EMA, as in `Trainer.train_step`."""
         log = self.memory
-        with log.phase("optimizer", StorageKind.TEMPORARY):
+        on_host = self.plan.offload.parameters
+        work = StorageKind.HOST if on_host else StorageKind.TEMPORARY
+        with log.phase("optimizer", work):
             bad = ~clip_norm(self.parameters.values(), self.training.max_grad_norm).isfinite()
             with HostReads():  # type: ignore[no-untyped-call]
                 apply_gradients(self.optimizer, self.optimizer_config.lr, skip=bad)
             for state in self.optimizer.state.values():
                 log.mark(state.values(), StorageKind.OPTIMIZER)
-        with log.phase("EMA", StorageKind.TEMPORARY):
+        with log.phase("EMA", work):
             self.ema.update(self.ema.config.every, skip=bad)
 
     def prepare(self, share: int) -> Prepared:

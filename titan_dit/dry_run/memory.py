@@ -6,10 +6,11 @@ caches freed blocks.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -30,9 +31,9 @@ class StorageKind(StrEnum):
     """The kind of data in a storage."""
 
     PARAMETERS = "parameters"
-    """This rank's shards, fp32."""
+    """This rank's shards, fp32, or bf16 by [precision] weights."""
     GRADIENTS = "gradients"
-    """Gradients of the shards, fp32."""
+    """Gradients of the shards, in the weights' format."""
     OPTIMIZER = "optimizer"
     EMA = "EMA"
     GATHERED = "gathered"
@@ -47,6 +48,17 @@ class StorageKind(StrEnum):
     """This rank's shards of frozen modules, such as a text encoder."""
     TEMPORARY = "temporary"
     """Allocated in backward, recomputation, the optimizer or the EMA."""
+    HOST = "host"
+    """What [offload] holds in host memory; no device memory."""
+
+
+STATE = (
+    StorageKind.PARAMETERS,
+    StorageKind.GRADIENTS,
+    StorageKind.OPTIMIZER,
+    StorageKind.EMA,
+)
+"""Kinds that [offload] parameters holds in host memory."""
 
 
 class Storage:
@@ -68,8 +80,8 @@ class Peak:
 
     @property
     def total(self) -> int:
-        """Sum over all kinds."""
-        return sum(self.bytes.values())
+        """Sum over all kinds of device memory."""
+        return sum(self.bytes.values()) - self.bytes[StorageKind.HOST]
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -166,9 +178,16 @@ class MemoryLog(OperatorMode):  # type: ignore[no-untyped-call]
             }
         )
 
-    def peak(self, growth: float = 1.0) -> Peak:
-        """The memory peak since `begin`, with the bytes of activations multiplied by `growth`."""
+    def peak(self, growth: float = 1.0, on_host: Collection[StorageKind] = ()) -> Peak:
+        """The memory peak since `begin`, with the bytes of activations multiplied by `growth`.
+
+        `on_host`: kinds that count as host memory, which has its own peak.
+        """
+        for record, _ in self.events:
+            if record.kind in on_host:
+                record.kind = StorageKind.HOST
         times = dict.fromkeys(StorageKind, 1.0) | {StorageKind.ACTIVATIONS: growth}
+        times[StorageKind.HOST] = 0.0
         total = most = sum(times[record.kind] * size for record, size in self.events[: self.first])
         moment = self.first
         for number, (record, change) in enumerate(self.events[self.first :], start=self.first + 1):
@@ -179,6 +198,8 @@ class MemoryLog(OperatorMode):  # type: ignore[no-untyped-call]
         for record, change in self.events[:moment]:
             held[record.kind] += change
         held[StorageKind.ACTIVATIONS] = round(growth * held[StorageKind.ACTIVATIONS])
+        of_host = (size for record, size in self.events if record.kind is StorageKind.HOST)
+        held[StorageKind.HOST] = max(itertools.accumulate(of_host), default=0)
         names = [name for start, name in self.phases if start < moment]
         return Peak(held, names[-1] if names else "")
 

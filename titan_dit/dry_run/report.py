@@ -34,8 +34,8 @@ of public issues or, without a name, of other people's logs. None was measured h
 USABLE = 0.9
 """Usable share of the memory; the rest is for the driver, NCCL's buffers and fragmentation."""
 DEVICE_WORDS = {
-    StorageKind.PARAMETERS: "this rank's shards of the weights: fp32, or the bytes of [lora] base",
-    StorageKind.GRADIENTS: "gradients of the shards, fp32",
+    StorageKind.PARAMETERS: "this rank's shards of the weights, or the bytes of [lora] base",
+    StorageKind.GRADIENTS: "gradients of the shards",
     StorageKind.OPTIMIZER: "the optimizer's state",
     StorageKind.EMA: "averages of the weights, fp32",
     StorageKind.GATHERED: "weights gathered from other ranks, or copies in the compute dtype",
@@ -44,6 +44,7 @@ DEVICE_WORDS = {
     StorageKind.INPUTS: "the batch, its noise and targets",
     StorageKind.FROZEN: "shards of the frozen text encoder, which runs before forward",
     StorageKind.TEMPORARY: "working memory of backward, recomputation and optimizer",
+    StorageKind.HOST: "host memory of [offload], not in the peak",
 }
 PEAK = "the highest sum within a step, which the device must hold"
 SENT = {

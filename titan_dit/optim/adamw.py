@@ -17,6 +17,10 @@ class AdamW(Optimizer):
 
     whole_states = ("step",)
 
+    def is_elementwise(self, group: Group) -> bool:
+        """True: every element has its own moments."""
+        return True
+
     def new_states(self, weights: Sequence[Tensor], group: Group) -> list[State]:
         """Zero moments, and the number of steps; the fused kernel counts on the device."""
         device = weights[0].device if group["fused"] else torch.device("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from titan_dit.config.training import EMAConfig
-from titan_dit.optim.optimizer import shards_of
+from titan_dit.optim.optimizer import device_of, pieces, shards_of, to_fp32
+from titan_dit.optim.stochastic_rounding import PIECE
 
 Array = NDArray[np.float64]
 NEGLIGIBLE = 1e-10
@@ -140,7 +142,7 @@ class EMA:
         self.config = config.settled()
         self.parameters = {n: p for n, p in parameters.items() if p.requires_grad}
         self._averages: dict[str, dict[str, Tensor]] = {
-            key: {name: p.detach().clone() for name, p in self.parameters.items()}
+            key: {name: averaged_from(p) for name, p in self.parameters.items()}
             for key in config.names
         }
         self._exponents = [exponent(sigma_rel) for sigma_rel in config.power]
@@ -213,10 +215,19 @@ class EMA:
             self._update(step, skip)
 
     def _update(self, step: int, skip: Tensor) -> None:
-        weights, skipped = shards_of(self.parameters.values()), skip.float()
+        if not self._averages:
+            return
+        skip = skip.to(device_of(self.parameters.values()))
+        skipped = skip.float()
         move = move_together if skip.is_cuda else move_one_by_one
-        for share, average in zip(self.shares(step), self._averages.values(), strict=True):
-            move(shards_of(average.values()), weights, share, skipped)
+        in_bf16 = any(p.dtype == torch.bfloat16 for p in self.parameters.values())
+        name_of: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
+        # Weights in bf16 are copied to fp32, some at a time.
+        most = PIECE if in_bf16 else sys.maxsize
+        for some in pieces([*self.parameters.values()], most):
+            weights = [to_fp32(weight) for weight in shards_of(some)]
+            for share, average in zip(self.shares(step), self._averages.values(), strict=True):
+                move(shards_of(average[name_of[p]] for p in some), weights, share, skipped)
 
     @contextmanager
     @torch.no_grad()
@@ -237,6 +248,12 @@ class EMA:
             yield
         finally:
             torch._foreach_copy_(weights, kept)
+
+
+def averaged_from(parameter: Tensor) -> Tensor:
+    """A copy of a parameter to average from: fp32 if the parameter is bf16."""
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    return parameter.detach().to(dtype, copy=True)
 
 
 def move_one_by_one(

@@ -35,18 +35,23 @@ def clip_norm(
     local = shards_of(gradients)
     # Replicated gradients count once; no two pipeline stages hold the same parameter.
     by_replicas: dict[int, list[Tensor]] = {}
-    for gradient, norm in zip(gradients, torch._foreach_norm(local), strict=True):
+    # The norm of bf16 gradients would be rounded to 8 bits.
+    in_bf16 = any(gradient.dtype == torch.bfloat16 for gradient in local)
+    norms_of_each = torch._foreach_norm(local, dtype=torch.float32 if in_bf16 else None)
+    for gradient, norm in zip(gradients, norms_of_each, strict=True):
         by_replicas.setdefault(replicas(gradient), []).append(norm)
     add_up, factor_of = square_sum, clip_factor
     if compiled:
         add_up, factor_of = compile_scalars(add_up), compile_scalars(factor_of)
     sums = [add_up(torch.stack(norms), n) for n, norms in by_replicas.items()]
     total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+    if beside is not None:  # Gradients may be in host memory, which NCCL cannot sum.
+        total = total.to(beside.device)
     if dist.is_initialized():
         total = sum_over_ranks(total, beside)
     norm, factor = factor_of(total, max_norm, loss_scale)
     if max_norm > 0 or loss_scale is not None:
-        torch._foreach_mul_(local, factor)
+        torch._foreach_mul_(local, factor.to(local[0].device))
     return norm
 
 

@@ -47,6 +47,10 @@ class Muon(AdamW):
         self.config, self.head_dim = config, head_dim
         super().__init__(groups, config.defaults)
 
+    def is_elementwise(self, group: Group) -> bool:
+        """True for AdamW's groups; a group's matrices are orthogonalised together."""
+        return not group["matrices"]
+
     def new_states(self, weights: Sequence[Tensor], group: Group) -> list[State]:
         """Zero momentum; views of one tensor for the whole group."""
         if not group["matrices"]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -19,6 +21,7 @@ from titan_dit.optim.sections import Group as Group
 # Classes of users import it from this module (docs/extending.md).
 from titan_dit.optim.sections import OptimizerConfig as OptimizerConfig
 from titan_dit.optim.sections import Parameters as Parameters
+from titan_dit.optim.stochastic_rounding import PIECE, StochasticRounding
 
 
 def shards_of(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -46,6 +49,27 @@ def sharded_like(shard: Tensor, parameter: Tensor) -> Tensor:
     return DTensor.from_local(
         shard, parameter.device_mesh, parameter.placements, shape=shape, stride=stride
     )
+
+
+def pieces(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    """Consecutive tensors whose shards have `most` elements together; a larger one is alone."""
+    found: list[Tensor] = []
+    size = 0
+    for tensor, shard in zip(tensors, shards_of(tensors), strict=True):
+        if found and size + shard.numel() > most:
+            yield found
+            found, size = [], 0
+        found.append(tensor)
+        size += shard.numel()
+    if found:
+        yield found
+
+
+def outline(weight: Tensor) -> Tensor:
+    """Zeros in fp32 of a bf16 weight's shape, which take no memory; other weights as they are."""
+    if weight.dtype != torch.bfloat16:
+        return weight
+    return torch.zeros((), device=weight.device).expand(weight.shape)
 
 
 def follows(state: Sequence[int], weight: Sequence[int]) -> bool:
@@ -76,6 +100,8 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self.skip = torch.tensor(False)
         """A scalar on the device; if true, a step changes nothing. Reading it synchronises."""
         self.shards: dict[Tensor, State] = {}
+        self.rounding: StochasticRounding | None = None
+        """Rounds weights in bf16; None if there are none."""
         for group in self.param_groups:
             self._make_states(group)
 
@@ -100,21 +126,51 @@ class Optimizer(torch.optim.Optimizer, ABC):
         """
         raise NotImplementedError
 
+    def is_elementwise(self, group: Group) -> bool:
+        """True if `new_states` reads shapes alone, and `update` may get a group part by part.
+
+        Weights in bf16 are then updated PIECE elements at a time, not a whole group at once: the
+        fp32 values in between take less memory.
+        """
+        return False
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
+        """Update all parameters that have a gradient; those in bf16 are rounded at random."""
         assert closure is None, "the loss is not evaluated again"
         for group in self.param_groups:
             learning = [p for p in group["params"] if p.grad is not None]
-            if learning:
-                gradients = shards_of([p.grad for p in learning])
-                states = [self.shards[p] for p in learning]
-                self.update(shards_of(learning), gradients, states, group)
+            if not learning:
+                continue
+            if learning[0].dtype == torch.bfloat16:
+                self._step_in_fp32(learning, group)
+                continue
+            gradients = shards_of([p.grad for p in learning])
+            states = [self.shards[p] for p in learning]
+            self.update(shards_of(learning), gradients, states, group)
+
+    def _step_in_fp32(self, learning: Sequence[Tensor], group: Group) -> None:
+        """`step` of parameters in bf16."""
+        assert self.rounding is not None
+        most = PIECE if self.is_elementwise(group) else sys.maxsize
+        for some in pieces(learning, most):
+            shards = shards_of(some)
+            weights = [shard.float() for shard in shards]
+            gradients = [g.float() for g in shards_of([p.grad for p in some if p.grad is not None])]
+            self.update(weights, gradients, [self.shards[p] for p in some], group)
+            for parameter, shard, weight in zip(some, shards, weights, strict=True):
+                # A skipped step leaves bf16 numbers, which stay as they are.
+                self.rounding.round(
+                    parameter, shard, weight, compiles=bool(group.get("fused", False))
+                )
 
     @torch.no_grad()
     def _make_states(self, group: Group) -> None:
         weights = shards_of(group["params"])
-        made = zip(group["params"], weights, self.new_states(weights, group), strict=True)
+        # Moments are fp32: a second moment in bf16 would miss steps of a thousandth.
+        in_fp32 = outline if self.is_elementwise(group) else to_fp32
+        found = self.new_states([in_fp32(weight) for weight in weights], group)
+        made = zip(group["params"], weights, found, strict=True)
         for parameter, weight, states in made:
             for key, state in states.items():
                 if key not in self.whole_states and not follows(state.shape, weight.shape):
@@ -130,20 +186,40 @@ class Optimizer(torch.optim.Optimizer, ABC):
             }
 
 
+def to_fp32(weight: Tensor) -> Tensor:
+    """A bf16 weight in fp32; other weights as they are."""
+    return weight.float() if weight.dtype == torch.bfloat16 else weight
+
+
 def build_optimizer(
     parameters: Parameters,
     config: OptimizerConfig,
     model_spec: ModelSpec,
     copies: Parameters = NOTHING,
+    seed: int = 0,
 ) -> Optimizer:
     """Build the optimizer over a rank's parameters; freeze those of frozen groups.
+
+    `seed`: of the random rounding of weights in bf16. Raises UserError if the optimizer takes steps
+    of its own, which would round such weights to the nearest number.
 
     Frozen groups are also frozen in `copies`, this rank's copies of tied weights, by their owners'
     names. Call it before the first forward, in which FSDP2 learns which parameters are trained.
     """
     for some in (parameters, copies):
         freeze(some, config.groups)
-    return config.build({n: p for n, p in parameters.items() if p.requires_grad}, model_spec)
+    trained = {n: p for n, p in parameters.items() if p.requires_grad}
+    optimizer = config.build(trained, model_spec)
+    if any(p.dtype == torch.bfloat16 for p in trained.values()):
+        # torch wraps the method of every class.
+        if inspect.unwrap(type(optimizer).step) is not inspect.unwrap(Optimizer.step):
+            raise UserError(
+                f'[precision] weights="bf16" rounds what `update` of an optimizer returns, but '
+                f"{type(optimizer).__name__} has a `step` of its own. Set [precision] weights = "
+                '"fp32", or another [optimizer] name.'
+            )
+        optimizer.rounding = StochasticRounding(seed, {p: n for n, p in trained.items()})
+    return optimizer
 
 
 def freeze(parameters: Parameters, groups: Sequence[GroupConfig]) -> None:
@@ -153,15 +229,26 @@ def freeze(parameters: Parameters, groups: Sequence[GroupConfig]) -> None:
             parameters[name].requires_grad_(False)
 
 
-def apply_gradients(optimizer: Optimizer, lr: float, skip: Tensor) -> None:
-    """Take one optimizer step at `lr`, unless `skip` (a scalar on the device) is true."""
+def apply_gradients(optimizer: Optimizer, lr: float, skip: Tensor, step: int = 0) -> None:
+    """Take one optimizer step at `lr`, unless `skip` (a scalar on the device) is true.
+
+    `step`: its number in the run, of which the rounding of weights in bf16 is a function.
+    """
+    if optimizer.rounding is not None:
+        optimizer.rounding.step = step
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_factor"]
-    optimizer.skip = skip
+    # Parameters in host memory are updated there: the host waits for the verdict.
+    optimizer.skip = skip.to(device_of(optimizer.param_groups[0]["params"]))
     optimizer.step()
     for group in optimizer.param_groups:  # As `zero_grad`, which first opens a profiler's range.
         for parameter in group["params"]:
             parameter.grad = None
+
+
+def device_of(parameters: Iterable[Tensor]) -> torch.device:
+    """The device of parameters, which is the host's memory with [offload] parameters."""
+    return next(iter(parameters)).device
 
 
 def optimizer_tensors(optimizer: Optimizer, parameters: Parameters) -> dict[str, State]:

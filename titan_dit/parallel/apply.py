@@ -9,6 +9,7 @@ import torch
 from titan_dit.config.layout import (
     ActivationCheckpointConfig,
     CompileConfig,
+    OffloadConfig,
     ParallelConfig,
     PrecisionConfig,
 )
@@ -29,9 +30,10 @@ from titan_dit.parallel.mesh import Mesh
 from titan_dit.parallel.tensor import TensorPlan
 
 NONE = LoRAConfig()
+ON_DEVICE = OffloadConfig()
 
 
-def parallelize(
+def parallelize(  # noqa: PLR0913
     model: Model,
     mesh: Mesh,
     tensor_plan: TensorPlan,
@@ -43,12 +45,14 @@ def parallelize(
     adapters: LoRAConfig = NONE,
     streams: Iterable[str] = (),
     device: str = "",
+    offload: OffloadConfig = ON_DEVICE,
 ) -> None:
-    """Apply float8, TP, LoRA and its quantised base, attention, CP, remat, compile, FSDP2.
+    """Apply float8, TP, LoRA and its base, attention, CP, remat, compile, offload, FSDP2.
 
     `tokens`, `device`: see `float8.apply`. `streams`: names of `ModelSpec.stream`, for adapters.
 
-    One rank has copies in the compute dtype instead of FSDP2, except for some kinds of float8.
+    One rank has copies in the compute dtype instead of FSDP2, except for some kinds of float8, for
+    weights in bf16, whose gradients FSDP2 adds up in fp32, and for those on the host.
     """
     device_type = mesh.whole.device_type
     if device_type == "cpu":
@@ -90,10 +94,14 @@ def parallelize(
         )
     remat.apply(model, checkpointing)
     compile_blocks(model, compilation, mesh.sizes.tp)
-    if mesh.whole.size() == 1 and precision.float8 in compute_copies.FLOAT8:
+    if offload.activations:
+        from titan_dit.parallel import offload as activations
+
+        activations.apply(model, offload)
+    if compute_copies.suits(mesh.whole.size(), precision) and not offload.parameters:
         keep = compilation.cuda_graphs
         compute_copies.apply(model, fsdp.DTYPES[precision.dtype], keep)
         return
-    fsdp.shard(model, mesh.fsdp, parallel, precision)
+    fsdp.shard(model, mesh.fsdp, parallel, precision, on_host=offload.parameters)
     if precision.float8 == "tensorwise":
         float8.scale_before_gathers(model, pipelined=parallel.pp > 1)

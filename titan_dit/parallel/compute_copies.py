@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
+from titan_dit.config.layout import PrecisionConfig
 from titan_dit.models.base import exact_modules
 
 ALIGNMENT = 256
@@ -24,6 +25,11 @@ FLOAT8 = "off", "rowwise", "rowwise_with_gw_hp"
 """Values of [precision] float8 that cast a weight where it is used; others need FSDP2's casts."""
 CHUNK = 2**25
 """Elements of gradients that are cast at a time, during which both formats are in memory."""
+
+
+def suits(world_size: int, precision: PrecisionConfig) -> bool:
+    """True if a rank has such copies instead of FSDP2."""
+    return world_size == 1 and precision.float8 in FLOAT8 and precision.weights == "fp32"
 
 
 def apply(model: nn.Module, dtype: torch.dtype, keep: bool) -> None:

@@ -16,11 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from titan_dit.config.layout import ParallelConfig, PrecisionConfig
-from titan_dit.models.base import exact_modules
+from titan_dit.models.base import Model, exact_modules
 
 DTYPES = {
     "fp64": torch.float64,
@@ -36,9 +42,17 @@ LARGEST_UNIT = 4, 2**27
 
 
 def shard(
-    model: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig, precision: PrecisionConfig
+    model: nn.Module,
+    mesh: DeviceMesh,
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+    *,
+    on_host: bool = False,
 ) -> None:
-    """Shard by units of a few blocks, so that a few blocks' parameters are gathered at a time."""
+    """Shard by units of a few blocks, so that a few blocks' parameters are gathered at a time.
+
+    `on_host`: the shards and their gradients are in host memory; see `OffloadConfig.parameters`.
+    """
     # A block returns its condition as a view. FSDP2 warns about in-place operations on views; the
     # models have none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -50,24 +64,53 @@ def shard(
     )
     # Pipelines keep parameters gathered: an all-gather per microbatch costs too much, and with a
     # split backward torch loses gradients. A single shard would only be copied twice.
-    alone = mesh.size(mesh.ndim - 1) == 1
+    alone = mesh.size(mesh.ndim - 1) == 1 and not on_host
     keeps = parallel.pp > 1 or (alone and parallel.reshard_after_forward == "auto")
     reshard = False if keeps else RESHARD[parallel.reshard_after_forward]
     if precision.dtype == "fp64":
         model.double()
+    if precision.weights == "bf16":
+        hold_in_bf16(model)
     blocks = [*model.get_submodule("blocks").children()]
     parts = units(blocks, parallel.blocks_per_fsdp_unit)
     if DTYPES[precision.dtype].itemsize < 4:
-        shard_exact(model, mesh, replace(policy, param_dtype=policy.reduce_dtype))
+        shard_exact(model, mesh, replace(policy, param_dtype=policy.reduce_dtype), on_host=on_host)
     beside = [[module] for module in getattr(model, "objective", {}).values()]
     for part in (*parts, *beside, [model]):
         # All modules of a unit have one state.
-        sharded, *_ = fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        sharded, *_ = fully_shard(
+            part,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            offload_policy=offload_policy(mesh, on_host=on_host),
+        )
         sum_gradients(sharded, mesh)
     set_prefetch([part[0] for part in parts], parallel.prefetch or 0)
 
 
-def shard_exact(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+def hold_in_bf16(model: nn.Module) -> None:
+    """Change the format of a model's parameters, except for those of `Model.exact`."""
+    exact = {id(p) for module in exact_modules(model) for p in module.parameters()}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in exact:
+                held = parameter.detach().to(torch.bfloat16)
+                setattr(module, name, nn.Parameter(held, parameter.requires_grad))
+    if isinstance(model, Model):
+        model.tie()
+
+
+def offload_policy(mesh: DeviceMesh, *, on_host: bool) -> OffloadPolicy:
+    """Where FSDP2 holds shards: on the device, or in pinned host memory."""
+    if not on_host:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+
+
+def shard_exact(
+    model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, on_host: bool
+) -> None:
     """Shard the modules of `Model.exact` as one unit, gathered from a forward to its backward.
 
     A unit has one format, so these cannot be in those of their blocks. Hooks inside of blocks would
@@ -76,7 +119,13 @@ def shard_exact(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy
     """
     if not (exact := exact_modules(model)):
         return
-    sharded, *_ = fully_shard(exact, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    sharded, *_ = fully_shard(
+        exact,
+        mesh=mesh,
+        mp_policy=policy,
+        reshard_after_forward=False,
+        offload_policy=offload_policy(mesh, on_host=on_host),
+    )
     state = sharded._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
@@ -127,12 +176,20 @@ def count_parameters(block: nn.Module) -> int:
     return sum(p.numel() if p.is_floating_point() else p.numel() // 2 for p in own)
 
 
-def shard_module(module: nn.Module, mesh: DeviceMesh, precision: PrecisionConfig) -> None:
+def shard_module(
+    module: nn.Module, mesh: DeviceMesh, precision: PrecisionConfig, *, on_host: bool = False
+) -> None:
     """Shard a module of the objective in fp32, or in fp64 with [precision] dtype = "fp64"."""
     if precision.dtype == "fp64":
         module.double()
     # After a forward without a backward, a later forward must not reuse the gathered parameters.
-    sum_gradients(fully_shard(module, mesh=mesh, reshard_after_forward=True), mesh)
+    sharded = fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=True,
+        offload_policy=offload_policy(mesh, on_host=on_host),
+    )
+    sum_gradients(sharded, mesh)
 
 
 def shard_frozen(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titan_dit.models.base import Model
 from titan_dit.models.initializers import Independent, Initializer
+from titan_dit.ranks.shards import own_indices
 
 CPU = torch.device("cpu")
 
@@ -24,15 +24,18 @@ def initialize(
     seed: int,
     device: torch.device,
     drawn_by: str = "counter",
+    *,
+    on_host: bool = False,
 ) -> None:
     """Allocate a model that is on the meta device, and initialise its weights.
 
     Each tensor has a key of its own, from (seed, name). `drawn_by` is [job] initial_weights:
     "counter" draws the elements of this rank's shard, in chunks. An initializer that is not
     `Independent` draws the whole tensor on the CPU, which every machine has; its rounding may
-    differ between CPUs. "generator" draws the whole tensor on the device.
+    differ between CPUs. "generator" draws the whole tensor on the device. `on_host`: parameters are
+    allocated in host memory, buffers on the device.
     """
-    allocate(model, device)
+    allocate(model, device, on_host=on_host)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if not tensor.is_floating_point():
             tensor.zero_()  # Of a quantised weight, which is loaded.
@@ -45,9 +48,18 @@ def initialize(
             put(tensor, initializer(tensor.shape, generator.manual_seed(key)))
 
 
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate a model that is on the meta device; its values are undefined."""
-    model.to_empty(device=device)
+def allocate(model: nn.Module, device: torch.device, *, on_host: bool = False) -> None:
+    """Allocate a model that is on the meta device; its values are undefined.
+
+    `on_host`: its parameters in host memory, as FSDP2's offload wants them.
+    """
+    model.to_empty(device=CPU if on_host else device)
+    if on_host:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module.register_buffer(
+                    name, buffer.to(device), persistent=name in module.state_dict(keep_vars=True)
+                )
     if isinstance(model, Model):
         model.tie()
 
@@ -83,24 +95,6 @@ def draw(target: Tensor, initializer: Independent, key: int) -> None:
     for part, first in zip(torch.split(local, num_rows), torch.split(rows, num_rows), strict=True):
         drawn = initializer.values(target.shape, key, (first + inner).flatten())
         part.copy_(drawn.view_as(part))
-
-
-def own_indices(target: Tensor, dim: int) -> Tensor:
-    """This rank's indices along a dim times the dim's stride, to add to those of other dims."""
-    shape = [1] * target.ndim
-    shape[dim] = -1
-    stride = math.prod(target.shape[dim + 1 :])
-    device = target.to_local().device if isinstance(target, DTensor) else target.device
-    whole = (torch.arange(target.shape[dim], device=device) * stride).view(shape)
-    if not isinstance(target, DTensor):
-        return whole
-    placements = [
-        placement if getattr(placement, "dim", None) == dim else Replicate()
-        for placement in target.placements
-    ]
-    own = distribute_tensor(whole, target.device_mesh, placements, src_data_rank=None)
-    assert isinstance(own, DTensor)
-    return own.to_local()
 
 
 def chunk_size(device: torch.device) -> int:

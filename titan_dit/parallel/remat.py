@@ -15,7 +15,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -81,12 +81,17 @@ def is_not_about_in_place(record: logging.LogRecord) -> bool:
 
 def keep_input(block: nn.Module, stream: Stream, side: SideInputs) -> Stream:
     """The block's forward, saving only its input."""
-    forward = type(block).forward
     result: Stream
     if SAVES_PARTS_OF_ADDCMUL and torch.compiler.is_compiling():
-        result = recomputed(forward, block, stream, side, context_fn=empty_contexts)
+        result = recomputed(apart, block, side, *stream, context_fn=empty_contexts)
     else:
-        result = recomputed(forward, block, stream, side)
+        result = recomputed(apart, block, side, *stream)
+    return result
+
+
+def apart(block: nn.Module, side: SideInputs, *stream: Tensor) -> Stream:
+    """The block's forward on tensors: only of these does torch's checkpoint tell hooks."""
+    result: Stream = type(block).forward(block, stream, side)
     return result
 
 

@@ -18,7 +18,8 @@ from titan_dit.config.parameter_groups import groups_of
 from titan_dit.dry_run.memory import StorageKind
 from titan_dit.dry_run.pipeline import most_held
 from titan_dit.optim.sections import MuonConfig
-from titan_dit.parallel.compute_copies import CHUNK, FLOAT8
+from titan_dit.optim.stochastic_rounding import PIECE
+from titan_dit.parallel.compute_copies import CHUNK, suits
 from titan_dit.pipeline.pipelined import RECEIVES_AHEAD
 from titan_dit.pipeline.schedules.placement import pipeline_order
 from titan_dit.pipeline.schedules.schedule import (
@@ -144,7 +145,9 @@ class Sharding:
     width: int
     """Bytes of an element in the compute format."""
     sum_width: int
-    """Bytes of an element of weights, sums and reductions."""
+    """Bytes of an element of sums, reductions, optimizer and EMA."""
+    weight_width: int
+    """Bytes of an element of this rank's shards, and of their gradients."""
     shards: int
     has_copies: bool
     """Replicas hold the same shards."""
@@ -183,7 +186,7 @@ class Sharding:
     @property
     def own_copy(self) -> float:
         """Share of a unit's gathered bytes that an all-gather adds: this rank's cast shard."""
-        return 1 / self.shards if self.width < self.sum_width else 0.0
+        return 1 / self.shards if self.width < self.weight_width else 0.0
 
     @property
     def reduced(self) -> float:
@@ -280,7 +283,7 @@ def _backward(counts: Counts, units: Sequence[Blocks], how: Sharding) -> Iterato
             kept,
             counts.stream,
         )
-        gradients += wide * trained / how.shards
+        gradients += how.weight_width * trained / how.shards
     made = sums + of_head + reducing + fresh * embed.backward_gradients
     yield MemoryUse(resident, made, gradients, kept, embed.backward_peak)
     made = 0.0 if how.accumulates else width * root_trained
@@ -737,7 +740,7 @@ def memory(
 
 def _local(plan: RunPlan, counts: Counts, how: Sharding) -> Iterator[MemoryUse]:
     """Moments without a pipeline."""
-    if plan.world_size == 1 and plan.precision.float8 in FLOAT8:
+    if suits(plan.world_size, plan.precision):
         return single_rank_memory(counts, blocks_of(plan.spec.kinds), how)
     units = counts.units(plan.spec.kinds, plan.parallel.blocks_per_fsdp_unit)
     return sharded_memory(counts, units, how)
@@ -755,6 +758,9 @@ def sharding_of(plan: RunPlan, runtime: Runtime) -> Sharding:
     return Sharding(
         width=width,
         sum_width=max(width, WIDTH["fp32"]),
+        weight_width=WIDTH["bf16"]
+        if plan.precision.weights == "bf16"
+        else max(width, WIDTH["fp32"]),
         shards=shards,
         has_copies=replicas > 1,
         reshards=not keeps and wanted != "never",
@@ -800,7 +806,7 @@ def at_peak(
     held[StorageKind.FROZEN] = plan.frozen.bytes_on(plan.sizes.data)
     trained = sum(stage.trained - stage.copied for stage in stages) / how.shards
     update = MemoryUse(
-        gradients=how.sum_width * trained, temporary=optimizer_work(plan, stages, how, state)
+        gradients=how.weight_width * trained, temporary=optimizer_work(plan, stages, how, state)
     )
     every = [*moments, update]
     if runtime.state_bytes is not None:
@@ -843,7 +849,9 @@ def state_bytes(
         optimizer += sum(part.trained * moments * count for part, moments, count in parts)
         buffers += sum(part.buffers * count for part, _, count in parts)
     return {
-        StorageKind.PARAMETERS: width * parameters + buffers + quantized / how.shards,
+        StorageKind.PARAMETERS: how.weight_width / how.shards * parameters
+        + buffers
+        + quantized / how.shards,
         StorageKind.OPTIMIZER: width * optimizer,
         StorageKind.EMA: width * averaged * state.averages,
     }
@@ -866,8 +874,13 @@ def optimizer_work(
 ) -> float:
     """Temporary bytes of the optimizer's step."""
     blocks = sum(number_of(stage.blocks) for stage in stages)
+    in_fp32 = 0.0
+    if plan.precision.weights == "bf16":
+        elements = sum(stage.trained - stage.copied for stage in stages) / how.shards
+        # Weights and gradients of a piece; Muon's groups are updated as a whole.
+        in_fp32 = 8.0 * (elements if state.matrices else min(elements, PIECE))
     if not state.matrices or not blocks:
-        return 0.0
+        return in_fp32
     trained = sum(stage.counts.sum(stage.blocks, "trained") for stage in stages)
     elements = state.matrices * trained
     owners = how.shards * plan.sizes.tp
@@ -875,7 +888,8 @@ def optimizer_work(
     # A rank owns whole matrices.
     own = min(1.0, -(-number // owners) / number) * plan.sizes.tp
     received = state.received_work if owners > 1 else 0.0
-    return elements * ((state.shard_work + received) / how.shards + state.whole_work * own)
+    work = elements * ((state.shard_work + received) / how.shards + state.whole_work * own)
+    return work + in_fp32
 
 
 def sent_copy(plan: RunPlan, counts: Counts, how: Sharding) -> float:

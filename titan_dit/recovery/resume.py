@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from titan_dit.checkpoint import checkpoint, run_checkpoints
@@ -550,7 +551,7 @@ def resumed(
     if settings.allow_changes or has_moments:
         # The checkpoint may be of another optimizer, or of a run with frozen parameters.
         tensors, lines = without_missing(path, tensors)
-        say(*lines)
+        say(*lines, *lines_of_rounding(tensors["model"]))
     load_weights = load_imported if record.get("imported") else load
     load_weights(path, record, tensors, ema)
     rollbacks = read_rollbacks(run.folder) if own else Rollbacks()
@@ -560,6 +561,13 @@ def resumed(
     checkpoints.forget_snapshots_after(progress.step)
     say(f"resumed from {path}", *run_identity.lines_of_new_keys(record, identity))
     return progress
+
+
+def lines_of_rounding(model: Mapping[str, Tensor]) -> list[str]:
+    """Console line about weights that are held in bf16, whatever they were saved in; or none."""
+    if not any(weight.dtype == torch.bfloat16 for weight in model.values()):
+        return []
+    return ['[precision] weights="bf16": loaded fp32 weights are rounded to the nearest bf16 once']
 
 
 def rolled_back(
