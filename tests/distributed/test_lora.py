@@ -79,7 +79,7 @@ CASES = [
     (NF4, TP, {}, False),
     (NF4, DP, {}, False),
     (INT8, PP, ZERO_BUBBLE, False),
-    (FLOAT8, TP, {}, True),
+    (FLOAT8, TP, {}, False),
     (FLUX2_NF4, CP, {}, False),
 ]
 LONG = [
@@ -103,7 +103,7 @@ LONG = [
     (NF4, DP | PLAIN, {}, True),
     (INT8, TP | PP, ZERO_BUBBLE, False),
     (INT8, {"dp_replicate": 2, "dp_shard": 2}, {}, True),
-    (FLOAT8, TP | CP, {}, False),
+    (FLOAT8, TP | CP, {}, True),
     (FLUX2_NF4, DP | TP, {}, False),
     (FLUX2_NF4, TP | PP, {}, False),
 ]
