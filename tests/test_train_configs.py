@@ -151,6 +151,7 @@ def tiny_pictures(tables):
     shape = {key: model[key] for key in ("latent_size", "num_classes")}
     shape["channels"] = model["in_channels"]
     tables["model"], tables["data"] = model, {"name": "synthetic", "count": 64, **shape}
+    tables["validation"] = {}
 
 
 def tiny_captions(tables):
