@@ -33,7 +33,7 @@ NONE = LoRAConfig()
 ON_DEVICE = OffloadConfig()
 
 
-def parallelize(  # noqa: PLR0913
+def parallelize(
     model: Model,
     mesh: Mesh,
     tensor_plan: TensorPlan,
@@ -69,14 +69,8 @@ def parallelize(  # noqa: PLR0913
         tensor.apply(model, mesh.axis("tp"), tensor_plan)
         tensor.shard_logits(model, mesh.axis("tp"))
     if adapters.rank:
-        from titan_dit.parallel import lora
-
-        stream = next(iter(streams), "")
-        lora.apply(model, adapters, stream, tensor.sequence_shards(mesh.sizes.tp, tensor_plan))
-    if adapters.base != "full":
-        from titan_dit.parallel import quantized
-
-        quantized.apply(model, adapters, torch.device(device_type))
+        sp = tensor.sequence_shards(mesh.sizes.tp, tensor_plan)
+        add_adapters(model, adapters, next(iter(streams), ""), sp, torch.device(device_type))
     side_losses.apply(model, mesh, tensor_plan)
     is_async = parallel.async_tp and mesh.sizes.tp > 1
     async_tp.apply(model, tensor_plan, mesh.axis("tp") if is_async else None)
@@ -105,3 +99,16 @@ def parallelize(  # noqa: PLR0913
     fsdp.shard(model, mesh.fsdp, parallel, precision, on_host=offload.parameters)
     if precision.float8 == "tensorwise":
         float8.scale_before_gathers(model, pipelined=parallel.pp > 1)
+
+
+def add_adapters(
+    model: Model, adapters: LoRAConfig, stream: str, sp: int, device: torch.device
+) -> None:
+    """Add LoRA, see `lora.apply`; quantise the layers that it leaves frozen if asked to."""
+    from titan_dit.parallel import lora
+
+    lora.apply(model, adapters, stream, sp)
+    if adapters.base != "full":
+        from titan_dit.parallel import quantized
+
+        quantized.apply(model, adapters, device)
