@@ -81,7 +81,7 @@ class Peak:
     @property
     def total(self) -> int:
         """Sum over all kinds of device memory."""
-        return sum(self.bytes.values()) - self.bytes[StorageKind.HOST]
+        return sum(self.bytes.values()) - self.bytes.get(StorageKind.HOST, 0)
 
 
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -802,7 +802,7 @@ def without_fsdp() -> Iterator[None]:
     """Let `parallelize` and `place_modules` leave out FSDP."""
     module: Any = fsdp
     own = module.shard, module.shard_module
-    module.shard = module.shard_module = lambda *_: None
+    module.shard = module.shard_module = lambda *_, **__: None
     try:
         yield
     finally:
