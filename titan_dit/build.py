@@ -23,6 +23,7 @@ from titan_dit.execution import (
     TokenLoss,
     by_name,
     shapes_of_spec,
+    with_dropout_words,
 )
 from titan_dit.models import lora, lora_dropout
 from titan_dit.models.base import Model, ModelSpec, TensorSpec, default_initializer, kind_of
@@ -125,13 +126,11 @@ def prepare_of(
         return prepare
     specs = {shapes_of_spec(each.spec): each.spec for each in plan.each_bucket}
 
-    def with_words(batch: Batch, rng: SampleRNG) -> Prepared:
-        prepared = prepare(batch, rng)
+    def spec_of(prepared: Prepared) -> ModelSpec:
         shapes = frozenset((name, tuple(t.shape[1:])) for name, t in prepared.inputs.items())
-        words = lora_dropout.drawn(rng, specs.get(shapes, plan.spec))
-        return replace(prepared, context={**prepared.context, **words})
+        return specs.get(shapes, plan.spec)
 
-    return with_words
+    return with_dropout_words(prepare, spec_of)
 
 
 def float8_lines(plan: RunPlan, parts: Mapping[int, Model]) -> list[str]:

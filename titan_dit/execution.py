@@ -18,10 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_dit.config.section import UserError
+from titan_dit.data.base import Batch
+from titan_dit.models import lora_dropout
 from titan_dit.models.base import ModelSpec, Stream, TensorSpec
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel import fsdp
 from titan_dit.parallel.context import Slicing, join_tokens, slice_tokens
+from titan_dit.rng import SampleRNG
 
 Output: TypeAlias = Tensor | Stream
 """The output of a model's head: one prediction, or several."""
@@ -202,6 +205,23 @@ class BucketedExecutor(Executor):
 def shapes_of_spec(spec: ModelSpec) -> InputShapes:
     """(name, shape without the batch dim) of a model's inputs."""
     return frozenset((name, tuple(each.shape)) for name, each in spec.inputs.items())
+
+
+def with_dropout_words(
+    prepare: Callable[[Batch, SampleRNG], Prepared],
+    specs: Callable[[Prepared], ModelSpec],
+) -> Callable[[Batch, SampleRNG], Prepared]:
+    """A `prepare` whose batches have the random words of [lora] dropout in their context.
+
+    `specs`: the network's spec for a batch, whose shapes the words have.
+    """
+
+    def prepared_with_words(batch: Batch, rng: SampleRNG) -> Prepared:
+        prepared = prepare(batch, rng)
+        words = lora_dropout.drawn(rng, specs(prepared))
+        return replace(prepared, context={**prepared.context, **words})
+
+    return prepared_with_words
 
 
 def check_names(prepared: Prepared, model_spec: ModelSpec) -> None:

@@ -22,6 +22,7 @@ from titan_dit.config.parameter_groups import matches
 from titan_dit.config.section import UserError
 from titan_dit.dry_run.memory import MemoryLog, StorageKind
 from titan_dit.models import lora
+from titan_dit.models.lora_dropout import NUMBER, layer_number
 from titan_dit.models.quantized import weight_codes
 from titan_dit.parallel.init import put
 from titan_dit.trained_model import load
@@ -443,10 +444,23 @@ def switched_off(world):
         step = trainer.executor.step(trainer.built.prepare(batch, rng)).item()
         evaluated = trainer.executor.evaluate(trainer.objective.prepare(batch, rng))
         found.append((step, evaluated))
+        part = trainer.executor.model
+        numbers = {n: int(b) for n, b in part.named_buffers() if n.endswith(NUMBER)}
+        assert numbers == {n: layer_number(n.removesuffix(f".{NUMBER}")) for n in numbers}
+        assert bool(numbers) == (table is WIDE_DROP)
+    # Weights in bf16 beside codes, and beside the layers that a network keeps in fp32.
+    for table, dtype in ((INT8 | DROPOUT, "bf16"), (WAN, "fp32")):
+        precision = {"weights": "bf16", "dtype": dtype}
+        trainer = trainer_of(world, table, precision=precision)
+        kinds = {p.dtype for p in trainer.parameters.values()}
+        assert kinds == {torch.bfloat16, torch.uint8 if table != WAN else torch.float32}
+        batch = next(trainer.batches())
+        prepared = trainer.built.prepare(batch, torch_rng(trainer, batch))
+        assert trainer.executor.step(prepared).isfinite()
     return found
 
 
-def test_evaluations_have_no_dropout():
+def test_evaluations_have_no_dropout_and_layers_have_numbers_of_their_own():
     [((dropped, one), (plain, other))] = on_ranks(1, switched_off)
     assert torch.equal(one, other)
     assert dropped != pytest.approx(plain, rel=1e-3)

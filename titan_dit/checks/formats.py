@@ -130,6 +130,11 @@ def check_async_tp(plan: RunPlan) -> None:
             f"{show(plan.parallel.sequence_parallel)} and [compile] enabled="
             f"{show(plan.compile.enabled)}. Set async_tp = false, or tp above 1 and both to true."
         )
+    if plan.lora.base != "full":
+        raise UserError(
+            f"[parallel] async_tp=true works on weights that are numbers, but [lora] "
+            f'base={show(plan.lora.base)} holds codes. Set async_tp = false, or base = "full".'
+        )
 
 
 def check_transformer_engine(plan: RunPlan) -> None:

@@ -272,6 +272,7 @@ def check_lora(config: JobConfig, plan: RunPlan) -> None:
                 "Name other layers."
             )
     quantized.check(model, own)
+    check_dropout(plan)
     linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     check_matched("[lora] targets", own.targets, linear, f"{len(linear)} linear layers")
     names = [name for name, _ in model.named_parameters() if name not in model.tied]
@@ -282,6 +283,16 @@ def check_lora(config: JobConfig, plan: RunPlan) -> None:
         raise UserError(
             f"[lora] trained: {listed(frozen)} would be frozen by [training] frozen or [optimizer] "
             "groups. Name it in one of them only."
+        )
+
+
+def check_dropout(plan: RunPlan) -> None:
+    """Raise UserError if the adapters' dropout would not be that of one process."""
+    if plan.lora.dropout and plan.sizes.cp > 1 and "reference_rotary" in plan.spec.static:
+        raise UserError(
+            f"[lora] dropout={plan.lora.dropout} with [model] reference_tokens=true and [parallel] "
+            f"cp={plan.sizes.cp}: cp cuts a picture and its reference apart, the numbers of the "
+            "dropout in one piece. Set dropout = 0 or cp = 1."
         )
 
 

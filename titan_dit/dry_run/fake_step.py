@@ -34,7 +34,7 @@ from titan_dit.data.base import Batch, Field
 from titan_dit.dry_run.memory import STATE, MemoryLog, Peak, StorageKind, local
 from titan_dit.dry_run.pipeline import growth_of, idle_of, microbatches_to_run
 from titan_dit.dry_run.traffic import Traffic, TrafficLog
-from titan_dit.execution import Executor
+from titan_dit.execution import Executor, with_dropout_words
 from titan_dit.kernels import cross_entropy
 from titan_dit.models import quantized
 from titan_dit.models.base import ModelSpec
@@ -337,7 +337,9 @@ class FakeRank:
             weight=torch.ones(share),
             total_weight=float(self.plan.global_batch_size),
         )
-        return self.objective.prepare(batch, SampleRNG(self.plan.seed, batch.sample_numbers))
+        own, plan = self.objective.prepare, self.plan
+        prepare = with_dropout_words(own, lambda _: plan.spec) if plan.lora.dropout else own
+        return prepare(batch, SampleRNG(self.plan.seed, batch.sample_numbers))
 
     def executor(self, rows: int) -> Executor:
         """The executor for a batch with `rows` samples on this rank."""

@@ -73,7 +73,7 @@ def shard(
         hold_in_bf16(model)
     blocks = [*model.get_submodule("blocks").children()]
     parts = units(blocks, parallel.blocks_per_fsdp_unit)
-    if DTYPES[precision.dtype].itemsize < 4:
+    if DTYPES[precision.dtype].itemsize < 4 or precision.weights == "bf16":
         shard_exact(model, mesh, replace(policy, param_dtype=policy.reduce_dtype), on_host=on_host)
     beside = [[module] for module in getattr(model, "objective", {}).values()]
     for part in (*parts, *beside, [model]):
@@ -90,11 +90,11 @@ def shard(
 
 
 def hold_in_bf16(model: nn.Module) -> None:
-    """Change the format of a model's parameters, except for those of `Model.exact`."""
+    """Change the format of a model's parameters, except for codes and those of `Model.exact`."""
     exact = {id(p) for module in exact_modules(model) for p in module.parameters()}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in exact:
+            if parameter.is_floating_point() and id(parameter) not in exact:
                 held = parameter.detach().to(torch.bfloat16)
                 setattr(module, name, nn.Parameter(held, parameter.requires_grad))
     if isinstance(model, Model):

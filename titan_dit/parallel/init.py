@@ -37,8 +37,8 @@ def initialize(
     """
     allocate(model, device, on_host=on_host)
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if not tensor.is_floating_point():
-            tensor.zero_()  # Of a quantised weight, which is loaded.
+        if tensor.dtype == torch.uint8:
+            tensor.zero_()  # The codes of a quantised weight, which is loaded.
             continue
         initializer, key = table[name], tensor_seed(seed, name)
         if drawn_by == "counter" and isinstance(initializer, Independent):

@@ -26,8 +26,7 @@ from titan_dit.dry_run import fake_step
 from titan_dit.dry_run.fake_step import CPU, HostReads, chunks_of_a_device, fake_world
 from titan_dit.dry_run.memory import MemoryLog, StorageKind, local
 from titan_dit.dry_run.traffic import READERS, SILENT, TrafficLog, group_name
-from titan_dit.execution import SlicedExecutor, scaled
-from titan_dit.models import lora_dropout
+from titan_dit.execution import SlicedExecutor, scaled, with_dropout_words
 from titan_dit.models.base import Model, ModelSpec, exact_modules
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.optim.ema import EMA
@@ -724,10 +723,9 @@ class Inputs:
         numbers = torch.arange(size)
         batch = Batch(empty, numbers, weight=torch.ones(size), total_weight=float(size))
         rng = SampleRNG(plan.seed, numbers)
-        prepared = self.objective.prepare(batch, rng)
-        if plan.lora.dropout:
-            words = lora_dropout.drawn(rng, plan.spec)
-            prepared = replace(prepared, context={**prepared.context, **words})
+        own = self.objective.prepare
+        prepare = with_dropout_words(own, lambda _: plan.spec) if plan.lora.dropout else own
+        prepared = prepare(batch, rng)
         if isinstance(executor, SlicedExecutor):
             prepared = executor.sliced(prepared)
         if prepared.total_tokens is None:
