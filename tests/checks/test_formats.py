@@ -127,6 +127,7 @@ def test_async_tp_needs_compiled_blocks_ranks_to_talk_to_and_cuda():
         ({}, whole),
         ({"tp": 2}, whole | {"compile": {"enabled": False}}),
         ({"tp": 2}, whole | {"parallel": {"async_tp": True, "sequence_parallel": False}}),
+        ({"tp": 2}, whole | {"lora": {"rank": 2, "base": "int8"}, "checkpoint": {"init": "x"}}),
     ):
         with pytest.raises(UserError, match=r"\[parallel\] async_tp=true .* Set async_tp = false"):
             check(sizes, **sections)
