@@ -118,7 +118,7 @@ def predictions(name, ours, network):
         return config.detokenize(found), torch.stack(theirs)[:, :, 0]
     if name == "wan":
         return config.detokenize(found), network(latents, 1000 * t, text).sample
-    texts, images = (positions.float() for positions in config.positions(torch.device("cpu")))
+    texts, images, _ = (p.float() for p in config.positions(torch.device("cpu")))
     theirs = network(
         hidden_states=inputs["tokens"],
         encoder_hidden_states=text,
