@@ -123,8 +123,7 @@ def in_two(world, folder):
             stages = trainer.executor.stages.values()
             found["sent"] = {tensor.dtype for stage in stages for tensor in stage.stream}
     by_length = {
-        axis: losses_by_length(world, folder, parallel={axis: 2})
-        for axis in ("tp", "cp", "pp")
+        axis: losses_by_length(world, folder, parallel={axis: 2}) for axis in ("tp", "cp", "pp")
     }
     return found, drawn, buckets, by_length
 
