@@ -103,7 +103,7 @@ def alone(world, folder):
     bf16 = measured(joint_config(**BATCH, precision={"dtype": "bf16"}), world)
     with graphs_alone():
         each = compiled_losses(world, "each")
-    return fp32[1:], bf16[1:], drawn, each, losses_by_length(world, folder)
+    return fp32[1:], bf16[1:], drawn, each, losses_by_length(world, folder), wan_alone(world)
 
 
 def in_two(world, folder):
@@ -125,19 +125,19 @@ def in_two(world, folder):
     by_length = {
         axis: losses_by_length(world, folder, parallel={axis: 2}) for axis in ("tp", "cp", "pp")
     }
-    return found, drawn, buckets, by_length
+    return found, drawn, buckets, by_length, wan_in_two(world, ("tp", "dp_shard"), ())
 
 
 def wan_alone(world):
     return measured_wan(world), measured_wan(world, precision={"dtype": "bf16"})
 
 
-def wan_in_two(world):
+def wan_in_two(world, axes, compiled):
     wan = {}
-    for axis in ("tp", "cp", "pp", "dp_shard"):
+    for axis in axes:
         sections = {"parallel": {axis: 2}, "precision": {"dtype": "bf16"}}
         wan[axis] = measured_wan(world, **sections)
-        if axis in ("tp", "dp_shard"):
+        if axis in compiled:
             with graphs_alone():
                 wan[f"compiled, {axis}"] = measured_wan(
                     world, **sections, compile={"enabled": True}
@@ -148,18 +148,19 @@ def wan_in_two(world):
 @pytest.mark.long
 def test_formats_of_wan_are_those_of_one_process():
     [expected] = on_ranks(1, wan_alone)
-    for found in on_ranks(2, wan_in_two):
+    for found in on_ranks(2, wan_in_two, ("tp", "cp", "pp", "dp_shard"), ("tp", "dp_shard")):
         assert_formats_of_wan(expected, found)
 
 
 def test_compiled_blocks_and_bf16_give_what_they_give_on_one_process(tmp_path):
     write_sets(tmp_path)
-    [(fp32, bf16, expected, compiled, wanted)] = on_ranks(1, alone, str(tmp_path))
+    [(fp32, bf16, expected, compiled, wanted, wan)] = on_ranks(1, alone, str(tmp_path))
     losses, recompiled = compiled
     assert recompiled == 0
     rounding = distance(bf16[1], fp32[1])
     assert 1e-4 < rounding < 0.05
-    for found, drawn, buckets, by_length in on_ranks(2, in_two, str(tmp_path)):
+    for found, drawn, buckets, by_length, of_wan in on_ranks(2, in_two, str(tmp_path)):
+        assert_formats_of_wan(wan, of_wan)
         for axis, (its_losses, pixels) in by_length.items():
             assert its_losses == pytest.approx(wanted[0], rel=1e-5), axis
             assert np.abs(pixels - wanted[1]).max() <= 1, f"prompts of several lengths, {axis}"
