@@ -1,4 +1,4 @@
-"""Runs the commands of docs/official-dit.md as written, with an S/8 as the DiT."""
+"""Runs the commands of docs/official-dit.md, with an S/8 as the DiT, and of docs/memory.md."""
 
 import re
 import sys
@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from commands import ROOT, run
+from commands import ROOT, metrics, run
 from safetensors.torch import load_file, save_file
 
 from titan_dit.interop.original_dit import Original, positions
@@ -42,6 +42,31 @@ def make_inputs(folder):
             is_label = name == "labels"
             value = np.array([number]) if is_label else np.random.randn(*shape).astype("float32")
             np.save(folder / "imagenet256" / f"imagenet256_{name}" / f"{number}.npy", value)
+
+
+@pytest.mark.long
+def test_the_page_of_memory_works_as_written(tmp_path):
+    """With few steps: losses of [offload] are those without it, those of bf16 weights near."""
+    page = (ROOT / "docs" / "memory.md").read_text()
+    commands = "".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL)).splitlines()
+    assert len(commands) == 4
+    training = [command for command in commands if "run_train" in command]
+    losses = []
+    for number, command in enumerate([training[0].partition(" --precision")[0], *training]):
+        here = command.replace("./run_train.sh", f"{sys.executable} -m titan_dit.train")
+        here += f" --training.steps 4 --metrics.every 1 --sampling.every 0 --job.name run{number}"
+        done = run(here.split(), tmp_path)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        losses.append([row["loss"] for row in metrics(tmp_path / "outputs" / f"run{number}")])
+    plain, in_bf16, *on_host = losses
+    assert len(plain) == 4
+    assert on_host == [plain, plain]
+    assert in_bf16 == pytest.approx(plain, rel=0.01)
+    [command] = set(commands) - set(training)
+    done = run(re.sub("^python", sys.executable, command).split(), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [line] = re.findall(r"```\n(best .*)\n```", page)
+    assert line in done.stdout
 
 
 @pytest.mark.long

@@ -106,6 +106,24 @@ def test_the_written_config_starts(planned, capsys):
     assert "2 ranks" in capsys.readouterr().out
 
 
+@pytest.mark.long
+def test_activations_on_the_host_cost_what_the_link_takes(config, run, tmp_path):
+    """On one GPU, with every key fixed; 1 GB/s is slower than the blocks."""
+    file, out = tmp_path / "slow.toml", tmp_path / "plan.json"
+    hardware.write(plan.replace(hardware.device_of("h100"), host_gb_per_s=1.0), file)
+    words = ["--fix", "activation_checkpoint.mode=none", "training.microbatch_size=8"]
+    words += ["--model.latent_size", "32", "--offload.activations", "true", "--out", out]
+    said = run("--config", config, "--gpus", 1, "--device", file, *words, *FIXED)
+    assert "host link" in said
+    best = json.loads(out.read_text())["best"]
+    assert best["memory_is_rehearsed"]
+    assert best["terms"]["host link"] > best["seconds"] / 2
+    held = sum(size for kind, size in best["bytes"].items() if kind != "host")
+    assert held / 2**30 == pytest.approx(best["allocated_gib"])
+    # Twice 1e9 bytes a second: out in forward, back in backward.
+    assert best["seconds"] > 2 * best["bytes"]["host"] / 1.125 / 1e9
+
+
 def test_keys_and_fixes_are_the_same(config):
     options = PlanFlags(config=str(config), gpus=2, device="h100", fix=(("parallel.tp=2",),))
     by_fix, fixed = plan.config_of(options, [])
@@ -125,6 +143,8 @@ BAD = {
     "--gpus 8 --device h100 --fix parallel.tp=0": r"tp=0 must be at least 1",
     "--gpus 8 --device h100 --fix training.microbatch_size=3": "no layout.*size=3",
     "--gpus 8 --device v100_16": "bf16",
+    "--gpus 8 --device h100 --offload.parameters true": "parameters=true has no price in plan",
+    "--gpus 2 --device cpu --offload.activations true": "no price on cpu.*Set host_gb_per_s",
     "--gpus 8 --device h100 --out plan.txt": r"name a .json",
     "--gpus 8 --device h100 --write best.json": r"name a .toml",
     "--calibrate gpu.json": "--out FILE.toml",

@@ -1,9 +1,12 @@
 """AdamW with quantised moments, against torchao's."""
 
+import functools
+import gc
 import math
 
 import pytest
 import torch
+from live_bytes import Live
 from torch import nn
 from torchao import optim as torchao
 
@@ -100,6 +103,68 @@ def test_moments_take_the_memory_that_is_said(config):
     assert held == said
     [line] = settings.lines({name: p.shape for name, p in named.items()})
     assert line.startswith(f"{config.name}  moments of 1 matrices")
+
+
+@pytest.mark.parametrize(("config", "most"), [(AdamW8bitConfig, 2.1), (AdamW4bitConfig, 1.1)])
+def test_live_bytes_a_parameter_are_few(config, most):
+    """After a step, of a block's matrices and biases: all storages that it has left behind."""
+    shapes = {"out": (512, 1024), "up": (512, 2048), "down": (128, 8192), "bias": (2048,)}
+    named = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+    with_gradients(named, 0)
+    with Live() as live:
+        optimizer = build_optimizer(named, config(**SETTINGS), None)
+        apply_gradients(optimizer, SETTINGS["lr"], GO)
+        gc.collect()
+        held = live.num_bytes
+    elements = sum(p.numel() for p in named.values())
+    assert (most - 0.15) * elements < held <= most * elements
+
+
+def moments(weight):
+    """Codes of one byte, and scales, of both moments of a weight in blocks [n, block]."""
+    for _ in range(2):
+        yield torch.zeros(weight.shape, dtype=torch.uint8)
+        yield torch.zeros(len(weight), 1)
+
+
+def test_widths_of_many_groups_are_few_graphs(monkeypatch):
+    """Torch gives up compiling after `recompile_limit` graphs, and raises with `fullgraph`."""
+    from titan_dit.optim import quantized_adamw as module
+
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
+    torch.compiler.reset()
+    step = module.compiled_step.__wrapped__()
+    widths = [4096, 3840, 3072, 2560, 2304, 2048, 1920, 1536, 1152, 1024, 768, 640, 512, 384]
+    config = AdamW8bitConfig(**SETTINGS)
+    blocks = set()
+    for number, width in enumerate(widths):
+        for rows, decay in ((16 + number, 0.1), (64, 0.0)):
+            block = config.block((rows, width))
+            weight = torch.randn(rows * width // block, block)
+            expected = weight.clone()
+            for run, tensor in ((step, weight), (module.step_in_place, expected)):
+                run(
+                    [tensor, torch.ones_like(tensor), *moments(tensor)],
+                    torch.tensor(1.0),
+                    GO,
+                    torch.tensor(1e-3),
+                    codes=[
+                        module.codes_of("8", is_signed, GO.device) for is_signed in (True, False)
+                    ],
+                    betas=(0.9, 0.95),
+                    eps=1e-8,
+                    weight_decay=decay,
+                )
+            torch.testing.assert_close(weight, expected)
+            blocks.add(block)
+    assert len(blocks) > 4
+    assert 0 < len(graphs) <= torch._dynamo.config.recompile_limit
 
 
 def test_pieces_are_updated_as_the_whole(monkeypatch):

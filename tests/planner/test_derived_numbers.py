@@ -58,8 +58,9 @@ def numbers_of(counts):
             value = getattr(part, f.name)
             if isinstance(value, Work):
                 found |= {(name, f"{f.name} {key}"): n for key, n in work_numbers(value).items()}
-            elif f.name != "allocated":  # The peaks are the highest of them.
+            elif f.name not in ("allocated", "storages"):  # The peaks are the highest of them.
                 found[name, f.name] = value
+        found[name, "small"] = part.small
     return found
 
 

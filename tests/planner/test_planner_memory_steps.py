@@ -91,6 +91,10 @@ def remat(mode):
     return {"activation_checkpoint": {"mode": mode}}
 
 
+def offload(ahead=1):
+    return {"offload": {"activations": True, "ahead": ahead}}
+
+
 SHORT = {
     "recomputed": (GPT, 4, remat("full") | parallel(blocks_per_fsdp_unit=1, prefetch=1)),
     "tp": (GPT, 4, parallel(tp=2)),
@@ -98,6 +102,7 @@ SHORT = {
     "zero bubble": (GPT, 2, pipeline(2, "zbv_zero_bubble")),
     "blocks of three kinds": (Z_IMAGE, 2, pipeline(2, "1f1b")),
     "cross-attention": (WAN, 2, parallel(tp=2)),
+    "activations on the host": (DIT, 2, offload()),
 }
 LONG = {
     "one rank": (DIT, 1, {}),
@@ -124,6 +129,10 @@ LONG = {
     "cross-attention, recomputed": (WAN, 4, remat("full") | parallel(blocks_per_fsdp_unit=1)),
     "cross-attention, ring": (WAN, 2, parallel(cp=2) | remat("selective")),
     "cross-attention, interleaved": (WAN, 4, pipeline(2, "interleaved_1f1b", 2)),
+    "on the host, one rank": (DIT, 1, offload(2)),
+    "on the host, recomputed": (DIT, 4, offload() | remat("full")),
+    "on the host, 1f1b": (DIT, 2, offload() | pipeline(2, "1f1b")),
+    "on the host, kinds": (Z_IMAGE, 4, offload()),
     "cross-attention, ulysses": (WAN, 4, parallel(cp=4, cp_method="ulysses")),
 }
 

@@ -6,6 +6,7 @@ import pytest
 from hand_made_counts import DEVICE, counts, moving, multiplying, part
 from tiny import tiny_config
 
+from titan_dit.config.section import UserError
 from titan_dit.dry_run.memory import StorageKind
 from titan_dit.objectives.sections import NO_FROZEN, FrozenWork
 from titan_dit.pipeline.schedules.simulator import simulate, stage_costs
@@ -123,6 +124,36 @@ def test_messages_between_stages_come_on_top_as_in_the_simulator():
     half = replace(DEVICE.efficiency, inner=0.5)
     slow = estimate(plan, equal_blocks(stream=5e10), replace(DEVICE, efficiency=half))
     assert added_up(slow) == pytest.approx(simulate(plan.order(count), costs, latency=1.0).makespan)
+
+
+OFFLOAD = {"offload": {"activations": True}}
+
+
+@pytest.mark.parametrize(("kept", "forward"), [(1.5e10, 1.5), (5e9, F)])
+def test_a_block_takes_as_long_as_the_slower_of_computing_and_its_copies(kept, forward):
+    device = replace(DEVICE, host_gb_per_s=10.0)
+    # 2e5 bytes of small storages stay on the device.
+    block = replace(part(moving(F), moving(B)), kept=kept + 2e5, storages=(kept, 1e5, 1e5))
+    given = counts(embed=replace(part(moving(0.5)), kept=1e12), block=block)
+    found = estimate(plan_of(count=3, **OFFLOAD), given, device)
+    assert added_up(found) == pytest.approx(3 * (0.5 + 4 * (forward + B)))
+    assert found.terms.get("host link", 0.0) == pytest.approx(3 * 4 * (forward - F), abs=1e-9)
+    # A link of 3 s a pass: longer than backward, too; and in a pipeline.
+    slow = replace(device, host_gb_per_s=kept / 1e9 / 3)
+    piped = estimate(plan_of(2, 6, **OFFLOAD), replace(given, embed=part()), slow)
+    assert added_up(piped) == pytest.approx((6 + 2 - 1) * 2 * (3 + 3))
+    at_once = estimate(plan_of(count=3), given, device)
+    assert added_up(at_once) == pytest.approx(3 * (0.5 + 4 * (F + B)))
+    assert "host link" not in at_once.terms
+
+
+def test_an_offload_without_a_price_is_refused_in_one_line():
+    with pytest.raises(UserError, match=r"activations=true has no price on by hand.*host_gb_per_s"):
+        estimate(plan_of(**OFFLOAD), equal_blocks(), DEVICE)
+    fast = replace(DEVICE, host_gb_per_s=1e9)
+    with pytest.raises(UserError, match=r"parameters=true has no price.*--dry-run") as error:
+        bound(plan_of(offload={"parameters": True}), equal_blocks(), fast)
+    assert "\n" not in str(error.value)
 
 
 def test_messages_between_nodes_take_the_nodes_link():

@@ -11,6 +11,7 @@ import forked
 
 from titan_dit.config import catalog, config_file
 from titan_dit.dry_run.fake_step import take_fake_step
+from titan_dit.dry_run.memory import StorageKind
 from titan_dit.plan import resolve
 from titan_dit.planner.counts import Rehearsals
 from titan_dit.planner.memory import memory, state_of
@@ -47,7 +48,11 @@ def compare(tables, world):
     sections = config.training, config.optimizer, config.ema
     report = take_fake_step(plan, objective, fields, *sections)
     composed = memory(plan, Rehearsals(config).counts(plan), state=state_of(config))
-    return Compared([dict(rank.peak.bytes) for rank in report.ranks], composed)
+    on_device = [
+        {kind: size for kind, size in rank.peak.bytes.items() if kind is not StorageKind.HOST}
+        for rank in report.ranks
+    ]
+    return Compared(on_device, composed)
 
 
 @contextlib.contextmanager

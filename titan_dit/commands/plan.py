@@ -36,7 +36,7 @@ from titan_dit.planner.measured import beside, outdated
 from titan_dit.planner.memory import memory, state_of
 from titan_dit.planner.rates import OURS
 from titan_dit.planner.search import CostModel
-from titan_dit.planner.step import Estimate
+from titan_dit.planner.step import Estimate, check_offload
 from titan_dit.ranks import disk_errors
 from titan_dit.system.files import try_to_replace
 
@@ -53,7 +53,6 @@ def main(options: PlanFlags, keys: Sequence[str]) -> None:
         console.say(line)
     check_gpus(options.gpus, device)
     config, fixed = config_of(options, keys)
-    check_offload(config)
     training, found = config.training, list[Recommendation]()
     if training.stages and options.write:
         raise UserError(
@@ -122,15 +121,6 @@ def check_options(options: PlanFlags) -> None:
             check_writable(flag, Path(path))
 
 
-def check_offload(config: JobConfig) -> None:
-    """Refuse [offload]: no device's file has the speed of its link to the host."""
-    if config.offload.parameters or config.offload.activations:
-        raise UserError(
-            "[offload] has no price in plan, which knows no link to the host. Leave it out here; "
-            "`train --dry-run` counts its memory."
-        )
-
-
 def check_writable(flag: str, file: Path) -> None:
     """Refuse, before the search, a file that cannot be written."""
     with disk_errors.writing(f"--{flag} {file}: its folder {file.parent}"):
@@ -175,6 +165,7 @@ def plan(
 ) -> Recommendation:
     """Search, then rehearse. Raises UserError if nothing can run or fits."""
     device.peak(config.precision.dtype)
+    check_offload(config.offload, device)
     # The microbatch size is searched.
     config = replace(config, training=replace(config.training, tokens_per_microbatch=None))
     space = Space(config, gpus, device, fixed)

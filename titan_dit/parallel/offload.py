@@ -166,7 +166,8 @@ class Saved:
         """`before`: that of the block before it. `stays`: storages to leave alone, by address."""
         self.state, self.stays = state, stays
         self.before = None if before is None else weakref.ref(before)
-        self.storages: dict[int, Storage] = {}
+        # Weak: a handle's end frees its storage, while the block's backward goes on.
+        self.storages = weakref.WeakValueDictionary[int, Storage]()
 
     def pack(self, tensor: Tensor) -> Any:
         """Hand over a tensor, or a wrapper of several; returns what `unpack` takes."""
@@ -180,11 +181,11 @@ class Saved:
         storage = tensor.untyped_storage()
         if storage.nbytes() < LEAST_BYTES or storage._cdata in self.stays:
             return tensor
-        if storage._cdata not in self.storages:
+        held = self.storages.get(storage._cdata)
+        if held is None:
             with torch.no_grad():
-                self.storages[storage._cdata] = Storage(self.state, tensor.detach())
-        place = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-        return self, self.storages[storage._cdata], place
+                held = self.storages[storage._cdata] = Storage(self.state, tensor.detach())
+        return self, held, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def leave(self) -> None:
         """Free the device's memory."""

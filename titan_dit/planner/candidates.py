@@ -333,7 +333,10 @@ class Space:
             for recipe in self._recipes():
                 found = staged._replace(mode=mode, float8=recipe)
                 own = (*read, passes > 1, mode, recipe)
-                checks = (formats.check_compile, formats.check_remat, formats.check_float8)
+                checks = (
+                    *(formats.check_compile, formats.check_remat, formats.check_float8),
+                    formats.check_offload,
+                )
                 if all(self._accepts(check, found, *own) for check in checks):
                     for reshard in self._reshards(staged):
                         yield found._replace(reshard_after_forward=reshard)

@@ -63,6 +63,7 @@ def interpolated(first: Trace, second: Trace, sizes: tuple[int, int], size: int)
         forward=passed(first.forward, second.forward, line),
         backward=passed(first.backward, second.backward, line),
         carried=line(first.carried, second.carried),
+        storages=tuple(map(line, first.storages, second.storages)),
     )
 
 
@@ -278,6 +279,7 @@ class Rehearsals:
             buffers=state.buffers,
             quantized=state.quantized,
             kept=kept,
+            storages=trace.storages,
             tensors=state.tensors,
             allocated=allocated,
             **allocated.peaks(kept),
@@ -535,6 +537,7 @@ def with_remat(slices: Counts, remat: Counts, silent: Counts) -> Counts:
             forward=own.forward + (more.forward - less.forward),
             backward=own.backward + replace(added, attention={}) + sent,
             kept=more.kept + (own.kept - less.kept) * (1 - again),
+            storages=more.storages,
             forward_peak=own.forward_peak + more.forward_peak - less.forward_peak,
             backward_peak=own.backward_peak + more.backward_peak - less.backward_peak,
             backward_gradients=own.backward_gradients
@@ -612,6 +615,8 @@ def combined(first: Any, second: Any, law: Callable[[float, float], float]) -> A
             found[f.name] = {kind: combined(a[kind], b[kind], law) for kind in a}
         elif isinstance(a, Mapping):
             found[f.name] = items(a, b, law)
+        elif isinstance(a, tuple):
+            found[f.name] = tuple(map(law, a, b))
         else:
             found[f.name] = law(a, b)
     if moved := found.get("allocated"):

@@ -1,7 +1,8 @@
 """Devices, nodes and links as data: hardware/*.toml, or a file of the user's own.
 
 Bandwidths are per direction, in GB/s (1e9 bytes); `copy_gb_per_s` counts bytes read plus written.
-Peaks are those of data sheets. What of them is reached is in `Efficiency`, from a calibration.
+Peaks are those of data sheets. What of them is reached is in `Efficiency`, from a calibration;
+of the link to the host, which no calibration fits, `host_gb_per_s` is what is reached.
 A file has the keys of `Device`; [sources] says where each number is from.
 """
 
@@ -88,6 +89,9 @@ class Device:
     """Latency of one hop between nodes."""
     launch_us: NonNegativeFloat
     """Host time of one kernel."""
+    host_gb_per_s: NonNegativeFloat = 0.0
+    """What copies between a GPU and pinned memory of its host reach, in each direction; 0: not
+    known, and [offload] has no price."""
     efficiency: Efficiency
     overhead: Overhead
     error: Fraction

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -161,6 +162,8 @@ class Sharding:
     """There are several microbatches."""
     in_float8: Mapping[str, float] = field(default_factory=dict)
     """Kind -> share of a block's parameters that are gathered in float8."""
+    ahead: int | None = None
+    """[offload] ahead; None if activations stay on the device."""
 
     @property
     def is_alone(self) -> bool:
@@ -195,6 +198,47 @@ class Sharding:
         return self.sum_width * (1 / self.shards + divided)
 
 
+class KeptBlocks:
+    """What consecutive blocks keep of a microbatch on the device, in bytes.
+
+    With [offload] activations those of `ahead` blocks and the running one are there, see
+    `parallel.offload`. A block saves its input, which `Part.kept` counts for the part before it:
+    embed keeps as much as the first of these blocks saves.
+    """
+
+    def __init__(self, counts: Counts, blocks: Blocks, ahead: int | None) -> None:
+        moved = {k: 0.0 if ahead is None else b.kept - b.small for k, b in counts.blocks.items()}
+        each = [kind for kind, count in blocks for _ in range(count)]
+        self.count, self.ahead = len(each), ahead or 0
+        self.whole = [0.0, *accumulate(counts.blocks[kind].kept for kind in each)]
+        """Bytes of the first blocks."""
+        self.moved = [0.0, *accumulate(moved[kind] for kind in each)]
+        """Those of them that are copied to the host."""
+
+    def before(self, number: int) -> float:
+        """Bytes of the blocks before block `number` while it runs; of the head, their count."""
+        return self.whole[number] - self.moved[max(0, number - self.ahead)]
+
+    def during(self, number: int) -> float:
+        """These and the block's own."""
+        return self.before(number) + self.whole[number + 1] - self.whole[number]
+
+    @property
+    def waiting(self) -> float:
+        """Bytes of all blocks while other microbatches run."""
+        return self.whole[-1] - self.moved[-1]
+
+    @property
+    def leaving(self) -> float:
+        """Bytes of the last blocks that stay until the stage's next forward."""
+        return self.before(self.count) - self.waiting
+
+
+def joined(units: Sequence[Blocks]) -> Blocks:
+    """The blocks of units."""
+    return tuple(blocks for unit in units for blocks in unit)
+
+
 def sharded_memory(counts: Counts, units: Sequence[Blocks], how: Sharding) -> Iterator[MemoryUse]:
     """Yield the memory at moments of a step's last forward and backward under FSDP2."""
     yield from _forward(counts, units, how)
@@ -207,20 +251,21 @@ def _forward(counts: Counts, units: Sequence[Blocks], how: Sharding) -> Iterator
     sums = _sums(counts, units, how)
     # The output of an all-gather is kept until the next unit's has been copied from its own.
     buffer = 0.0 if how.is_alone else root
-    gathered, kept = root, embed.kept
-    yield MemoryUse(gathered + buffer, sums, 0.0, kept + embed.forward_peak)
+    gathered, held, begun = root, KeptBlocks(counts, joined(units), how.ahead), 0
+    yield MemoryUse(gathered + buffer, sums, 0.0, embed.kept + embed.forward_peak)
     for number, unit in enumerate(units):
         own = how.gathered(counts, unit)
         if not how.is_alone:
+            kept = embed.kept + held.before(begun)
             yield MemoryUse(gathered + buffer + own * (1 + how.own_copy), sums, 0.0, kept)
             buffer = own
         ahead = _ahead(counts, units[number + 1 : number + 1 + how.prefetch], how)
         for kind, count in unit:
-            block = counts.blocks[kind]
-            kept += count * block.kept
-            yield MemoryUse(gathered + own + buffer + ahead, sums, 0.0, kept + block.forward_peak)
+            begun += count
+            kept = embed.kept + held.during(begun - 1) + counts.blocks[kind].forward_peak
+            yield MemoryUse(gathered + own + buffer + ahead, sums, 0.0, kept)
         gathered += 0.0 if how.reshards else own
-    kept += head.kept
+    kept = embed.kept + held.before(begun) + head.kept
     yield MemoryUse(gathered + buffer, sums, 0.0, kept + head.forward_peak)
 
 
@@ -228,7 +273,10 @@ def _backward(counts: Counts, units: Sequence[Blocks], how: Sharding) -> Iterato
     embed, head = counts.embed, counts.head
     width, wide = how.width, how.sum_width
     root, root_trained = embed.parameters + head.parameters, embed.trained + head.trained
-    kept = embed.kept + sum(counts.sum(unit, "kept") for unit in units)
+    held = KeptBlocks(counts, joined(units), how.ahead)
+    left = held.count
+    """Blocks whose backward is not over."""
+    kept = embed.kept + held.before(left)
     whole = sum(how.gathered(counts, unit) for unit in units)
     resident = width * root + (0.0 if how.reshards else whole)
     gathers = how.reshards and not how.is_alone
@@ -260,9 +308,10 @@ def _backward(counts: Counts, units: Sequence[Blocks], how: Sharding) -> Iterato
             for done in {0, count - 1}:
                 made = of_head + reducing
                 made += fresh * (width * (ended + block.trained * done) + block.backward_gradients)
-                held = kept - done * block.kept
-                yield MemoryUse(resident + ahead, sums + made, gradients, held, block.backward_peak)
-            kept -= count * block.kept
+                kept = embed.kept + held.during(left - done - 1)
+                yield MemoryUse(resident + ahead, sums + made, gradients, kept, block.backward_peak)
+            left -= count
+            kept = embed.kept + held.before(left)
             ended += count * block.trained
         resident -= own
         made, summed = width * trained, wide * trained
@@ -326,19 +375,21 @@ def single_rank_memory(counts: Counts, blocks: Blocks, how: Sharding) -> Iterato
         return MemoryUse(gathered, 0.0, sums + own, activations, temporary)
 
     yield at(0.0, embed.kept + embed.forward_peak)
-    kept = embed.kept
+    held, left = KeptBlocks(counts, blocks, how.ahead), 0
     for kind, count in blocks:
-        kept += count * counts.blocks[kind].kept
-        yield at(0.0, kept + counts.blocks[kind].forward_peak)
-    yield at(0.0, kept + head.kept + head.forward_peak)
-    yield at(0.0, kept + head.kept, head)
+        left += count
+        yield at(0.0, embed.kept + held.during(left - 1) + counts.blocks[kind].forward_peak)
+    kept = embed.kept + held.before(left) + head.kept
+    yield at(0.0, kept + head.forward_peak)
+    yield at(0.0, kept, head)
     made = head.trained + counts.tied
     for kind, count in reversed(blocks):
         block = counts.blocks[kind]
         for done in {0, count - 1}:
-            yield at(made + done * block.trained, kept - done * block.kept, block)
+            kept = embed.kept + held.during(left - done - 1)
+            yield at(made + done * block.trained, kept, block)
         made += count * block.trained
-        kept -= count * block.kept
+        left -= count
     yield at(made, embed.kept, embed)
     if is_cast:
         chunk = min(trained, CHUNK)
@@ -475,6 +526,8 @@ class StageParts:
     """True if the stage computes with a copy of the first stage's weights."""
     whole_table: float = 0.0
     """Result of `whole_table`."""
+    ahead: int | None = None
+    """As in `Sharding`."""
 
     @cached_property
     def blocks(self) -> Blocks:
@@ -524,22 +577,28 @@ class StageParts:
         return self.counts.embed.kept if self.has_embed else self.counts.stream
 
     @cached_property
+    def of_blocks(self) -> KeptBlocks:
+        """What its blocks keep of a microbatch."""
+        return KeptBlocks(self.counts, self.blocks, self.ahead)
+
+    @cached_property
     def kept(self) -> float:
-        """Bytes that a microbatch keeps until its backward."""
-        counts = self.counts
-        blocks = self.entered + counts.sum(self.blocks, "kept")
-        return blocks + counts.head.kept * self.has_head
+        """Bytes that a microbatch keeps on the device until its backward."""
+        return self.entered + self.of_blocks.waiting + self.counts.head.kept * self.has_head
 
     @cached_property
     def forward_high(self) -> float:
         """Peak bytes of a forward's own microbatch."""
-        counts, found, kept = self.counts, 0.0, self.entered
+        counts, found, held, begun = self.counts, 0.0, self.of_blocks, 0
         if self.has_embed:
-            found = kept + counts.embed.forward_peak
+            found = self.entered + counts.embed.forward_peak
         for kind, count in self.blocks:
-            kept += count * counts.blocks[kind].kept
+            begun += count
+            kept = self.entered + held.during(begun - 1)
             found = max(found, kept + counts.blocks[kind].forward_peak)
-        return max(found, self.kept + counts.head.forward_peak) if self.has_head else found
+        if not self.has_head:
+            return found
+        return max(found, self.kept + held.leaving + counts.head.forward_peak)
 
     @cached_property
     def half(self) -> float:
@@ -557,7 +616,8 @@ class StageParts:
 
     def backward(self, how: Sharding, is_summed: bool) -> Iterator[MemoryUse]:
         """Moments of a full backward. Activations are relative to what its microbatch keeps."""
-        counts, gone, made = self.counts, 0.0, 0.0
+        counts, held, made = self.counts, self.of_blocks, 0.0
+        left = held.count
         is_cast = how.width < how.sum_width
         # In the weights' own format gradients are added to the sums one by one.
         width = float(how.width if is_cast or not is_summed else 0)
@@ -565,8 +625,7 @@ class StageParts:
         sums = 0.0 if is_summed else float(how.sum_width)
         if self.has_head:
             own = fresh * counts.head.backward_gradients
-            yield MemoryUse(0.0, own, 0.0, 0.0, counts.head.backward_peak)
-            gone = counts.head.kept
+            yield MemoryUse(0.0, own, 0.0, held.leaving, counts.head.backward_peak)
             made = width * (counts.head.trained + counts.tied * self.has_copy)
         # Its output is held to the end; a block's gradients are counted in place of its output.
         output, summed = 0.0 if self.has_head else counts.stream, 0.0
@@ -580,10 +639,10 @@ class StageParts:
                     found = made + width * (own + done * block.trained)
                     found += fresh * block.backward_gradients + sums * summed
                     ended = 0.0 if is_last and not done else output
-                    activations = ended - gone - done * block.kept
+                    activations = ended + self.entered + held.during(left - done - 1) - self.kept
                     yield MemoryUse(0.0, found, 0.0, activations, block.backward_peak)
                 own += count * block.trained
-                gone += count * block.kept
+                left -= count
                 is_last = False
             summed += own
         blocks = sums * counts.sum(self.blocks, "trained")
@@ -645,6 +704,7 @@ def pipeline_memory(
             if is_summed
         )
         held = sum(count * each.kept for count, each in zip(flight.held, stages, strict=True))
+        held += leaving(flight, stages)
         halves = sum(count * each.half for count, each in zip(flight.halves, stages, strict=True))
         for own in _own(flight, stages[flight.place], how):
             activations = held + flight.messages * stream + own.activations
@@ -655,6 +715,21 @@ def pipeline_memory(
                 activations * growth + sending,
                 halves + own.temporary,
             )
+
+
+def leaving(flight: InFlight, stages: Sequence[StageParts]) -> float:
+    """Bytes of other microbatches whose copies to the host are waited for, see `parallel.offload`.
+
+    A stage's last forward leaves them; a forward of the stage takes their place block by block.
+    """
+    found = 0.0
+    for place, (count, stage) in enumerate(zip(flight.held, stages, strict=True)):
+        held, is_own = stage.of_blocks, place == flight.place
+        if is_own and flight.kind is Kind.FORWARD and held.count > held.ahead:
+            continue
+        others = count - (is_own and flight.kind is not Kind.FORWARD)
+        found += held.leaving * (others > 0)
+    return found
 
 
 def _own(flight: InFlight, stage: StageParts, how: Sharding) -> Iterator[MemoryUse]:
@@ -767,6 +842,7 @@ def sharding_of(plan: RunPlan, runtime: Runtime) -> Sharding:
         reshards_root=not keeps and wanted == "always",
         prefetch=plan.parallel.prefetch or 0,
         accumulates=plan.num_microbatches > 1,
+        ahead=plan.offload.ahead if plan.offload.activations else None,
     )
 
 
@@ -914,6 +990,7 @@ def stages_of(plan: RunPlan, counts: Counts, how: Sharding, pipeline_rank: int) 
                 has_head=stage == last,
                 has_copy=stage == last,
                 whole_table=whole_table(counts, plan.sizes.tp, how.width),
+                ahead=how.ahead,
             )
         )
     return found
@@ -972,7 +1049,8 @@ class DeviceMemory:
 
 def device_memory(held: Mapping[StorageKind, float], plan: RunPlan, device: Device) -> DeviceMemory:
     """Device memory of a rank with these bytes of tensors."""
-    overhead, allocated = device.overhead, sum(held.values()) / GIB
+    on_device = sum(size for kind, size in held.items() if kind is not StorageKind.HOST)
+    overhead, allocated = device.overhead, on_device / GIB
     return DeviceMemory(
         allocated=allocated,
         reserved=allocated * overhead.allocator,

@@ -156,6 +156,11 @@ def moved_s(nbytes: float, device: Device) -> float:
     return nbytes / (1e9 * device.copy_gb_per_s * device.efficiency.moved)
 
 
+def host_s(nbytes: float, device: Device) -> float:
+    """Seconds in which `nbytes` are copied to the host, or back."""
+    return nbytes / (1e9 * device.host_gb_per_s)
+
+
 def seconds(work: Work, device: Device, links: Network, *, fused: bool) -> dict[str, float]:
     """Seconds of work, one operator after another; the terms add up.
 

@@ -507,6 +507,8 @@ class Trace:
     """Bytes of activations at the beginning of the part's backward, without what it and earlier
     parts keep. These are the gradients of its outputs, less the outputs that only the next part
     kept."""
+    storages: tuple[float, ...]
+    """Bytes of the storages that forward makes and keeps."""
 
 
 class PassLog:
@@ -558,7 +560,16 @@ class PassLog:
             later=self.later(part),
             reduced=tuple(self.log.found[part, "reduce"]),
             carried=sum(c.bytes for c in live if not c.is_gradient) - kept,
+            storages=self.storages(part),
         )
+
+    def storages(self, part: str) -> tuple[float, ...]:
+        """Bytes of the storages that the forward of a part makes and keeps, in their order."""
+        start, end = self.spans[part, "forward"]
+        sizes: dict[int, float] = {}
+        for record, change in self.memory.events[start:end]:
+            sizes[id(record)] = sizes.get(id(record), 0.0) + change
+        return tuple(size for size in sizes.values() if size > 0)
 
 
 class _Border(torch.autograd.Function):

@@ -181,7 +181,9 @@ def least_bytes(counts: Counts, coarse: Candidate, fine: Candidate, model: RunPl
             # After its first backward the rank has the gradients of all its weights, unreduced.
             held += model.dtype.itemsize * elements
     share = coarse.tp * coarse.cp / (fine.tp * fine.cp)
-    return held + flights * layers * min(one.kept for one in blocks) * share
+    offloads = model.offload.activations
+    kept = min(one.small if offloads else one.kept for one in blocks)
+    return held + flights * layers * kept * share
 
 
 def scaled(counts: Counts, coarse: Candidate, fine: Candidate) -> Counts:
@@ -198,6 +200,7 @@ def scaled(counts: Counts, coarse: Candidate, fine: Candidate) -> Counts:
             parameters=own.parameters * tensors,
             trained=own.trained * tensors,
             kept=own.kept * share,
+            storages=tuple(size * share for size in own.storages),
             forward_peak=own.forward_peak * share,
             backward_peak=min(own.backward_peak, own.backward_peak * share),
             backward_gradients=own.backward_gradients * tensors,

@@ -9,6 +9,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TypeAlias
 
+from titan_dit.config.layout import OffloadConfig
+from titan_dit.config.section import UserError
 from titan_dit.pipeline.schedules.schedule import Kind
 from titan_dit.plan import RunPlan
 from titan_dit.planner import rates
@@ -82,6 +84,24 @@ class Setting:
     """`Runtime.attention_dropout`."""
     splits: bool
     """True if the schedule splits backward."""
+    offloads: bool
+    """[offload] activations."""
+
+
+def check_offload(config: OffloadConfig, device: Device) -> None:
+    """Raise UserError for an [offload] that has no price."""
+    if config.parameters:
+        raise UserError(
+            "[offload] parameters=true has no price in plan: the host takes the optimizer's steps, "
+            "and no device's file says how fast. Leave it out here; `train --dry-run` counts its "
+            "memory."
+        )
+    if config.activations and not device.host_gb_per_s:
+        raise UserError(
+            f"[offload] activations=true has no price on {device.name}, whose file has no link to "
+            "the host. Set host_gb_per_s in a file of your own, such as 51.2 for PCIe 5.0 x16, or "
+            "leave it out here."
+        )
 
 
 def part_passes(
@@ -100,6 +120,7 @@ def part_passes(
         fused=fused if runtime.is_fused is None else (runtime.is_fused,) * 3,
         dropout=runtime.attention_dropout,
         splits=plan.splits_backward,
+        offloads=plan.offload.activations,
     )
     return _part_passes(setting)
 
@@ -107,9 +128,15 @@ def part_passes(
 @functools.lru_cache(maxsize=128)
 def _part_passes(setting: Setting) -> PartPasses:
     counts, (blocks, ends, prepare) = setting.counts, setting.fused
+    of_blocks = {k: _passes(part, setting, fused=blocks) for k, part in counts.blocks.items()}
+    if setting.offloads:
+        of_blocks = {
+            kind: with_copies(each, counts.blocks[kind], setting.device)
+            for kind, each in of_blocks.items()
+        }
     return PartPasses(
         embed=_passes(counts.embed, setting, fused=ends),
-        blocks={k: _passes(part, setting, fused=blocks) for k, part in counts.blocks.items()},
+        blocks=of_blocks,
         head=_passes(counts.head, setting, fused=ends),
         prepare=rates.seconds(counts.prepare, setting.device, setting.links, fused=prepare),
     )
@@ -128,6 +155,19 @@ def _passes(part: Part, setting: Setting, *, fused: bool) -> Passes:
     # The host may be ahead: a half waits for it no longer than the whole does.
     weight["launches"] = min(weight["launches"], whole["launches"])
     return Passes(took(forward), whole, weight)
+
+
+def with_copies(passes: Passes, block: Part, device: Device) -> Passes:
+    """A block's passes, beside which its activations are copied to the host, and back.
+
+    Each direction has the whole link: forward only copies out, backward only back.
+    """
+    copying = rates.host_s(block.kept - block.small, device)
+
+    def beside(terms: Terms) -> Terms:
+        return {**terms, "host link": max(0.0, copying - seconds(terms))}
+
+    return replace(passes, forward=beside(passes.forward), backward=beside(passes.backward))
 
 
 def weight_half(backward: Work) -> Work:
@@ -174,7 +214,8 @@ class Estimate:
     terms: Mapping[str, float]
     """Seconds by term; they add up to `seconds`. Computing ("products", "attention", "elementwise",
     "tp", "cp", "launches") is that of the pipeline rank with the most of it. "bubble": its waiting
-    for other stages if messages take no time. "stage messages", "data parallel", "tied weights":
+    for other stages if messages take no time. "host link": how much longer than a block's passes
+    the copies of [offload] activations take. "stage messages", "data parallel", "tied weights":
     how much these lengthen the step. "gradient norm": its all-reduce. "optimizer": with clipping
     and EMA, of the rank with the most parameters. "frozen": the text encoder of [text] mode =
     "online"."""
@@ -219,6 +260,8 @@ class StepTime:
     """The terms of a step's time, each computed when it is asked for."""
 
     def __init__(self, plan: RunPlan, counts: Counts, device: Device, runtime: Runtime) -> None:
+        """UserError if the device's file does not say what the layout needs."""
+        check_offload(plan.offload, device)
         self.plan, self.counts, self.device, self.runtime = plan, counts, device, runtime
         self.links = Network(plan.sizes, device)
         self.parts: PartPasses = part_passes(plan, counts, device, self.links, runtime)

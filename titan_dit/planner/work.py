@@ -12,6 +12,7 @@ from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from titan_dit.parallel.fsdp import unit_sizes
+from titan_dit.parallel.offload import LEAST_BYTES
 
 Key = TypeVar("Key")
 
@@ -190,6 +191,13 @@ class Part:
     """Bytes at every moment, whose maxima the peaks are; None if not known."""
     quantized: float = 0.0
     """Bytes of quantised weights on a tp rank, all shards of FSDP together; not in `parameters`."""
+    storages: tuple[float, ...] = ()
+    """Bytes of the storages that are `kept`; empty: all are large."""
+
+    @property
+    def small(self) -> float:
+        """Bytes of `kept` that [offload] activations leaves on the device."""
+        return sum(size for size in self.storages if size < LEAST_BYTES)
 
     @property
     def unit_size(self) -> float:
