@@ -269,7 +269,7 @@ RING_KERNELS = [
 
 def check_torch_parts(*, profiles_memory: bool, rings: bool) -> None:
     """Raise UserError if a checkpoint, a memory snapshot or ring attention would fail."""
-    require("checkpoint/staging.py", DTensor, "_spec")
+    require("ranks/shards.py", DTensor, "_spec")
     require("checkpoint/staging.py", torch, "_foreach_copy_")
     require("checkpoint/torch_files.py", filesystem.FileSystem, "create_stream", "init_path")
     require(
