@@ -15,6 +15,7 @@ from titan_dit.checks.device import (
     NEEDED,
     attention_hint,
     attention_shape,
+    check_base,
     check_kernels,
     check_matmuls,
     check_memory,
@@ -207,3 +208,16 @@ def test_weights_in_bf16_take_half_and_a_state_on_the_host_is_compared_with_its_
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     assert rank_memory() == (24 * GIB, "the GPU")
     assert rank_memory(on_host=True)[1] == "this machine's free memory"
+
+
+def test_a_float8_base_in_compiled_blocks_needs_a_gpu_with_e4m3(monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    _, plan = planned(lora={"rank": 2, "base": "float8"}, compile={"enabled": True})
+    with pytest.raises(UserError, match=r'base="float8" .* 8\.9, but an A100 has 8\.0.*"int8"'):
+        check_base(plan, gpu)
+    check_base(plan, CPU)
+    check_base(replace(plan, compile=replace(plan.compile, enabled=False)), gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    check_base(plan, gpu)

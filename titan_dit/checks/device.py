@@ -91,6 +91,20 @@ def check_matmuls(precision: PrecisionConfig, async_tp: bool, device: torch.devi
         )
 
 
+def check_base(plan: RunPlan, device: torch.device) -> None:
+    """Refuse a float8 [lora] base in compiled blocks on a GPU for which Triton has no e4m3."""
+    needed = NEEDED["tensorwise"]
+    if device.type != "cuda" or torch.version.hip or not plan.compile.enabled:
+        return
+    if plan.lora.base == "float8" and torch.cuda.get_device_capability(device) < needed:
+        raise UserError(
+            '[lora] base="float8" with [compile] needs compute capability '
+            f"{'.'.join(map(str, needed))}, but {torch.cuda.get_device_name(device)} has "
+            f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}. Set base = "
+            '"int8", or [compile] enabled = false.'
+        )
+
+
 def state_bytes(
     shapes: Mapping[str, torch.Size],
     trained: Collection[str],
