@@ -3,6 +3,7 @@
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file
@@ -40,3 +41,14 @@ def slow(call):
         return result
 
     return slowly
+
+
+def test_a_base_that_cannot_be_compared_is_named_with_its_own_error(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved = SimpleNamespace(quantized={"w"}, lora=SimpleNamespace(base="nf4"))
+    for init in ("", "gone"):
+        record = {"config": {"checkpoint": {"init": init}}}
+        convert.say_base(SimpleNamespace(saved=saved, record=record))
+    alone, other = capsys.readouterr().out.splitlines()
+    assert alone.endswith("base nf4: 1 weights, decoded once")
+    assert "decoded once; not compared with the weights of init: [checkpoint] init gone" in other

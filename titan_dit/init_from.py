@@ -89,7 +89,8 @@ def load(
         raise UserError(f"[checkpoint] init={path}: {error.what}{why}") from None
     ema.restart()
     lines = [f"weights of {path} ({saved.what}), step {record['step']}: a new run starts there"]
-    lines += rows + resume.lines_of_rounding(model)
+    held = {name: saved.contents[key][1] for name, key in saved.keys.items()}
+    lines += rows + resume.lines_of_rounding(model, held)
     if changed:
         lines.append(f"warning: [checkpoint] init: the weights were trained with others: {changed}")
     return [*start.messages(), *lines]

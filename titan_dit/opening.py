@@ -159,7 +159,8 @@ def check_stage_launch(config: JobConfig) -> None:
         hint = "To try this layout without devices, add --dry-run."
         raise UserError(f"{error} {hint}") from None
     validate(config, plan)
-    check_memory(plan, config.optimizer, config.ema, *rank_memory())
+    memory = rank_memory(on_host=config.offload.parameters)
+    check_memory(plan, config.optimizer, config.ema, *memory)
 
 
 @dataclass(frozen=True)

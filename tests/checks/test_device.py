@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,15 +11,18 @@ from tiny import tiny_config
 
 from titan_dit.checks import device, validate
 from titan_dit.checks.device import (
+    GIB,
     NEEDED,
     attention_hint,
     attention_shape,
+    check_base,
     check_kernels,
     check_matmuls,
     check_memory,
     check_profiled,
     check_writers,
     format_hint,
+    rank_memory,
     replayable_precision,
     state_bytes,
 )
@@ -187,3 +191,33 @@ def test_a_state_larger_than_the_memory_is_refused_with_what_would_hold_it():
     check_memory(plan, AdamWConfig(), EMAConfig(decays=(0.9,)), None, "a GPU")
     with pytest.raises(UserError, match=rf"{count:,} parameters .* 2 shard.*a GPU has .*--dry-run"):
         check_memory(plan, AdamWConfig(), EMAConfig(decays=(0.9,)), needed - 1, "a GPU")
+
+
+def test_weights_in_bf16_take_half_and_a_state_on_the_host_is_compared_with_its_memory(monkeypatch):
+    _, plan = planned(precision={"dtype": "bf16", "weights": "bf16"})
+    with torch.device("meta"):
+        count = sum(p.numel() for p in plan.spec.build().parameters())
+    # Weights and gradients, two moments, no average.
+    needed = count * (2 + 2 + 4 + 4)
+    check_memory(plan, AdamWConfig(), EMAConfig(decays=()), needed, "a GPU")
+    with pytest.raises(UserError, match="a GPU has"):
+        check_memory(plan, AdamWConfig(), EMAConfig(decays=()), needed - 1, "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    properties = SimpleNamespace(total_memory=24 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert rank_memory() == (24 * GIB, "the GPU")
+    assert rank_memory(on_host=True)[1] == "this machine's free memory"
+
+
+def test_a_float8_base_in_compiled_blocks_needs_a_gpu_with_e4m3(monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    _, plan = planned(lora={"rank": 2, "base": "float8"}, compile={"enabled": True})
+    with pytest.raises(UserError, match=r'base="float8" .* 8\.9, but an A100 has 8\.0.*"int8"'):
+        check_base(plan, gpu)
+    check_base(plan, CPU)
+    check_base(replace(plan, compile=replace(plan.compile, enabled=False)), gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    check_base(plan, gpu)

@@ -8,6 +8,8 @@ from examples.prodigy import ProdigyConfig
 from titan_dit.config.section import UserError
 from titan_dit.config.training import EMAConfig
 from titan_dit.models.dit_config import DiTConfig
+from titan_dit.optim import optimizer as optimizer_module
+from titan_dit.optim.adamw import AdamW
 from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.optim.optimizer import apply_gradients, build_optimizer
@@ -19,6 +21,7 @@ from titan_dit.optim.sections import (
     MuonConfig,
 )
 from titan_dit.optim.stochastic_rounding import StochasticRounding
+from titan_dit.recovery.resume import lines_of_rounding
 
 ALL = [AdamWConfig, AdamW8bitConfig, AdamW4bitConfig, AdamWFp8Config, MuonConfig]
 SPEC = DiTConfig(size="S/2", latent_size=32, in_channels=4, num_classes=10).spec()
@@ -150,3 +153,28 @@ def test_the_norm_of_bf16_gradients_is_that_of_their_values():
 def test_an_optimizer_with_a_step_of_its_own_is_refused():
     with pytest.raises(UserError, match=r'weights="bf16".*Prodigy has a `step` of its own'):
         build_optimizer(parameters(), ProdigyConfig(), None)
+
+
+def test_a_subclass_of_adamw_gets_its_group_as_a_whole(monkeypatch):
+    class Counting(AdamW):
+        def update(self, weights, gradients, states, group):
+            self.given = len(weights)
+
+    monkeypatch.setattr(optimizer_module, "PIECE", 1)
+    named = parameters()
+    for kind in (AdamW, Counting):
+        found = kind(AdamWConfig().grouped(named), AdamWConfig().defaults)
+        assert found.is_elementwise(found.param_groups[0]) == (kind is AdamW)
+    found.rounding = StochasticRounding(0, {p: n for n, p in named.items()})
+    for p in named.values():
+        p.grad = torch.ones_like(p)
+    apply_gradients(found, 1e-3, GO)
+    assert found.given == len(found.param_groups[0]["params"]) > 1
+
+
+def test_only_weights_of_more_bits_are_said_to_be_rounded():
+    model = parameters() | {"exact": nn.Parameter(torch.ones(1))}
+    held = dict.fromkeys(model, torch.bfloat16) | {"exact": torch.float32}
+    assert lines_of_rounding(model, held) == []
+    (line,) = lines_of_rounding(model, held | {"blocks.0.weight": torch.float32})
+    assert "rounded to the nearest bf16 once" in line

@@ -23,6 +23,7 @@ from titan_dit.config.training import LoRAConfig
 from titan_dit.models import lora, quantized
 from titan_dit.models.quantized import WeightCodes
 from titan_dit.ranks.process_group import Ranks
+from titan_dit.ranks.shards import as_shard
 
 CPU = torch.device("cpu")
 
@@ -272,15 +273,10 @@ def local(tensor: Tensor) -> Tensor:
 
 def like(target: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """An empty tensor of another shape and format, cut as `target` is, along dims 0 and 1."""
-    if not isinstance(target, DTensor):
-        return torch.empty(shape, dtype=dtype, device=target.device)
-    own = target.to_local()
+    own = local(target)
     columns = shape[1] * own.shape[1] // target.shape[1]
     part = torch.empty((own.shape[0], columns, *shape[2:]), dtype=dtype, device=own.device)
-    strides = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        part, target.device_mesh, target.placements, run_check=False, shape=shape, stride=strides
-    )
+    return as_shard(part, target, shape)
 
 
 def add(target: Tensor, whole: Tensor) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titan_dit.ranks.shards import as_shard
+
 TensorTree: TypeAlias = Mapping[str, Any]
 """Nested dicts of tensors; a DTensor is saved and loaded by its local shards."""
 
@@ -52,7 +54,7 @@ class Staging:
         torch._foreach_copy_(self.buffers, shards, non_blocking=True)
         if on_device:
             torch.cuda.current_stream().synchronize()
-        return rebuilt(tensors, map(like, originals, self.buffers))
+        return rebuilt(tensors, map(as_shard, self.buffers, originals))
 
 
 def buffers_for(shards: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
@@ -126,16 +128,6 @@ def filled(num_bytes: int, left: Sequence[int], rooms: Sequence[int]) -> Chunk:
 def power_of_two(num_bytes: int) -> int:
     """The smallest power of two >= num_bytes; 0 for 0."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
-
-
-def like(original: Tensor, copy: Tensor) -> Tensor:
-    """Wrap a copied shard as a DTensor with the original's placements.
-
-    DTensor.from_local would move the host copy back to the mesh's device.
-    """
-    if not isinstance(original, DTensor):
-        return copy
-    return DTensor(copy, original._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def leaves(tensors: TensorTree) -> Iterator[Tensor]:

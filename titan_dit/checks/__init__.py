@@ -30,6 +30,7 @@ def validate(config: JobConfig, plan: RunPlan, on: torch.device | None = None) -
     device.check_writers(config.metrics)
     device.check_profiled(config.profile, plan)
     device.check_matmuls(plan.precision, plan.parallel.async_tp, on)
+    device.check_base(plan, on)
     device.check_kernels(plan, on)
 
 

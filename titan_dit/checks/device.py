@@ -28,7 +28,7 @@ from titan_dit.plan import RunPlan
 from titan_dit.ranks.torch_range import pip_install, require
 from titan_dit.system.launched_as import LaunchedAs
 
-FP32 = 4
+FP32, BF16_BYTES = 4, 2
 GIB = 2**30
 NEEDED = {
     "tensorwise": (8, 9),
@@ -91,29 +91,50 @@ def check_matmuls(precision: PrecisionConfig, async_tp: bool, device: torch.devi
         )
 
 
+def check_base(plan: RunPlan, device: torch.device) -> None:
+    """Refuse a float8 [lora] base in compiled blocks on a GPU for which Triton has no e4m3."""
+    needed = NEEDED["tensorwise"]
+    if device.type != "cuda" or torch.version.hip or not plan.compile.enabled:
+        return
+    if plan.lora.base == "float8" and torch.cuda.get_device_capability(device) < needed:
+        raise UserError(
+            '[lora] base="float8" with [compile] needs compute capability '
+            f"{'.'.join(map(str, needed))}, but {torch.cuda.get_device_name(device)} has "
+            f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}. Set base = "
+            '"int8", or [compile] enabled = false.'
+        )
+
+
 def state_bytes(
     shapes: Mapping[str, torch.Size],
     trained: Collection[str],
     optimizer: OptimizerConfig,
     num_shards: int,
     num_averages: int,
+    width: int = FP32,
 ) -> int:
-    """Bytes of training state per rank: fp32 weights, gradients, the optimizer's moments, EMAs.
+    """Bytes of training state per rank: weights, gradients, the optimizer's moments, EMAs.
+
+    `width`: bytes of an element of a weight or gradient; moments and averages are fp32. With bf16
+    a lower bound: modules of `Model.exact` keep fp32.
 
     Parameters not in `trained` count their weights only.
     The mean over ranks, so a lower bound for the largest one: pipeline ends hold more, and tensor
     parallelism shards only the blocks.
     """
-    elements = 0.0
+    total = 0.0
     for name, shape in shapes.items():
-        learning = 1 + optimizer.num_moments(name, shape) + num_averages
-        elements += shape.numel() * (1 + learning * (name in trained))
-    return int(elements * FP32 / num_shards)
+        learning = width + FP32 * (optimizer.num_moments(name, shape) + num_averages)
+        total += shape.numel() * (width + learning * (name in trained))
+    return int(total / num_shards)
 
 
-def rank_memory() -> tuple[int | None, str]:
-    """Bytes available to one rank, and the name of that memory; None if unknown."""
-    if torch.cuda.is_available():
+def rank_memory(*, on_host: bool = False) -> tuple[int | None, str]:
+    """Bytes available to one rank, and the name of that memory; None if unknown.
+
+    `on_host`: of the host, also if there is a GPU.
+    """
+    if torch.cuda.is_available() and not on_host:
         device = LaunchedAs.here().local_rank % torch.cuda.device_count()
         return torch.cuda.get_device_properties(device).total_memory, "the GPU"
     ranks = LaunchedAs.here().local_world_size
@@ -141,7 +162,10 @@ def check_memory(
     device_bytes: int | None,
     where: str,
 ) -> None:
-    """Refuse a run whose state alone exceeds `device_bytes` per rank; None (unknown) passes."""
+    """Refuse a run whose state alone exceeds `device_bytes` per rank; None (unknown) passes.
+
+    With [offload] parameters these are bytes of the host, which holds no frozen modules.
+    """
     with torch.device("meta"):
         model = plan.spec.build()
     shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -149,10 +173,12 @@ def check_memory(
     count = sum(shape.numel() for shape in shapes.values())
     shards, averages = plan.sizes.shards, len(ema.names)
     trained = plan.trained(shapes, optimizer.groups)
-    needed = state_bytes(shapes, trained, optimizer, shards, averages)
+    width = BF16_BYTES if plan.precision.weights == "bf16" else FP32
+    needed = state_bytes(shapes, trained, optimizer, shards, averages, width)
     held = quantized.held_bytes(model, plan.lora)
-    needed -= sum(shapes[name].numel() * FP32 - size for name, size in held.items()) // shards
-    needed += round(plan.frozen.bytes_on(plan.sizes.data))
+    needed -= sum(shapes[name].numel() * width - size for name, size in held.items()) // shards
+    if not plan.offload.parameters:
+        needed += round(plan.frozen.bytes_on(plan.sizes.data))
     if device_bytes is not None and needed > device_bytes:
         raise UserError(
             f"[model] {count:,} parameters with gradients, moments and "
@@ -269,7 +295,7 @@ RING_KERNELS = [
 
 def check_torch_parts(*, profiles_memory: bool, rings: bool) -> None:
     """Raise UserError if a checkpoint, a memory snapshot or ring attention would fail."""
-    require("checkpoint/staging.py", DTensor, "_spec")
+    require("ranks/shards.py", DTensor, "_spec")
     require("checkpoint/staging.py", torch, "_foreach_copy_")
     require("checkpoint/torch_files.py", filesystem.FileSystem, "create_stream", "init_path")
     require(

@@ -837,14 +837,20 @@ def say_base(run: SavedNetwork) -> None:
     if not saved.quantized:
         return
     line = f"        base {saved.lora.base}: {len(saved.quantized)} weights, decoded once"
-    try:
-        path = find_checkpoint(location(given.get("init") or ""), None, "--input")
-        base = Weights(path, read_record(path), given.get("init_weights", "ema"))
-        errors = {name: changed(saved.whole(name), base, name) for name in saved.quantized}
-    except UserError:
-        console.say(f"{line}; not compared with {given.get('init')}, which is not there")
+    if not given.get("init"):
+        console.say(line)
         return
-    console.say(f"{line}; they differ from those of {path} by {rms_of([errors]):.2%}")
+    try:
+        path = find_checkpoint(location(given["init"]), None, "[checkpoint] init")
+        record = read_record(path)
+        base = Weights(path, record, given.get("init_weights", "ema"))
+        errors = {name: changed(saved.whole(name), base, name) for name in saved.quantized}
+    except UserError as error:
+        console.say(f"{line}; not compared with the weights of init: {error}")
+        return
+    # The newest checkpoint: the other run may have gone on since this one began.
+    other = f"{path}, step {record['step']}"
+    console.say(f"{line}; they differ from those of {other}, by {rms_of([errors]):.2%}")
 
 
 def changed(held: Tensor, base: Weights, name: str) -> Error:

@@ -18,8 +18,9 @@ class AdamW(Optimizer):
     whole_states = ("step",)
 
     def is_elementwise(self, group: Group) -> bool:
-        """True: every element has its own moments."""
-        return True
+        """True: every element has its own moments. A subclass's own methods may mix elements."""
+        kind = type(self)
+        return kind.update is AdamW.update and kind.new_states is AdamW.new_states
 
     def new_states(self, weights: Sequence[Tensor], group: Group) -> list[State]:
         """Zero moments, and the number of steps; the fused kernel counts on the device."""

@@ -22,6 +22,7 @@ from titan_dit.optim.sections import Group as Group
 from titan_dit.optim.sections import OptimizerConfig as OptimizerConfig
 from titan_dit.optim.sections import Parameters as Parameters
 from titan_dit.optim.stochastic_rounding import PIECE, StochasticRounding
+from titan_dit.ranks.shards import as_shard
 
 
 def shards_of(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -41,14 +42,11 @@ def sharded_like(shard: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return shard
     local = parameter._local_tensor.shape
+    if shard.shape == local:
+        return as_shard(shard, parameter)
     # Shards may be uneven: the whole shape cannot be computed from one.
-    shape, stride = parameter.shape, parameter.stride()
-    if shard.shape != local:
-        shape = torch.Size((*shape[:-1], shape[-1] * shard.shape[-1] // local[-1]))
-        stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        shard, parameter.device_mesh, parameter.placements, shape=shape, stride=stride
-    )
+    *rows, columns = parameter.shape
+    return as_shard(shard, parameter, (*rows, columns * shard.shape[-1] // local[-1]))
 
 
 def pieces(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:

@@ -60,6 +60,10 @@ class QuantizedAdamW(AdamW):
         self.codes = [codes_of(config.bits, is_signed, device) for is_signed in (True, False)]
         super().__init__(groups, config.defaults)
 
+    def is_elementwise(self, group: Group) -> bool:
+        """True: every weight has its own moments, and a weight is never cut."""
+        return True
+
     def new_states(self, weights: Sequence[Tensor], group: Group) -> list[State]:
         """Scales of zero, which is a moment of zero whatever the codes; and the steps so far."""
         if not group["block"]:

@@ -551,7 +551,9 @@ def resumed(
     if settings.allow_changes or has_moments:
         # The checkpoint may be of another optimizer, or of a run with frozen parameters.
         tensors, lines = without_missing(path, tensors)
-        say(*lines, *lines_of_rounding(tensors["model"]))
+        held = {name: dtype for name, (_, dtype) in checkpoint.contents(path).items()}
+        model = {f"model.{name}": weight for name, weight in tensors["model"].items()}
+        say(*lines, *lines_of_rounding(model, held))
     load_weights = load_imported if record.get("imported") else load
     load_weights(path, record, tensors, ema)
     rollbacks = read_rollbacks(run.folder) if own else Rollbacks()
@@ -563,9 +565,10 @@ def resumed(
     return progress
 
 
-def lines_of_rounding(model: Mapping[str, Tensor]) -> list[str]:
-    """Console line about weights that are held in bf16, whatever they were saved in; or none."""
-    if not any(weight.dtype == torch.bfloat16 for weight in model.values()):
+def lines_of_rounding(model: Mapping[str, Tensor], saved: Mapping[str, torch.dtype]) -> list[str]:
+    """Console line about bf16 weights whose `saved` format, by name, is another; or none."""
+    in_bf16 = (name for name, weight in model.items() if weight.dtype == torch.bfloat16)
+    if all(saved.get(name, torch.bfloat16) == torch.bfloat16 for name in in_bf16):
         return []
     return ['[precision] weights="bf16": loaded fp32 weights are rounded to the nearest bf16 once']
 
