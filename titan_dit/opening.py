@@ -522,24 +522,26 @@ def open_parts(config: JobConfig, world: World, *, resuming: bool) -> Parts:
     return Parts(plan, source, objective)
 
 
-def open_run(run: JobConfig, world: World, stage: int = 0) -> OpenedRun:
+def open_run(run: JobConfig, world: World, stage: int = 0, *, goes_on: bool = False) -> OpenedRun:
     """Resolve, check and open everything; does not write to the run directory. Collective.
 
     `run`: the config of the run. Of several stages this opens one, from 0, and tries the later
-    ones: what does not fit is refused before the first step.
+    ones: what does not fit is refused before the first step. `goes_on`: this process has trained
+    a stage already, and has tried the later ones before it.
     """
     config = settled(stages.config_of(run, stage))
     check_same_config(config, world.gather)
-    kept = kept_keys.settled(config.job, config.ema, config.checkpoint)
+    settings = resume.of_a_later_stage(config.checkpoint) if goes_on else config.checkpoint
+    kept = kept_keys.settled(config.job, config.ema, settings)
     run, config = (replace(each, job=kept[0], ema=kept[1]) for each in (run, config))
     job = config.job
     if config.training.deterministic:
         set_deterministic()
     # Rank 0's view decides, as in `resume`.
-    resuming = world.gather(resume.has_started(job, config.checkpoint))[0]
+    resuming = world.gather(resume.has_started(job, settings))[0]
     hooks = Hooks(job.hooks, world.is_first)
     hooks.raise_failure(world.gather)
-    for later in range(stage + 1, len(run.training.stages)):
+    for later in range(stage + 1, 0 if goes_on else len(run.training.stages)):
         with stages.naming(run, later):
             open_parts(settled(stages.config_of(run, later)), world, resuming=resuming)
     parts = open_parts(config, world, resuming=resuming)

@@ -27,7 +27,7 @@ def write_set(root):
     write_shards(root, latents, torch.arange(30) % 10, num_classes=10, source="a test")
 
 
-def staged(folder, data, stages=None, **sections):
+def staged(folder, data, stages=None, resume="auto", **sections):
     """Three steps of synthetic latents of 4x4; then five of a set of 8x8."""
     later = {
         "steps": 5,
@@ -44,7 +44,7 @@ def staged(folder, data, stages=None, **sections):
         model={"latent_size": 4, "num_layers": 2},
         data={"name": "synthetic", **synthetic},
         training={"steps": None, "stages": [{"steps": 3}, later] if stages is None else stages},
-        checkpoint={"every": 2, "keep": 0},
+        checkpoint={"every": 2, "keep": 0, "resume": resume},
         faults={"log_samples": True},
         **sections,
     )
@@ -82,7 +82,7 @@ def train(world, config, killed_before=None):
 def unbroken(world, root):
     """One process from the beginning to the end; then one that is killed in stage 1."""
     write_set(root / "set")
-    code, trainer = train(world, staged(root / "whole", root / "set"))
+    code, trainer = train(world, staged(root / "whole", root / "set", resume="never"))
     killed, _ = train(world, staged(root / "broken", root / "set"), killed_before=3)
     return code, killed, state(trainer), trainer.objective.config.shift
 

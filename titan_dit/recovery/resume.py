@@ -70,6 +70,14 @@ def effective_resume(resume: str) -> str:
     return "auto" if resume == "never" and is_restarted() else resume
 
 
+def of_a_later_stage(settings: CheckpointConfig) -> CheckpointConfig:
+    """The settings by which a process that has trained a stage goes on with the next one.
+
+    The checkpoints are its own, so resume `never` becomes `auto`, as for restarted ranks.
+    """
+    return replace(settings, resume="auto") if settings.resume == "never" else settings
+
+
 @dataclass(frozen=True)
 class Start:
     """The starting point of a run."""
