@@ -66,6 +66,11 @@ if TYPE_CHECKING:
 VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
 OF_A_HOST = (("pipeline", "network"),)
 """Keys that may differ between ranks: each host names its own."""
+OF_SIZES = (
+    *("latent_size", "latent_frames", "text_tokens", "sequence_length"),
+    *("rope_theta", "dropout"),
+)
+"""Keys of [model] that a stage may set: its sizes, and what goes with them."""
 
 
 def settled(config: JobConfig) -> JobConfig:
@@ -106,6 +111,7 @@ def settled_stages(config: JobConfig) -> list[JobConfig]:
             if config.training.stages:
                 check_size(found[-1] if found else each, each)
                 weights = check_weights(weights, each)
+                check_meaning(found[0] if found else each, each)
         found.append(each)
     return found
 
@@ -135,6 +141,23 @@ def check_weights(before: Mapping[str, torch.Size], config: JobConfig) -> dict[s
             "every size."
         )
     return now
+
+
+def check_meaning(first: JobConfig, config: JobConfig) -> None:
+    """Raise UserError if a stage changes a key of [model] by which its weights mean other things.
+
+    Parameters of equal names and shapes are split into heads, for example, by keys alone. Keys of a
+    user's own network are not known, and not checked.
+    """
+    if ":" in config.model.name:
+        return
+    was, now = vars(first.model), vars(config.model)
+    for key in sorted(key for key in now.keys() - set(OF_SIZES) if now[key] != was[key]):
+        raise UserError(
+            f"[model] {key}={show(now[key])}, but {show(was[key])} in the first stage: its weights "
+            "would mean other things. Leave it out; a stage may set "
+            f"{few([name for name in OF_SIZES if name in now])}."
+        )
 
 
 def check_launch(config: JobConfig) -> None:
