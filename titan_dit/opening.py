@@ -12,6 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +59,7 @@ from titan_dit.validation.validation_set import (
     ValidationSet,
     losses_with_averages,
     open_checked,
+    open_set,
 )
 
 if TYPE_CHECKING:
@@ -109,11 +111,17 @@ def settled_stages(config: JobConfig) -> list[JobConfig]:
         with stages.naming(config, number):
             each = settled(each)
             if config.training.stages:
+                check_rates(each)
                 check_size(found[-1] if found else each, each)
                 weights = check_weights(weights, each)
                 check_meaning(found[0] if found else each, each)
         found.append(each)
     return found
+
+
+def check_rates(config: JobConfig) -> None:
+    """Raise UserError if a stage, or a run without stages, cannot have its learning rates."""
+    lr_schedule.check(config.lr_scheduler, config.training.num_steps - config.training.begin)
 
 
 def check_size(before: JobConfig, config: JobConfig) -> None:
@@ -545,6 +553,19 @@ def open_parts(config: JobConfig, world: World, *, resuming: bool) -> Parts:
     return Parts(plan, source, objective)
 
 
+def try_stage(config: JobConfig, world: World, *, resuming: bool) -> None:
+    """Open a later stage as far as that is cheap: its parts, and what it validates on. Collective.
+
+    Raises UserError. Not opened are what previews draw with, and the feature network of [fid].
+    """
+    parts, fid = open_parts(config, world, resuming=resuming), config.fid
+    held_out = rows_held_out(config, parts.source)
+    training_order(config, parts.plan, parts.source, held_out)
+    open_set(config.validation, config.data, parts.source, held_out, config.job, config.text)
+    if fid.every and fid.reference and not Path(fid.reference).exists():
+        raise UserError(f"[fid] reference={show(fid.reference)} is not there.")
+
+
 def open_run(run: JobConfig, world: World, stage: int = 0, *, goes_on: bool = False) -> OpenedRun:
     """Resolve, check and open everything; does not write to the run directory. Collective.
 
@@ -566,7 +587,7 @@ def open_run(run: JobConfig, world: World, stage: int = 0, *, goes_on: bool = Fa
     hooks.raise_failure(world.gather)
     for later in range(stage + 1, 0 if goes_on else len(run.training.stages)):
         with stages.naming(run, later):
-            open_parts(settled(stages.config_of(run, later)), world, resuming=resuming)
+            try_stage(settled(stages.config_of(run, later)), world, resuming=resuming)
     parts = open_parts(config, world, resuming=resuming)
     plan, source, objective = parts.plan, parts.source, parts.objective
     objective.open_drawing(config.sampling, source, Ranks().run_on_first, job.folder)
@@ -574,7 +595,7 @@ def open_run(run: JobConfig, world: World, stage: int = 0, *, goes_on: bool = Fa
     sample_order = training_order(config, plan, source, held_out)
     of_epochs = buckets.rows_and_sizes(sample_order, plan.global_batch_size)
     config = replace(config, training=config.training.resolved(of_epochs))
-    lr_schedule.check(config.lr_scheduler, config.training.num_steps - config.training.begin)
+    check_rates(config)
     return OpenedRun(
         config=config,
         plan=plan,
