@@ -12,6 +12,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +59,7 @@ from titan_dit.validation.validation_set import (
     ValidationSet,
     losses_with_averages,
     open_checked,
+    open_set,
 )
 
 if TYPE_CHECKING:
@@ -66,6 +68,11 @@ if TYPE_CHECKING:
 VERSIONS = {"titan_dit": __version__, "torch": torch.__version__}
 OF_A_HOST = (("pipeline", "network"),)
 """Keys that may differ between ranks: each host names its own."""
+OF_SIZES = (
+    *("latent_size", "latent_frames", "text_tokens", "sequence_length"),
+    *("rope_theta", "dropout"),
+)
+"""Keys of [model] that a stage may set: its sizes, and what goes with them."""
 
 
 def settled(config: JobConfig) -> JobConfig:
@@ -104,10 +111,17 @@ def settled_stages(config: JobConfig) -> list[JobConfig]:
         with stages.naming(config, number):
             each = settled(each)
             if config.training.stages:
+                check_rates(each)
                 check_size(found[-1] if found else each, each)
                 weights = check_weights(weights, each)
+                check_meaning(found[0] if found else each, each)
         found.append(each)
     return found
+
+
+def check_rates(config: JobConfig) -> None:
+    """Raise UserError if a stage, or a run without stages, cannot have its learning rates."""
+    lr_schedule.check(config.lr_scheduler, config.training.num_steps - config.training.begin)
 
 
 def check_size(before: JobConfig, config: JobConfig) -> None:
@@ -135,6 +149,23 @@ def check_weights(before: Mapping[str, torch.Size], config: JobConfig) -> dict[s
             "every size."
         )
     return now
+
+
+def check_meaning(first: JobConfig, config: JobConfig) -> None:
+    """Raise UserError if a stage changes a key of [model] by which its weights mean other things.
+
+    Parameters of equal names and shapes are split into heads, for example, by keys alone. Keys of a
+    user's own network are not known, and not checked.
+    """
+    if ":" in config.model.name:
+        return
+    was, now = vars(first.model), vars(config.model)
+    for key in sorted(key for key in now.keys() - set(OF_SIZES) if now[key] != was[key]):
+        raise UserError(
+            f"[model] {key}={show(now[key])}, but {show(was[key])} in the first stage: its weights "
+            "would mean other things. Leave it out; a stage may set "
+            f"{few([name for name in OF_SIZES if name in now])}."
+        )
 
 
 def check_launch(config: JobConfig) -> None:
@@ -523,26 +554,41 @@ def open_parts(config: JobConfig, world: World, *, resuming: bool) -> Parts:
     return Parts(plan, source, objective)
 
 
-def open_run(run: JobConfig, world: World, stage: int = 0) -> OpenedRun:
+def try_stage(config: JobConfig, world: World, *, resuming: bool) -> None:
+    """Open a later stage as far as that is cheap: its parts, and what it validates on. Collective.
+
+    Raises UserError. Not opened are what previews draw with, and the feature network of [fid].
+    """
+    parts, fid = open_parts(config, world, resuming=resuming), config.fid
+    held_out = rows_held_out(config, parts.source)
+    training_order(config, parts.plan, parts.source, held_out)
+    open_set(config.validation, config.data, parts.source, held_out, config.job, config.text)
+    if fid.every and fid.reference and not Path(fid.reference).exists():
+        raise UserError(f"[fid] reference={show(fid.reference)} is not there.")
+
+
+def open_run(run: JobConfig, world: World, stage: int = 0, *, goes_on: bool = False) -> OpenedRun:
     """Resolve, check and open everything; does not write to the run directory. Collective.
 
     `run`: the config of the run. Of several stages this opens one, from 0, and tries the later
-    ones: what does not fit is refused before the first step.
+    ones: what does not fit is refused before the first step. `goes_on`: this process has trained
+    a stage already, and has tried the later ones before it.
     """
     config = settled(stages.config_of(run, stage))
     check_same_config(config, world.gather)
-    kept = kept_keys.settled(config.job, config.ema, config.checkpoint)
+    settings = resume.of_a_later_stage(config.checkpoint) if goes_on else config.checkpoint
+    kept = kept_keys.settled(config.job, config.ema, settings)
     run, config = (replace(each, job=kept[0], ema=kept[1]) for each in (run, config))
     job = config.job
     if config.training.deterministic:
         set_deterministic()
     # Rank 0's view decides, as in `resume`.
-    resuming = world.gather(resume.has_started(job, config.checkpoint))[0]
+    resuming = world.gather(resume.has_started(job, settings))[0]
     hooks = Hooks(job.hooks, world.is_first)
     hooks.raise_failure(world.gather)
-    for later in range(stage + 1, len(run.training.stages)):
+    for later in range(stage + 1, 0 if goes_on else len(run.training.stages)):
         with stages.naming(run, later):
-            open_parts(settled(stages.config_of(run, later)), world, resuming=resuming)
+            try_stage(settled(stages.config_of(run, later)), world, resuming=resuming)
     parts = open_parts(config, world, resuming=resuming)
     plan, source, objective = parts.plan, parts.source, parts.objective
     objective.open_drawing(config.sampling, source, Ranks().run_on_first, job.folder)
@@ -550,7 +596,7 @@ def open_run(run: JobConfig, world: World, stage: int = 0) -> OpenedRun:
     sample_order = training_order(config, plan, source, held_out)
     of_epochs = buckets.rows_and_sizes(sample_order, plan.global_batch_size)
     config = replace(config, training=config.training.resolved(of_epochs))
-    lr_schedule.check(config.lr_scheduler, config.training.num_steps - config.training.begin)
+    check_rates(config)
     return OpenedRun(
         config=config,
         plan=plan,

@@ -47,6 +47,7 @@ from titan_dit.recovery.resume import (
     BadStreak,
     Progress,
     newest_step,
+    of_a_later_stage,
     resumed,
     rolled_back,
     saves_of,
@@ -110,7 +111,8 @@ class Trainer:
 
         `before`: what the stage before leaves in this process.
         """
-        self.opened = opened = open_run(config, world, stage)
+        self.goes_on = before is not None
+        self.opened = opened = open_run(config, world, stage, goes_on=self.goes_on)
         config, job = opened.config, opened.config.job
         self.config, self.world = config, world
         self.plan, self.hooks, self.identity = opened.plan, opened.hooks, opened.identity
@@ -456,6 +458,8 @@ class Trainer:
     def resume(self) -> None:
         """Load the checkpoint of [checkpoint] resume, else the weights of [checkpoint] init."""
         settings, tensors = self.config.checkpoint, self.tensors()
+        if self.goes_on:
+            settings = of_a_later_stage(settings)
         progress = resumed(
             self.checkpoints,
             self.config.job,

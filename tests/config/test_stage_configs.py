@@ -86,6 +86,10 @@ REFUSED = {
     "objective.time_scale = 1": "[[stages]] 2: [objective] time_scale is of the whole run",
     "training.epochs = 1": "[training] epochs is of the whole run. Each stage has steps",
     "model.hidden_size = 64": "is [32] in the first stage and [64] in this one",
+    'lr_scheduler.decay = "wsd"\nlr_scheduler.wsd_decay_steps = 900': (
+        "[[stages]] 2: [lr_scheduler] wsd_decay_steps=900 begins before the end of the warm-up"
+    ),
+    "model.num_heads = 2": "[[stages]] 2: [model] num_heads=2, but 4 in the first stage",
     "training.global_batch_size = 0": "[[stages]] 2: [training] global_batch_size=0 must be",
 }
 REPLACED = {

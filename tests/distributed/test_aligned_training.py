@@ -115,6 +115,15 @@ def adapted(world, folder):
     return {name for name, p in trainer.parameters.items() if not torch.equal(before[name], p)}
 
 
+def switched_on(world, folder):
+    """[repa] set in a run that has begun without: its step, and the projector before and after."""
+    goes_on = {"resume": str(folder / "no_repa"), "allow_changes": True}
+    trainer = Trainer(config_of(folder / "switched", checkpoint=goes_on), world)
+    before = whole(trainer.parameters[OWN])
+    trainer.resume()
+    return trainer.step, before, whole(trainer.parameters[OWN])
+
+
 PICTURED = {"data": {"name": "tiny_repa:Pictured"}, "model": {"num_layers": 4, "in_channels": 3}}
 ONLINE = {"repa": {"network": "tiny_repa:squares"}}
 
@@ -134,7 +143,8 @@ def pictured(world, folder):
 
 def on_one(world, folder):
     found = alone(world, folder)
-    return found, weights_by_step(world, folder), (adapted(world, folder), pictured(world, folder))
+    others = adapted(world, folder), pictured(world, folder), switched_on(world, folder)
+    return found, weights_by_step(world, folder), others
 
 
 LAYOUTS = [
@@ -223,8 +233,15 @@ def test_after_the_last_step_the_features_are_left_out_and_the_projector_rests(r
     assert [cosine is None for _, cosine in found["whole"][1]] == [False] * LAST + [True]
 
 
+def test_a_run_that_switches_it_on_begins_with_the_initial_projector(runs):
+    _, (_, _, (*_, (step, before, after))), _ = runs
+    assert step == STEPS
+    assert before.any()
+    assert torch.equal(after, before)
+
+
 def test_adapters_and_the_projector_are_trained_alone(runs):
-    _, (_, _, (moved, _)), _ = runs
+    _, (_, _, (moved, *_)), _ = runs
     own = {name for name in moved if name.startswith("objective.1.")}
     assert len(own) == 6
     assert moved - own
@@ -232,7 +249,7 @@ def test_adapters_and_the_projector_are_trained_alone(runs):
 
 
 def test_features_that_are_computed_in_steps_are_those_that_are_stored(runs):
-    _, (_, _, (_, (stored, computed))), _ = runs
+    _, (_, _, (_, (stored, computed), _)), _ = runs
     assert "features" in stored[2]
     assert "features" not in computed[2]
     assert stored[1] == computed[1]

@@ -27,7 +27,7 @@ def write_set(root):
     write_shards(root, latents, torch.arange(30) % 10, num_classes=10, source="a test")
 
 
-def staged(folder, data, stages=None, **sections):
+def staged(folder, data, stages=None, resume="auto", **sections):
     """Three steps of synthetic latents of 4x4; then five of a set of 8x8."""
     later = {
         "steps": 5,
@@ -44,7 +44,7 @@ def staged(folder, data, stages=None, **sections):
         model={"latent_size": 4, "num_layers": 2},
         data={"name": "synthetic", **synthetic},
         training={"steps": None, "stages": [{"steps": 3}, later] if stages is None else stages},
-        checkpoint={"every": 2, "keep": 0},
+        checkpoint={"every": 2, "keep": 0, "resume": resume},
         faults={"log_samples": True},
         **sections,
     )
@@ -82,7 +82,7 @@ def train(world, config, killed_before=None):
 def unbroken(world, root):
     """One process from the beginning to the end; then one that is killed in stage 1."""
     write_set(root / "set")
-    code, trainer = train(world, staged(root / "whole", root / "set"))
+    code, trainer = train(world, staged(root / "whole", root / "set", resume="never"))
     killed, _ = train(world, staged(root / "broken", root / "set"), killed_before=3)
     return code, killed, state(trainer), trainer.objective.config.shift
 
@@ -181,6 +181,19 @@ def refusal(world, config):
     return None
 
 
+def refused_at_the_begin(world, root):
+    """What a run says before its first step to paths of a later stage that are not there."""
+    small, large = staged(root, root / "set").training.stages
+    paths = {
+        "validation": {"every": 2, "path": str(root / "nowhere")},
+        "fid": {"every": 2, "reference": str(root / "nowhere")},
+    }
+    return [
+        refusal(world, staged(root / "refused", root / "set", [small, large | {name: keys}]))
+        for name, keys in paths.items()
+    ]
+
+
 def stopped_at_a_boundary(world, root):
     """A stop that is asked for in the last step of stage 1 must not be lost."""
     take_step = Trainer.train_step
@@ -209,7 +222,7 @@ def damaged(world, root):
 
 def changed_and_stopped(world, root):
     changed, stopped = resumed_with_changes(world, root), stopped_at_a_boundary(world, root)
-    return changed, stopped, damaged(world, root)
+    return changed, stopped, damaged(world, root), refused_at_the_begin(world, root)
 
 
 @pytest.fixture(scope="module")
@@ -219,17 +232,20 @@ def others(runs):
 
 def test_damaged_checkpoints_lead_back_into_an_earlier_stage(runs, others):
     _, (*_, whole, _), _ = runs
-    *_, (code, found) = others
+    *_, (code, found), _ = others
     assert code == 0
     for name, value in whole.items():
         assert torch.equal(found[name], value), name
 
 
 def test_changed_stages_are_refused_and_a_stop_at_a_boundary_is_kept(others):
-    refused, (code, saved), _ = others
+    refused, (code, saved), _, at_the_begin = others
     assert "[[stages]] 1 [optimizer] lr: none -> 0.002" in refused["ended"].replace("None", "none")
     assert "[[stages]] 1 steps: 3 -> 2, but it has ended" in refused["shorter"]
     assert "[objective] shift: 2.0 -> 3.0" in refused["now"]
     assert "[[stages]] 2 has taken step 8" in refused["none"]
     assert code == 0
     assert saved == ["step-00000002", "step-00000003"]
+    for said, key in zip(at_the_begin, ("[validation] path", "[fid] reference"), strict=True):
+        assert said.startswith(f"[[stages]] 2: {key}=")
+        assert "nowhere" in said

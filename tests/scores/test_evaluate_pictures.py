@@ -6,6 +6,7 @@ import json
 import os
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -351,3 +352,11 @@ def test_pictures_of_two_formats_are_mentioned(tmp_path):
     assert evaluate.hint_of_formats(png, png) is None
     drawn = held([torch.zeros(1, 8, 8, 3, dtype=torch.uint8)], "drawn")
     assert evaluate.hint_of_formats(drawn, jpeg) is None
+
+
+def test_pictures_of_classes_with_references_are_refused_by_name():
+    drawing = SimpleNamespace(captions=None, data=SimpleNamespace(reference="reference pictures"))
+    with pytest.raises(UserError, match=r"^--reference: run/step-2 draws classes from reference p"):
+        evaluate.captions_of_rows("run/step-2", drawing, options(), ())
+    drawing.data.reference = None
+    assert evaluate.captions_of_rows("run/step-2", drawing, options(), ()) is None

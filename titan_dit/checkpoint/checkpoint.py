@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -192,6 +192,15 @@ def read_into(tensors: TensorTree, path: Location, ranks: Ranks | None = None) -
 def of_the_network(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Drop the parameters of an objective's own modules."""
     return {name: t for name, t in tensors.items() if not name.startswith(OWN)}
+
+
+def without_own(tensors: Mapping[str, Tensor], saved: Collection[str]) -> dict[str, Tensor]:
+    """Drop those parameters of an objective's own modules that a checkpoint with `saved` lacks."""
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(OWN) or f"model.{name}" in saved
+    }
 
 
 def contents(path: Location) -> dict[str, tuple[torch.Size, torch.dtype]]:

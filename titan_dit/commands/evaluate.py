@@ -299,6 +299,12 @@ def captions_of_rows(
     if diffusion.captions is None:
         if keys:
             raise UserError(f"{keys[0]}: the run draws classes, and reads no data. Leave it out.")
+        if diffusion.data.reference is not None:
+            raise UserError(
+                f"--reference: {path} draws classes from {diffusion.data.reference}, and evaluate "
+                "reads references beside captions only. Set [fid] in the run, or leave --reference "
+                "out for the validation loss."
+            )
         return None
     if options.labels != ALL:
         raise UserError(

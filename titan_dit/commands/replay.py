@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from titan_dit import init_from
-from titan_dit.build import BuiltNetwork, build
+from titan_dit.build import BuiltNetwork, build, prepare_of
 from titan_dit.checkpoint import checkpoint
 from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_checkpoints import find_checkpoint, step_of
@@ -32,7 +32,7 @@ from titan_dit.data.base import SampleOrder, Source
 from titan_dit.data.buckets import BucketOrder, step_plan
 from titan_dit.data.order import LaterOrder, SampleRange, StepPlan, numbers_of, ranges_of
 from titan_dit.execution import LocalExecutor, Output, first_of
-from titan_dit.objectives.base import Objective, with_collect
+from titan_dit.objectives.base import Objective
 from titan_dit.observe import console, metrics
 from titan_dit.opening import (
     open_objective,
@@ -45,7 +45,7 @@ from titan_dit.optim.ema import EMA
 from titan_dit.optim.gradient_norm import clip_norm
 from titan_dit.optim.optimizer import freeze
 from titan_dit.parallel import compile
-from titan_dit.parallel.compile import compile_prepare, compiles
+from titan_dit.parallel.compile import compiles
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.plan import RunPlan, resolve, with_buckets
 from titan_dit.ranks import process_group
@@ -357,8 +357,8 @@ def rebuilt(
     if compiles(config.compile):
         try:
             compile.check(replace(config.compile, cuda_graphs=False), device)
-            prepare = compile_prepare(objective, config.compile, device)
-            built = replace(built, prepare=with_collect(objective, prepare))
+            as_in_run = replace(plan, compile=config.compile)
+            built = replace(built, prepare=prepare_of(as_in_run, objective, device))
         except UserError as error:
             console.say(f"inputs equal those of the run up to rounding only: {error}")
     freeze(built.parameters, config.optimizer.groups)

@@ -70,6 +70,14 @@ def effective_resume(resume: str) -> str:
     return "auto" if resume == "never" and is_restarted() else resume
 
 
+def of_a_later_stage(settings: CheckpointConfig) -> CheckpointConfig:
+    """The settings by which a process that has trained a stage goes on with the next one.
+
+    The checkpoints are its own, so resume `never` becomes `auto`, as for restarted ranks.
+    """
+    return replace(settings, resume="auto") if settings.resume == "never" else settings
+
+
 @dataclass(frozen=True)
 class Start:
     """The starting point of a run."""
@@ -299,11 +307,12 @@ def load_imported(path: Location, record: Mapping[str, Any], tensors: TensorTree
 
 
 def without_missing(path: Location, tensors: TensorTree) -> tuple[TensorTree, list[str]]:
-    """Leave out moments and averages that a checkpoint lacks; console lines about the moments.
+    """Leave out what a checkpoint may lack; console lines about it.
 
     Missing moments are set to zero, as in a new run; `load` starts missing averages at the weights.
-    A checkpoint has neither for parameters that were frozen. Collective: the lines are about all
-    ranks.
+    A checkpoint has neither for parameters that were frozen. Missing parameters of an objective's
+    own modules, such as the projector of [repa], stay as they are: initial in a run that resumes.
+    Collective: the lines are about all ranks.
     """
     saved, kept, missing = checkpoint.contents(path), dict[str, Any](), set[str]()
     for name, state in tensors["optimizer"].items():
@@ -316,11 +325,15 @@ def without_missing(path: Location, tensors: TensorTree) -> tuple[TensorTree, li
     lines = []
     if missing:
         lines = [f"{path} has no {', '.join(sorted(missing))} of some parameters: zero there"]
+    model = checkpoint.without_own(tensors["model"], saved)
+    fresh = set().union(*Ranks().gather(tensors["model"].keys() - model.keys()))
+    if fresh:
+        lines.append(f"{path} has no {listed(sorted(fresh))}: as in this run before loading")
     averages = {
         key: {name: tensor for name, tensor in average.items() if f"ema.{key}.{name}" in saved}
         for key, average in tensors["ema"].items()
     }
-    return {**tensors, "optimizer": kept, "ema": averages}, lines
+    return {"model": model, "optimizer": kept, "ema": averages}, lines
 
 
 ROLLBACKS_SCHEMA = {
