@@ -33,6 +33,7 @@ from titan_dit.data.latent_facts import (
     BucketShape,
     LatentFacts,
     VAEFacts,
+    beside_fields,
     name_of,
 )
 from titan_dit.data.latents import LatentShards
@@ -268,7 +269,7 @@ class MixedLatents(Source):
     def bucket_fields(self, bucket: int) -> Mapping[str, Field]:
         """See `Source.bucket_fields`."""
         shape, tokens = self.shapes[bucket]
-        found = {**self.fields, "latent": Field(self.fields["latent"].dtype, shape)}
+        found = beside_fields(self.fields, shape)
         if tokens and (text := self.fields.get("text")):  # Else token ids.
             found["text"] = Field(text.dtype, (tokens, *text.shape[1:]))
         return found
