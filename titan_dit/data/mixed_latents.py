@@ -390,7 +390,7 @@ class MixedLatents(Source):
         for run, out in zip(self.runs, outs, strict=True):
             rate = of_row[run.dataset] * (run.count - len(out))
             parts[run.bucket].append(Part(run.first - firsts[run.bucket], run.count, rate, out))
-        if len(parts) == 1:
+        if not self.facts.bucket_shapes:
             return MixedOrder(seed, tuple(parts[0]))
         return BucketOrder.mixed(seed, self.bucket_names, list(map(tuple, parts)), batch_sizes)
 
