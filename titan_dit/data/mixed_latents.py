@@ -472,8 +472,9 @@ class MixedLatents(Source):
         self, dataset: int, own: dict[str, Tensor], num: int, tokens: int
     ) -> dict[str, Tensor]:
         """The fields of `num` rows of one dataset, in the form of all datasets' fields."""
-        if "latent" in own:
-            own["latent"] = own["latent"].to(self.fields["latent"].dtype)
+        for name in ("latent", "reference"):
+            if name in own:
+                own[name] = own[name].to(self.fields[name].dtype)
         if "label" in own and not self._has_labels:
             own["label"] = torch.zeros_like(own["label"])
         if self.facts.text:
