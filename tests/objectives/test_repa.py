@@ -12,6 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from titan_dit.config.training import RepaConfig
 from titan_dit.models.base import Model
 from titan_dit.models.dit_config import DiTConfig
+from titan_dit.models.joint_dit_config import JointDiTConfig
+from titan_dit.models.lora import adapted_layers
 from titan_dit.objectives.base import Prepared
 from titan_dit.objectives.repa import (
     FACTOR,
@@ -214,6 +216,19 @@ DIT = DiTConfig(
 )
 
 
+JOINT = JointDiTConfig(
+    hidden_size=12,
+    num_layers=2,
+    num_heads=2,
+    patch_size=2,
+    latent_size=(4, 4),
+    in_channels=1,
+    text_tokens=4,
+    text_dim=3,
+    reference_tokens=True,
+)
+
+
 @pytest.mark.parametrize(
     ("keys", "wanted"),
     [
@@ -236,9 +251,19 @@ def test_a_network_without_a_picture_s_tokens_is_one_line():
     spec, config = DIT.spec(), RepaConfig(block=1, dim=4)
     message = refused(lambda: with_alignment(spec, config, (2, 1)))
     assert message.startswith("[repa] block=1: [model] has 4 tokens for 2 x 1 of the picture")
+    message = refused(lambda: with_alignment(JOINT.spec(), config, (2, 2)))
+    assert message.startswith("[repa] block=1 with [model] reference_tokens=true: blocks hold the")
     other = replace(spec, stream={"x": spec.stream["tokens"]})
     message = refused(lambda: with_alignment(other, config, (2, 2)))
     assert message.startswith("[repa] block=1: the stream of [model] is x, without tokens.")
+
+
+def test_the_projector_has_no_adapters():
+    with torch.device("meta"):
+        network = with_alignment(DIT.spec(), RepaConfig(block=1, dim=4), (2, 2)).build()
+    names = adapted_layers(network, ["*"])
+    assert "blocks.0.attn.qkv" in names
+    assert not [name for name in names if name.startswith("objective.")]
 
 
 def test_keys_without_a_block_are_one_line():

@@ -174,6 +174,12 @@ def with_alignment(spec: ModelSpec, config: RepaConfig, grid: tuple[int, int]) -
             f"[repa] block={block}: the stream of [model] is {', '.join(spec.stream)}, without "
             f"{TOKENS}. Name the picture's tokens so in its spec, or leave [repa] out."
         )
+    if "reference_rotary" in spec.static:
+        raise UserError(
+            f"[repa] block={block} with [model] reference_tokens=true: blocks hold the tokens of "
+            "the reference beside the picture's, and [repa] aligns the picture's alone. Set "
+            "condition_channels in place of reference_tokens, or leave [repa] out."
+        )
     number, width = spec.stream[TOKENS].shape
     if number != math.prod(grid):
         raise UserError(
