@@ -220,7 +220,7 @@ class LatentShards(Source):
             **{key: entry[key] for key in ("name", "digest", "dim")}, grid=tuple(entry["grid"])
         )
         size = facts.num_tokens * facts.dim * np.dtype(FEATURES_DTYPE).itemsize
-        rows = ShardRows(files, size)
+        rows = ShardRows(files, size, beside=self._latents)
         return self._with(replace(self.facts, features=facts), _features=rows)
 
     def as_clips(self) -> LatentShards:
