@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from titan_dit.data.latents import write_buckets
 from titan_dit.data.manifest import file_digest
@@ -23,7 +23,16 @@ ENCODER = {
 }
 
 
-def write_set(root, counts, first=0, lengths=(3,), tokens=8, encoder=ENCODER, **manifest):
+def write_set(
+    root,
+    counts,
+    first=0,
+    lengths=(3,),
+    tokens=8,
+    encoder=ENCODER,
+    dtype=torch.float16,
+    **manifest,
+):
     """A set of latents [2, h, w] that all hold their row's number, counted from `first`.
 
     `counts`: (h, w), or (f, h, w) of clips, -> rows. Row i has a caption of
@@ -34,7 +43,7 @@ def write_set(root, counts, first=0, lengths=(3,), tokens=8, encoder=ENCODER, **
     buckets, row = [], first
     for size, count in counts.items():
         numbers = torch.arange(row, row + count).float().view(-1, 1, *[1] * len(size))
-        latents = numbers.expand(count, 2, *size).half().contiguous()
+        latents = numbers.expand(count, 2, *size).to(dtype).contiguous()
         buckets.append((latents, torch.arange(count) % 2))
         row += count
     write_buckets(root, buckets, num_classes=2, source="a test", shard_size=4)
@@ -45,6 +54,30 @@ def write_set(root, counts, first=0, lengths=(3,), tokens=8, encoder=ENCODER, **
             root, range(first, row, values.get("copies", 1)), lengths, tokens, encoder
         )
     file.write_text(json.dumps(values))
+    return root
+
+
+def write_beside(root, names, grid=(2, 2), dim=3):
+    """Random tensors of these names beside the latents of a set: reference, mask, features."""
+    manifest, rng = json.loads((root / "manifest.json").read_text()), np.random.default_rng(0)
+    for entry in manifest["shards"]:
+        file = root / entry["file"]
+        tensors = load_file(file)
+        latents = tensors["latent"]
+        beside = {
+            "reference": torch.from_numpy(rng.normal(size=latents.shape)).to(latents.dtype),
+            "mask": torch.from_numpy(rng.integers(256, size=latents[:, 0].shape)).byte(),
+            "features": torch.from_numpy(rng.normal(size=(len(latents), *grid, dim))).half(),
+        }
+        save_file(tensors | {name: beside[name] for name in names}, file)
+        entry |= {"bytes": file.stat().st_size, "sha256": file_digest(file)}
+    about = {
+        "reference": {"kind": "picture", "channels": 2},
+        "mask": {"mean": 127.5},
+        "features": {"name": "tests:random", "digest": "0", "grid": grid, "dim": dim},
+    }
+    manifest |= {name: about[name] for name in names}
+    (root / "manifest.json").write_text(json.dumps(manifest))
     return root
 
 

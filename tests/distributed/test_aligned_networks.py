@@ -22,7 +22,11 @@ def measured(world, name, projector, layouts):
             joint_config(
                 name,
                 model=layers | {"latent_size": size},
-                data={"name": "tiny_repa:FeaturedCaptions", "patch_size": patch},
+                data={
+                    "name": "tiny_repa:FeaturedCaptions",
+                    "patch_size": patch,
+                    "masks": projector == "mlp",
+                },
                 repa=repa(block=3, projector=projector),
                 parallel=parallel,
                 pipeline=pipeline,

@@ -1,9 +1,9 @@
-"""Latents of one channel with labels, and features of 4 x 4 tokens, for [repa]."""
+"""Latents of one channel with labels and masks, and features of 4 x 4 tokens, for [repa]."""
 
 from dataclasses import dataclass, replace
 
 import torch
-from tiny_joint import Captioned, Captions
+from tiny_joint import MASK_MEAN, Captioned, Captions
 
 from titan_dit.config.section import PositiveInt
 from titan_dit.data.base import DataConfig, Field, Source
@@ -14,7 +14,7 @@ GRID, DIM = (4, 4), 6
 
 @dataclass(frozen=True, kw_only=True)
 class Featured(DataConfig):
-    """64 random latents 1 x 8 x 8 of ten classes, with random features."""
+    """64 random latents 1 x 8 x 8 of ten classes, with random masks and features."""
 
     def open(self):
         return FeaturedLatents()
@@ -23,7 +23,12 @@ class Featured(DataConfig):
 class FeaturedLatents(Source):
     def __init__(self, features=None):
         self.facts = LatentFacts(
-            count=64, digest="featured", shape=(1, 8, 8), num_classes=10, features=features
+            count=64,
+            digest="featured",
+            shape=(1, 8, 8),
+            num_classes=10,
+            features=features,
+            mask_mean=MASK_MEAN,
         )
         self.fields = self.facts.fields(torch.float32)
 
@@ -37,6 +42,7 @@ class FeaturedLatents(Source):
             "latent": torch.randn(1, 8, 8, generator=rng),
             "label": torch.tensor(index % 10),
             "features": torch.randn(GRID[0] * GRID[1], DIM, generator=rng).half() + index % 3,
+            "mask": torch.randint(256, (8, 8), generator=rng).byte(),
         }
         return {name: found[name] for name in self.fields}
 
@@ -101,7 +107,8 @@ class FeaturedCaptions(Captioned):
 
     def open(self):
         shapes = [(self.channels, *self.latent_size)]
-        found = CaptionsWithFeatures(shapes, (self.text_tokens, self.text_dim), self.text_padding)
+        text = self.text_tokens, self.text_dim
+        found = CaptionsWithFeatures(shapes, text, self.text_padding, masks=self.masks)
         height, width = self.latent_size
         found.grid = height // self.patch_size, width // self.patch_size
         return found

@@ -12,6 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from titan_dit.config.training import RepaConfig
 from titan_dit.models.base import Model
 from titan_dit.models.dit_config import DiTConfig
+from titan_dit.models.joint_dit_config import JointDiTConfig
+from titan_dit.models.lora import adapted_layers
 from titan_dit.objectives.base import Prepared
 from titan_dit.objectives.repa import (
     FACTOR,
@@ -53,13 +55,20 @@ def read(module):
     return readings([part], torch.device("cpu"), lambda sums: sums)
 
 
+@pytest.mark.parametrize("has_masks", [False, True])
 @pytest.mark.parametrize("projector", ["mlp", "conv"])
-def test_the_gradient_is_that_of_the_network_s_loss_and_of_the_weighted_cosine(projector):
+def test_the_gradient_is_that_of_the_network_s_loss_and_of_the_weighted_cosine(
+    projector, has_masks
+):
     config, module = module_of(projector=projector, weight=0.7)
     tokens, features = inputs()
     tokens.requires_grad_()
     # The last sample fills the batch up. The step has 12 tokens on all ranks.
-    side = weighted(config, batch_of(features, torch.tensor([1.0, 1, 0])), None).side_inputs
+    weight = torch.tensor([1.0, 1, 0])
+    # 0.5, 1.5, ... of a sample's tokens: 1 on average.
+    masks = torch.tensor([0.5, 1.5] * 3).expand(ROWS, -1) if has_masks else torch.ones(ROWS, 6)
+    given = batch_of(features, weight[:, None] * masks if has_masks else weight)
+    side = weighted(config, given, None).side_inputs
     condition = torch.ones(ROWS, 2)
     out_condition, out, *none = module((condition, tokens), side)
     assert not none
@@ -74,7 +83,7 @@ def test_the_gradient_is_that_of_the_network_s_loss_and_of_the_weighted_cosine(p
     given = module.projector(tokens if projector == "mlp" else pictures)
     given = given if projector == "mlp" else given.flatten(2).transpose(1, 2)
     cosine = (normalize(given, dim=-1) * normalize(features.double(), dim=-1)).sum(-1)
-    loss = -cosine[:2].sum() / 12
+    loss = -(cosine * masks)[:2].sum() / 12
     ((tokens**2).sum() + 0.7 * loss).backward()
     for name, p in module.named_parameters():
         torch.testing.assert_close(found[name], p.grad, msg=name)
@@ -84,15 +93,27 @@ def test_the_gradient_is_that_of_the_network_s_loss_and_of_the_weighted_cosine(p
     assert read(module) == {}
 
 
-def test_without_gradients_or_features_the_stream_stays_as_it_is():
+class Block(torch.nn.Module):
+    def forward(self, stream, side):
+        return stream
+
+
+def test_without_gradients_or_features_the_module_is_not_called():
     config, module = module_of()
+    part, calls = Model(), []
+    part.embed = part.head = None
+    part.blocks = torch.nn.ModuleDict({"0": Block()})
+    part.objective["0"] = module
+    module.register_forward_pre_hook(lambda *_: calls.append(1))  # As FSDP's all-gather.
     tokens, features = inputs()
     side = weighted(config, batch_of(features, torch.ones(ROWS)), None).side_inputs
     stream = torch.ones(ROWS, 2), tokens
     with torch.no_grad():
-        assert module(stream, side) is stream
-    assert module(stream, {}) is stream
-    assert module.take_sums() is None
+        assert part(stream, side) is stream
+    assert part(stream, {}) is stream
+    assert not calls
+    part(stream, side)
+    assert len(calls) == 1
     empty = replace(batch_of(features, torch.ones(ROWS)), context={})
     assert weighted(config, empty, None) is empty
 
@@ -158,7 +179,11 @@ def test_on_xl_2_its_flops_are_below_four_percent_of_a_step_and_all_behind_its_b
     with torch.device("meta"):
         whole = spec.build().flops_per_sample(256)
         side = {name: torch.empty(each.shape) for name, each in spec.static.items()}
-        own = {FEATURES: torch.empty(1, 256, 768), WEIGHT: torch.empty(1), FACTOR: torch.empty(())}
+        own = {
+            FEATURES: torch.empty(1, 256, 768),
+            WEIGHT: torch.empty(1, 256),
+            FACTOR: torch.empty(()),
+        }
         for layers in STAGES:
             part = spec.build()
             part.cut(layers, is_first=0 in layers, is_last=LAYERS - 1 in layers)
@@ -191,6 +216,19 @@ DIT = DiTConfig(
 )
 
 
+JOINT = JointDiTConfig(
+    hidden_size=12,
+    num_layers=2,
+    num_heads=2,
+    patch_size=2,
+    latent_size=(4, 4),
+    in_channels=1,
+    text_tokens=4,
+    text_dim=3,
+    reference_tokens=True,
+)
+
+
 @pytest.mark.parametrize(
     ("keys", "wanted"),
     [
@@ -213,9 +251,19 @@ def test_a_network_without_a_picture_s_tokens_is_one_line():
     spec, config = DIT.spec(), RepaConfig(block=1, dim=4)
     message = refused(lambda: with_alignment(spec, config, (2, 1)))
     assert message.startswith("[repa] block=1: [model] has 4 tokens for 2 x 1 of the picture")
+    message = refused(lambda: with_alignment(JOINT.spec(), config, (2, 2)))
+    assert message.startswith("[repa] block=1 with [model] reference_tokens=true: blocks hold the")
     other = replace(spec, stream={"x": spec.stream["tokens"]})
     message = refused(lambda: with_alignment(other, config, (2, 2)))
     assert message.startswith("[repa] block=1: the stream of [model] is x, without tokens.")
+
+
+def test_the_projector_has_no_adapters():
+    with torch.device("meta"):
+        network = with_alignment(DIT.spec(), RepaConfig(block=1, dim=4), (2, 2)).build()
+    names = adapted_layers(network, ["*"])
+    assert "blocks.0.attn.qkv" in names
+    assert not [name for name in names if name.startswith("objective.")]
 
 
 def test_keys_without_a_block_are_one_line():

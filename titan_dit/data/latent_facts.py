@@ -149,7 +149,7 @@ class FeatureFacts:
     name: str
     """Its function, as "package.module:function"."""
     digest: str
-    """SHA-256 of its weights, or of its source file, see `scores.features.user_function`."""
+    """SHA-256 of its weights, or of its source file, see `pictures.features.user_function`."""
     grid: tuple[int, int]
     """Rows and columns of a picture's features."""
     dim: int
@@ -456,6 +456,19 @@ class LatentFacts(DataFacts):
 def clip_of(shape: Shape) -> Shape:
     """The shape of a clip; that of a picture gets one frame. The bytes of a sample are the same."""
     return shape if len(shape) == 4 else (shape[0], 1, *shape[1:])
+
+
+def beside_fields(fields: Mapping[str, Field], shape: Shape) -> dict[str, Field]:
+    """The fields of samples whose latents have this shape: `reference` and `mask` have its size."""
+    beside = {name: fields[name] for name in ("reference", "mask") if name in fields}
+    return {
+        **fields,
+        "latent": Field(fields["latent"].dtype, tuple(shape)),
+        **{
+            name: Field(field.dtype, (*field.shape[: 1 - len(shape)], *shape[1:]))
+            for name, field in beside.items()
+        },
+    }
 
 
 def name_of(shape: Sequence[int], text_tokens: int = 0) -> str:

@@ -39,6 +39,7 @@ from titan_dit.data.latent_facts import (
     ReferenceFacts,
     Shape,
     VAEFacts,
+    beside_fields,
     clip_of,
     name_of,
 )
@@ -219,7 +220,7 @@ class LatentShards(Source):
             **{key: entry[key] for key in ("name", "digest", "dim")}, grid=tuple(entry["grid"])
         )
         size = facts.num_tokens * facts.dim * np.dtype(FEATURES_DTYPE).itemsize
-        rows = ShardRows(files, size)
+        rows = ShardRows(files, size, beside=self._latents)
         return self._with(replace(self.facts, features=facts), _features=rows)
 
     def as_clips(self) -> LatentShards:
@@ -251,12 +252,7 @@ class LatentShards(Source):
 
     def bucket_fields(self, bucket: int) -> dict[str, Field]:
         """See `Source.bucket_fields`."""
-        shape = self.buckets[bucket].shape
-        beside = {
-            name: Field(self.fields[name].dtype, beside_shape(name, self.manifest, shape))
-            for name in self._beside
-        }
-        return {**self.fields, "latent": Field(self.dtype, shape), **beside}
+        return beside_fields(self.fields, self.buckets[bucket].shape)
 
     def _rows_beside(self) -> dict[str, ShardRows]:
         """The rows of further tensors of the shards, by name; features are read when asked for."""

@@ -33,6 +33,7 @@ from titan_dit.data.latent_facts import (
     BucketShape,
     LatentFacts,
     VAEFacts,
+    beside_fields,
     name_of,
 )
 from titan_dit.data.latents import LatentShards
@@ -268,7 +269,7 @@ class MixedLatents(Source):
     def bucket_fields(self, bucket: int) -> Mapping[str, Field]:
         """See `Source.bucket_fields`."""
         shape, tokens = self.shapes[bucket]
-        found = {**self.fields, "latent": Field(self.fields["latent"].dtype, shape)}
+        found = beside_fields(self.fields, shape)
         if tokens and (text := self.fields.get("text")):  # Else token ids.
             found["text"] = Field(text.dtype, (tokens, *text.shape[1:]))
         return found
@@ -389,7 +390,7 @@ class MixedLatents(Source):
         for run, out in zip(self.runs, outs, strict=True):
             rate = of_row[run.dataset] * (run.count - len(out))
             parts[run.bucket].append(Part(run.first - firsts[run.bucket], run.count, rate, out))
-        if len(parts) == 1:
+        if not self.facts.bucket_shapes:
             return MixedOrder(seed, tuple(parts[0]))
         return BucketOrder.mixed(seed, self.bucket_names, list(map(tuple, parts)), batch_sizes)
 
@@ -471,8 +472,9 @@ class MixedLatents(Source):
         self, dataset: int, own: dict[str, Tensor], num: int, tokens: int
     ) -> dict[str, Tensor]:
         """The fields of `num` rows of one dataset, in the form of all datasets' fields."""
-        if "latent" in own:
-            own["latent"] = own["latent"].to(self.fields["latent"].dtype)
+        for name in ("latent", "reference"):
+            if name in own:
+                own[name] = own[name].to(self.fields[name].dtype)
         if "label" in own and not self._has_labels:
             own["label"] = torch.zeros_like(own["label"])
         if self.facts.text:

@@ -19,7 +19,7 @@ from torch import Tensor
 from titan_dit.data.base import Field, SampleOrder, Source
 from titan_dit.data.buckets import BucketOrder
 from titan_dit.data.held_out import counted
-from titan_dit.data.latent_facts import LatentFacts, Shape, name_of
+from titan_dit.data.latent_facts import LatentFacts, Shape, beside_fields, name_of
 from titan_dit.data.latents import LatentShards
 
 PART = 1 << 16
@@ -100,7 +100,7 @@ class TextGroups(Source):
 
     def bucket_fields(self, bucket: int) -> Mapping[str, Field]:
         """See `Source.bucket_fields`."""
-        found = {**self.fields, "latent": Field(self.source.dtype, self.shapes[bucket])}
+        found = beside_fields(self.fields, self.shapes[bucket])
         if text := self.fields.get("text"):  # Else token ids.
             found["text"] = Field(text.dtype, (self.text_tokens[bucket], *text.shape[1:]))
         return found

@@ -480,7 +480,6 @@ class Diffusion(Objective, ABC):
     def __post_init__(self) -> None:
         """Read what the condition needs, and what a subclass takes besides."""
         own = [name for name in type(self).takes if name not in Diffusion.takes]
-        own = [name for name in type(self).takes if name not in Diffusion.takes]
         held = {"reference": self.data.reference, "mask": self.data.mask_mean}
         more = [name for name, facts in held.items() if facts is not None]
         more += [FEATURES] if self.repa.block and not self.opened.features else []

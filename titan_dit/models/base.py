@@ -155,8 +155,9 @@ class Model(nn.Module):
     which * stands for any text. For small ones: every rank holds them whole during a step."""
     objective: nn.ModuleDict
     """Modules of the objective, by the layer of the block that they follow: (stream, side) ->
-    stream. Their parameters, objective.LAYER.*, are trained and saved, but no part of the network.
-    """
+    stream. Their `rests(side)` is equal on all ranks; if True they are not called, so that FSDP
+    gathers nothing. Their parameters, objective.LAYER.*, are trained and saved, but no part of the
+    network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,10 +179,11 @@ class Model(nn.Module):
 
         Without `embed` the input is a stream, without `head` the output is one.
         """
+        objective: Any = self.objective
         stream: Any = given if self.embed is None else self.embed(given, side)
         for layer, block in self.blocks.items():
             stream = block(stream, side)
-            if layer in self.objective:
+            if layer in objective and not objective[layer].rests(side):
                 stream = self.objective[layer](stream, side)
         out: Tensor | Stream = stream if self.head is None else self.head(stream, side)
         return out

@@ -38,11 +38,13 @@ def trained(names: Iterable[str], config: LoRAConfig, groups: Sequence[GroupConf
 
 
 def adapted_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
-    """The linear layers whose names match, by name."""
+    """The linear layers whose names match, by name; not those of the objective."""
     return {
         name: layer
         for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and matches(name, targets)
+        if isinstance(layer, nn.Linear)
+        and not name.startswith("objective.")
+        and matches(name, targets)
     }
 
 

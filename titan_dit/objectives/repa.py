@@ -29,7 +29,7 @@ from titan_dit.models.initializers import Independent, Initializer
 from titan_dit.objectives.base import Prepared, at_least_fp32
 
 WEIGHT, FACTOR = "repa_weight", "repa_factor"
-"""Side inputs: weight of a sample's tokens in the step's loss, [b]; factor of the gradient."""
+"""Side inputs: weights of the tokens in the step's loss, [b, n]; factor of the gradient."""
 TOKENS = "tokens"
 """The stream's tensor whose tokens are aligned."""
 EPSILON = 1e-6
@@ -47,7 +47,8 @@ class Alignment(nn.Module):
     """Projects a block's tokens, and adds the gradient of their distance from the features."""
 
     own_tokens: Callable[[Tensor], Tensor] = staticmethod(lambda tokens: tokens)
-    """Tokens [b, n, d] of a cp rank -> those of this tp rank; sequence parallelism replaces it."""
+    """Values [b, n, ...] of a cp rank's tokens -> those of this tp rank's; replaced by sequence
+    parallelism."""
     join_tokens: Callable[[Tensor], Tensor] = staticmethod(lambda tokens: tokens)
     """This rank's tokens -> those of the whole picture, which a convolution takes."""
     own_of_all: Callable[[Tensor], Tensor] = staticmethod(lambda tokens: tokens)
@@ -75,16 +76,18 @@ class Alignment(nn.Module):
         self.sums: Tensor | None = None
         """[sum of weight x loss, sum of weights] over tokens since the last `take_sums`."""
 
+    def rests(self, side: SideInputs) -> bool:
+        """See `Model.objective`: without gradients, and after [repa] last_step."""
+        return not torch.is_grad_enabled() or FEATURES not in side
+
     def forward(self, stream: Stream, side: SideInputs) -> Stream:
-        """The same stream; in training, with features, its gradient is that of this loss, too."""
-        if not torch.is_grad_enabled() or FEATURES not in side:
-            return stream
-        tokens, weight = stream[self.place], side[WEIGHT]
+        """The same stream; its gradient is that of this loss, too."""
+        tokens, weight = stream[self.place], self.own_tokens(side[WEIGHT])
         projected = self.project(tokens)
         losses = -similarity(projected, self.own_tokens(side[FEATURES]))  # [b, n]
-        loss = (losses * weight[:, None]).sum()
+        loss = (losses * weight).sum()
         value = loss.detach()
-        found = torch.stack([value.float(), weight.sum().float() * losses.shape[1]])
+        found = torch.stack([value.float(), weight.sum().float()])
         self.sums = found if self.sums is None else self.sums + found
         # NaN if the loss is not finite, so that the gradient norm shows it: see execution.scored.
         factor = side[FACTOR].to(loss.dtype) * (1 + (value - value))
@@ -171,6 +174,12 @@ def with_alignment(spec: ModelSpec, config: RepaConfig, grid: tuple[int, int]) -
             f"[repa] block={block}: the stream of [model] is {', '.join(spec.stream)}, without "
             f"{TOKENS}. Name the picture's tokens so in its spec, or leave [repa] out."
         )
+    if "reference_rotary" in spec.static:
+        raise UserError(
+            f"[repa] block={block} with [model] reference_tokens=true: blocks hold the tokens of "
+            "the reference beside the picture's, and [repa] aligns the picture's alone. Set "
+            "condition_channels in place of reference_tokens, or leave [repa] out."
+        )
     number, width = spec.stream[TOKENS].shape
     if number != math.prod(grid):
         raise UserError(
@@ -184,12 +193,12 @@ def with_alignment(spec: ModelSpec, config: RepaConfig, grid: tuple[int, int]) -
         model.objective[str(block - 1)] = Alignment(config, width, place, grid)
         return model
 
-    features = TensorSpec((number, config.dim), token_dim=0)
+    own = {
+        FEATURES: TensorSpec((number, config.dim), token_dim=0),
+        WEIGHT: TensorSpec((number,), token_dim=0, dtype=torch.float32),
+    }
     return replace(
-        spec,
-        build=build,
-        context={**spec.context, FEATURES: features},
-        optional=(*spec.optional, FEATURES),
+        spec, build=build, context={**spec.context, **own}, optional=(*spec.optional, *own)
     )
 
 
@@ -215,9 +224,9 @@ def weighted(config: RepaConfig, prepared: Prepared, loss_scale: Tensor | None) 
     """
     if FEATURES not in prepared.context:
         return prepared
-    weight, total = prepared.weight, prepared.total_tokens
-    assert weight.ndim == 1
+    weight, total = prepared.token_weight, prepared.total_tokens
     assert total is not None
+    weight = weight.expand(-1, prepared.context[FEATURES].shape[1])
     factor = torch.full((), config.weight, dtype=torch.float32, device=weight.device)
     if loss_scale is not None:
         factor = factor * loss_scale

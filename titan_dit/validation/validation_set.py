@@ -21,7 +21,7 @@ from titan_dit.config.training import TextConfig, ValidationConfig
 from titan_dit.data import loader
 from titan_dit.data.base import Field, Source
 from titan_dit.data.held_out import held_out_rows
-from titan_dit.data.latent_facts import CONDITION_DROPOUT, LatentFacts
+from titan_dit.data.latent_facts import CONDITION_DROPOUT, FEATURES, LatentFacts
 from titan_dit.data.sections import DataConfig
 from titan_dit.execution import Executor
 from titan_dit.objectives.base import DataShare, Objective, Prepared
@@ -200,9 +200,10 @@ def check_alike(where: str, other: Source, source: Source) -> None:
 def fits_all(fields: Mapping[str, Field], wanted: Mapping[str, Field]) -> bool:
     """True if samples have the fields wanted; text may be shorter.
 
-    The dropout of a dataset is for training alone.
+    The dropout of a dataset and the features of [repa] are for training alone.
     """
-    wanted = {name: field for name, field in wanted.items() if name != CONDITION_DROPOUT}
+    of_training = CONDITION_DROPOUT, FEATURES
+    wanted = {name: field for name, field in wanted.items() if name not in of_training}
     text, other = fields.get("text"), wanted.get("text")
     if text and other and (text.shape[0] or 0) <= (other.shape[0] or 0):
         fields = {**fields, "text": Field(text.dtype, (other.shape[0], *text.shape[1:]))}
