@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from captioned_sets import write_set
 from commands import metrics, only_error, run, train_command
 from PIL import Image
 from tiny_text import CAPTIONS, save_encoder
@@ -184,6 +185,27 @@ def test_a_dry_run_counts_the_samples_of_all_datasets(folder):
     wide, square = 25 / 8, 10 / 12
     assert f"; {wide / (wide + square):.1%} of the steps" in said
     assert f"; {square / (wide + square):.1%} of the steps" in said
+
+
+def test_some_buckets_of_a_folder_are_trained_on_and_others_are_refused_at_a_resume(folder):
+    sizes = {(12, 8): 9, (8, 12): 10, (8, 8): 12}
+    write_set(folder / "sizes", sizes, tokens=12)
+    network = ("--model.in_channels", 2, "--model.text_dim", 4, "--training.steps", 4)
+    flags = ("--data.path", "sizes", *network, "--job.dir", "chosen")
+    said = trained(folder, *flags, "--data.buckets", '["8x8", "12x8"]')
+    assert "data    latents: 22 samples (3 of them for validation)" in said
+    assert "left out by [data] buckets: 9 samples (9 of 8x12)\n" in said
+    assert "buckets 2x8x12: 24 latent tokens a sample, 8 samples a step; 2x8x8: 16 " in said
+    row = metrics(folder / "chosen")[-1]
+    names = {key for key in row if key.startswith("validation_loss_2x") and "ema" not in key}
+    assert names == {"validation_loss_2x8x12", "validation_loss_2x8x8"}
+    checkpoint = folder / "chosen" / "checkpoints" / "step-00000004" / "manifest.json"
+    record = json.loads(checkpoint.read_text())
+    assert record["ledger"]["samples_per_epoch"] == 22 - 3
+    assert record["data"]["bucket_counts"] == [10, 12]
+    said = train(folder, *flags, "--data.buckets", '["12x8"]').stderr
+    assert "[data]: the contents differ from those the checkpoint was trained on" in said
+    assert '[data] buckets: ["8x8", "12x8"] -> ["12x8"]' in said
 
 
 BAD = {

@@ -1,6 +1,8 @@
 """The config of each stage, and what is refused about [[stages]]."""
 
 import pytest
+import tiny_joint
+from captioned_sets import write_set
 
 from titan_dit.config import catalog, config_file, dotted_names, stages
 from titan_dit.config.section import UserError
@@ -163,3 +165,29 @@ def test_a_table_of_positions_is_refused_by_name(tmp_path):
     assert [each.model.sequence_length for each in settled_stages(staged("rotary"))] == [16, 32]
     with pytest.raises(UserError, match=r"\[\[stages\]\] 2: \[model\] name=\"gpt\": the parameter"):
         settled_stages(staged("learned"))
+
+
+def test_stages_take_their_buckets_of_one_folder_small_ones_first(tmp_path):
+    """A network without a size has that of the largest samples of each stage."""
+    write_set(tmp_path / "set", {(4, 8): 3, (4, 4): 3, (8, 8): 3})
+
+    def sizes(*stages):
+        data = {"name": "latents", "path": str(tmp_path / "set"), "buckets": ["8x4", "4x4"]}
+        chosen = [{"steps": 2, "data": {"buckets": names} if names else {}} for names in stages]
+        return [each.model.latent_size for each in settled_stages(joint(data, chosen))]
+
+    assert sizes(["4x4"], [], ["4x4", "8x8"]) == [(4, 4), (4, 8), (8, 8)]
+    with pytest.raises(UserError, match=r"\[\[stages\]\] 2: its samples have 4 tokens, .* 8\."):
+        sizes([], ["4x4"])
+    with pytest.raises(UserError, match=r'\[\[stages\]\] 1: \[data\] buckets: "9x9" is no bucket'):
+        sizes(["4x4", "9x9"], [])
+
+
+def joint(data, chosen):
+    """A text-to-image network without a size in stages."""
+    tables = {name: dict(table) for name, table in tiny_joint.TABLES.items()}
+    del tables["model"]["latent_size"]
+    training = {"global_batch_size": 4, "stages": chosen}
+    return config_file.build(
+        tables | {"data": data, "training": training, "checkpoint": {"every": 4}}, catalog.variant
+    )

@@ -13,6 +13,7 @@ from captioned_sets import write_set
 from grouped_joint import MULTIPLE, write_sets
 from refusals import refused
 from safetensors.torch import load_file, save_file
+from test_latents import VIDEO_VAE, write_clips
 
 from titan_dit.config import catalog, config_file
 from titan_dit.data import latents
@@ -104,6 +105,83 @@ def test_a_picture_and_its_mirror_image_stay_neighbours(tmp_path):
     assert all(
         first % 2 == 0 and other == first + 1 for first, other in np.reshape(held_out, (2, 2))
     )
+
+
+def test_of_the_chosen_buckets_alone_rows_and_their_captions_are_read(tmp_path):
+    """Two buckets of three: rows 0 to 7 and 18 to 27 of the folder, each with its mirror image."""
+    sizes = {(4, 8): 8, (4, 4): 10, (8, 4): 10}
+    write_set(tmp_path / "set", sizes, lengths=(2, 6, 3), copies=2)
+    section = section_of(path=str(tmp_path / "set"), buckets=["4x8", "8x4"])
+    whole, source = section_of(path=section.path).open(), section.open()
+    left = [*range(8), *range(18, 28)]
+    assert len(source) == 18
+    assert source.bucket_names == ["2x4x8", "2x8x4"]
+    assert source.facts.digest != whole.facts.digest
+    assert section.bucket_counts() == {((2, 4, 8), 0): 8, ((2, 8, 4), 0): 10}
+    assert source.text_lengths().tolist() == whole.text_lengths()[left].tolist()
+    for each in (source, pickle.loads(pickle.dumps(source)), source.in_text_groups(MULTIPLE)):
+        seen = []
+        for rows in each.bucket_rows:
+            found, names = each.read(rows), [each.row_name(row) for row in rows]
+            own = numbers_of(found)
+            assert names == [f"row {number}" for number in own]
+            assert found["text"][:, 0, 0].tolist() == [number // 2 * 2 for number in own]
+            shown = [f"row {number // 2 * 2}, 0" for number in own]
+            assert each.captions(list(rows)) == shown
+            assert each.read_fields(("text",), list(rows))["text"][:, 0, 0].tolist() == (
+                found["text"][:, 0, 0].tolist()
+            )
+            seen += own
+        assert sorted(seen) == left
+        held_out = held_out_rows(each, 0, 4, "feistel")
+        assert len({each.row_name(row) for row in held_out} & {f"row {n}" for n in left}) == 4
+        order = each.order(0, (), "feistel", [1] * len(each.bucket_rows))
+        assert list(each.lines(order)) == ["left out by [data] buckets: 10 samples (10 of 4x4)"]
+
+
+def test_a_single_chosen_bucket_is_data_of_one_shape(tmp_path):
+    write_clips(tmp_path / "set", vae=VIDEO_VAE)
+    section = section_of(path=str(tmp_path / "set"), buckets=["9 x 32x24"])
+    source = section.open()
+    assert (section.sample_shape(), section.bucket_counts()) == ((2, 3, 3, 4), {})
+    assert (source.facts.bucket_shapes, len(source)) == ((), 4)
+    assert source.fields["latent"].shape == (2, 3, 3, 4)
+    # Classes stratify its held-out rows, and they are those of its own rows.
+    assert source.groups().tolist() == [0, 1, 0, 1]
+
+
+def test_a_validation_set_may_have_only_some_of_the_chosen_buckets(tmp_path):
+    write_set(tmp_path / "one", {(4, 8): 2, (4, 4): 2})
+    section = section_of(path=str(tmp_path / "set"), buckets=["8x4", "4x8"])
+    assert section.at(str(tmp_path / "one")).open().facts.shape == (2, 4, 8)
+
+
+BAD_BUCKETS = {
+    "unknown": (["4x9"], '[data] buckets: "4x9" is no bucket of {}. Name some of "8x4", "4x4".'),
+    "text": (["2x4x8\n"], '[data] buckets: "2x4x8\\n" is no bucket of {}. Name some of'),
+    "empty": ([], "[data] buckets=[] choose nothing. Name some buckets of path, or leave"),
+    "number": ([4], "[data] buckets[0]=4 "),
+    "word": ("4x4", '[data] buckets="4x4" must be a list, such as ["4x4"].'),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BUCKETS)
+def test_wrong_buckets_are_one_line(case, tmp_path):
+    buckets, words = BAD_BUCKETS[case]
+    root = write_set(tmp_path / "set", {(4, 8): 2, (4, 4): 2})
+    said = refused(lambda: section_of(path=str(root), buckets=buckets).open())
+    assert said.startswith(words.format(root))
+    assert "\n" not in said
+
+
+def test_buckets_of_several_datasets_or_of_no_shards_are_one_line(tmp_path):
+    tables = [{"path": "a"}, {"path": "b"}]
+    said = refused(lambda: section_of(datasets=tables, buckets=["4x4"]))
+    assert said.startswith('[data] buckets=["4x4"] are of one path, but datasets is set.')
+    (tmp_path / "0").mkdir()
+    np.save(tmp_path / "0" / "a.npy", np.zeros((2, 4, 4), np.float32))
+    said = refused(section_of(path=str(tmp_path), buckets=["4x4"]).survey)
+    assert said.startswith(f'[data] buckets=["4x4"]: {tmp_path} holds no shards')
 
 
 class Lengths(LatentShards):

@@ -11,7 +11,7 @@ from harness import on_ranks
 from tiny import randomize, state, tiny_config
 
 from titan_dit.config.section import UserError
-from titan_dit.data.latents import write_shards
+from titan_dit.data.latents import write_buckets
 from titan_dit.ranks.stop_request import Reason
 from titan_dit.recovery.ledger import Ledger, trained
 from titan_dit.system import run_files
@@ -22,27 +22,30 @@ SIZES = (16, 4)
 
 
 def write_set(root):
-    """Labelled latents of 8x8."""
-    latents = torch.randn(30, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    write_shards(root, latents, torch.arange(30) % 10, num_classes=10, source="a test")
+    """Labelled latents of three sizes in one folder."""
+    generator = torch.Generator().manual_seed(0)
+    buckets = [
+        (torch.randn(count, 1, *size, generator=generator), torch.arange(count) % 10)
+        for count, size in ((7, (4, 8)), (50, (4, 4)), (30, (8, 8)))
+    ]
+    write_buckets(root, buckets, num_classes=10, source="a test")
 
 
 def staged(folder, data, stages=None, resume="auto", **sections):
-    """Three steps of synthetic latents of 4x4; then five of a set of 8x8."""
+    """Three steps of the latents of 4x4 of a folder; then five of those of 8x8."""
     later = {
         "steps": 5,
         "model": {"latent_size": 8},
-        "data": {"name": "latents", "path": str(data)},
+        "data": {"buckets": ["8x8"]},
         "training": {"tokens_per_step": 64, "batch_multiple": 4},
         "optimizer": {"lr": 5e-4},
         "lr_scheduler": {"warmup_steps": 2},
         "objective": {"shift": 2.0},
     }
-    synthetic = {"latent_size": 4, "channels": 1, "num_classes": 10, "count": 50}
     return tiny_config(
         job={"dir": str(folder), "name": "staged"},
         model={"latent_size": 4, "num_layers": 2},
-        data={"name": "synthetic", **synthetic},
+        data={"name": "latents", "path": str(data), "buckets": ["4x4"]},
         training={"steps": None, "stages": [{"steps": 3}, later] if stages is None else stages},
         checkpoint={"every": 2, "keep": 0, "resume": resume},
         faults={"log_samples": True},
@@ -154,6 +157,7 @@ def test_the_end_of_a_stage_is_a_checkpoint_with_its_own_sizes(runs):
     assert list(found) == [2, 3, 4, 6, 8]
     assert [found[step]["config"]["model"]["latent_size"] for step in (3, 4)] == [4, 8]
     assert [found[step].get("stage_cursor") for step in (3, 4, 8)] == [None, 48, 48]
+    assert [found[step]["data"]["count"] for step in (3, 4)] == [50, 30]
     text = (root / "whole" / run_files.CONFIG).read_text()
     assert text.count("[[stages]]") == 2
     assert "optimizer.lr = 0.0005" in text
@@ -165,6 +169,7 @@ def resumed_with_changes(world, root):
     changed = {
         "ended": [{"steps": 3, "optimizer": {"lr": 2e-3}}, large],
         "shorter": [{"steps": 2}, large],
+        "buckets": [small | {"data": {"buckets": ["8x4"]}}, large],
         "now": [small, large | {"objective": {"shift": 3.0}}],
         "none": [{**large, "steps": 8}],
     }
@@ -241,6 +246,9 @@ def test_damaged_checkpoints_lead_back_into_an_earlier_stage(runs, others):
 def test_changed_stages_are_refused_and_a_stop_at_a_boundary_is_kept(others):
     refused, (code, saved), _, at_the_begin = others
     assert "[[stages]] 1 [optimizer] lr: none -> 0.002" in refused["ended"].replace("None", "none")
+    assert '[[stages]] 1 [data] buckets: none -> ["8x4"]' in refused["buckets"].replace(
+        "None", "none"
+    )
     assert "[[stages]] 1 steps: 3 -> 2, but it has ended" in refused["shorter"]
     assert "[objective] shift: 2.0 -> 3.0" in refused["now"]
     assert "[[stages]] 2 has taken step 8" in refused["none"]

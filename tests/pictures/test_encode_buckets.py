@@ -17,6 +17,7 @@ from tiny_vae import save_vae
 from titan_dit.commands.flags import DataEncodeFlags
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.latents import LatentShards
+from titan_dit.data.manifest import bucket_names, read_manifest
 from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.pictures import autoencoder
@@ -125,6 +126,8 @@ def test_every_file_is_reported_with_its_bucket_crop_and_caption_or_a_reason(roo
     }
     assert (lines["5.png"]["bucket"], lines["5.png"]["scale"]) == ("12x12", 2.0)
     assert lines["2.png"]["scale"] == 0.5
+    names = by_bucket(list(read_report(root / "set")))
+    assert sorted(bucket_names(read_manifest(root / "set"))) == sorted(names)
     reasons = {name: line["reason"] for name, line in lines.items() if "reason" in line}
     assert reasons == {
         "7.png": "80 x 8 pixels: too thin, of its nearest bucket 16x8 shows 20% of it",

@@ -20,6 +20,7 @@ from video_files import noise, save_exact, save_sound, save_video, shades
 from titan_dit.commands import data_encode
 from titan_dit.commands.flags import DataEncodeFlags
 from titan_dit.data.latents import LatentShards
+from titan_dit.data.manifest import bucket_names, read_manifest
 from titan_dit.pictures import autoencoder
 from titan_dit.pictures.clip_job import ClipOptions, make_clip_job
 from titan_dit.pictures.encode import Waited
@@ -169,6 +170,7 @@ def test_every_file_is_reported_by_its_clips_or_a_reason(root):
         "9 x 24x32": 1,
         "9 x 32x24": 2,
     }
+    assert sorted(bucket_names(read_manifest(root / "set"))) == sorted(shown)
     texts = [json.loads(x) for x in (root / "set" / "captions.jsonl").read_text().splitlines()]
     assert [line["text"] for line in texts if line["row"] == 4] == ["what b shows"]
 

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors import torch as safetensors
 from torch import Tensor
 
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, few, show
 from titan_dit.data.base import Field, SampleOrder, Source
 from titan_dit.data.buckets import BucketOrder
 from titan_dit.data.caption_embeddings import CAPTIONS, INDEX, CaptionEmbeddings, texts_of
@@ -75,9 +75,14 @@ def survey(section: Latents) -> Listing | None:
     """
     path = Path(section.path)
     if layout_of(path) != "shards":
+        if section.buckets is not None:
+            raise UserError(
+                f"[data] buckets={show(section.buckets)}: {path} holds no shards, whose buckets "
+                "have names. Leave buckets out, or make shards by `data encode --buckets`."
+            )
         return list_folder(path)
     if not section.verify:
-        LatentShards(path).check_labels()
+        LatentShards(path, buckets=section.buckets).check_labels()
     return None
 
 
@@ -86,7 +91,7 @@ def open_surveyed(section: Latents, survey: Listing | None) -> LatentShards | La
     path = Path(section.path)
     if survey is not None:
         return LatentFolder(path, section.scale, section.shift, section.verify, survey)
-    source = LatentShards(path, section.verify)
+    source = LatentShards(path, section.verify, section.buckets)
     if section.verify:
         source.check_labels()
     agreed("scale", section.scale, source.facts.scale, 1.0, path)
@@ -112,6 +117,8 @@ class LatentBucket:
     first: int
     """Its first row."""
     count: int
+    left_out_before: int = 0
+    """Rows before its own in the folder that are left out."""
 
     @property
     def name(self) -> str:
@@ -125,15 +132,20 @@ class LatentBucket:
 
 
 class LatentShards(Source):
-    """Random access to a folder of shards.
+    """Random access to a folder of shards, or to some of its buckets, by their names.
+
+    The rows of other buckets have no numbers, and their shards are not opened.
 
     Labels are memory-mapped, latents are read row by row. Both stay in the page cache, which all
     processes of a node share; a rank's own memory does not grow with the rows.
     """
 
-    def __init__(self, path: Path, verify: bool = False) -> None:
-        self.path = path
-        self.manifest = manifest = read_manifest(path)
+    def __init__(
+        self, path: Path, verify: bool = False, buckets: Sequence[str] | None = None
+    ) -> None:
+        """Raise UserError for a missing or damaged file, and for an unknown bucket."""
+        self.path, self._chosen = path, buckets
+        self.manifest = manifest = read_manifest(path, buckets)
         check_maps(path, len(manifest["shards"]))
         size = sum(entry["bytes"] for entry in manifest["shards"])
         progress = ProgressLine(size, "B", what="verified", form=count)
@@ -152,7 +164,7 @@ class LatentShards(Source):
         self._labels = [shard.labels.numpy().data for shard in self.shards]
         firsts = np.cumsum([0, *(bucket["count"] for bucket in manifest["buckets"])]).tolist()
         self.buckets = tuple(
-            LatentBucket(bucket["shape"], first, bucket["count"])
+            LatentBucket(bucket["shape"], first, bucket["count"], bucket["left_out_before"])
             for bucket, first in zip(manifest["buckets"], firsts, strict=False)
         )
         """The rows of each shape; a single one if all have the same."""
@@ -171,7 +183,8 @@ class LatentShards(Source):
         self._text: CaptionEmbeddings | None = None
         texts = list[str]()
         if text is not None:
-            num_pictures = int(self.ends[-1]) // self.copies
+            stored = int(self.ends[-1]) + sum(manifest["left_out"].values())
+            num_pictures = stored // self.copies
             self._text = CaptionEmbeddings(path, text, num_pictures, verify)
             texts = [entry["sha256"] for entry in (*text["files"], text["index"])]
         self.facts: LatentFacts = LatentFacts(
@@ -201,7 +214,7 @@ class LatentShards(Source):
         """Pickle the path only; a spawned process opens the files itself."""
         as_ids = self.facts.text is not None and self.facts.text.is_online
         has_features = self._features is not None
-        return reopened, (self.path, as_ids, self.facts.has_clips, has_features)
+        return reopened, (self.path, self._chosen, as_ids, self.facts.has_clips, has_features)
 
     def as_ids(self) -> LatentShards:
         """See `Source.as_ids`."""
@@ -334,8 +347,34 @@ class LatentShards(Source):
     def text_lengths(self) -> UInt16[np.ndarray, " n"]:
         """Tokens of the longest caption of every row. Raises UserError for a damaged index."""
         assert self._text is not None
-        found: UInt16[np.ndarray, " n"] = np.repeat(self._text.longest(), self.copies)
+        lengths: UInt16[np.ndarray, " n"] = np.repeat(self._text.longest(), self.copies)
+        if self.manifest["left_out"]:
+            own = [lengths[b.first + b.left_out_before :][: b.count] for b in self.buckets]
+            lengths = np.concatenate(own)
+        return lengths
+
+    def pictures(self, rows: Sequence[int]) -> Int64[np.ndarray, " b"]:
+        """The picture of each row, numbered as in the folder."""
+        return self.rows_there(rows) // self.copies
+
+    def rows_there(self, rows: Sequence[int]) -> Int64[np.ndarray, " b"]:
+        """Rows by their number in the folder, where left-out ones are numbered, too."""
+        at = np.asarray(rows, dtype=np.int64)
+        ends = np.array([bucket.rows.stop for bucket in self.buckets])
+        left_out = np.array([bucket.left_out_before for bucket in self.buckets])
+        found: Int64[np.ndarray, " b"] = at + left_out[np.searchsorted(ends, at, side="right")]
         return found
+
+    def row_name(self, row: int) -> str:
+        """See `Source.row_name`."""
+        return f"row {self.rows_there([row])[0]}"
+
+    def lines(self, order: SampleOrder) -> Iterator[str]:
+        """See `Source.lines`: what [data] buckets leaves out."""
+        if left_out := self.manifest["left_out"]:
+            each = [f"{count:,} of {name}" for name, count in left_out.items()]
+            total = sum(left_out.values())
+            yield f"left out by [data] buckets: {total:,} samples ({few(each, 50)})"
 
     def read_padded(
         self, rows: Sequence[int], numbers: Sequence[int], text_tokens: int | None = None
@@ -367,14 +406,14 @@ class LatentShards(Source):
             self._features.read(shard, within, bytes_of(features))
             found[FEATURES] = torch.from_numpy(features)
         if self._text:
-            found |= self._text.read(at // self.copies, numbers, text_tokens)
+            found |= self._text.read(self.pictures(rows), numbers, text_tokens)
         return found
 
     def read_fields(self, names: Sequence[str], rows: Sequence[int]) -> dict[str, Tensor]:
         """See `Source.read_fields`; of the embeddings of captions alone, no latents are read."""
         if self._text is None or not set(names) <= {"text", "text_ids", "text_length"}:
             return super().read_fields(names, rows)
-        found = self._text.read(np.asarray(rows, dtype=np.int64) // self.copies, rows)
+        found = self._text.read(self.pictures(rows), rows)
         return {name: found[name] for name in names}
 
     def captions(self, rows: Sequence[int]) -> list[str]:
@@ -382,7 +421,7 @@ class LatentShards(Source):
         file = self.path / CAPTIONS
         if self._text is None or not file.is_file():
             return []
-        pictures = np.asarray(rows, dtype=np.int64) // self.copies
+        pictures = self.pictures(rows)
         choices = self._text.choices(pictures, rows).tolist()
         wanted, found = set(pictures.tolist()), dict[int, list[str]]()
         with file.open("rb") as lines:
@@ -466,9 +505,15 @@ def check_maps(path: Path, num_shards: int) -> None:
         )
 
 
-def reopened(path: Path, as_ids: bool, as_clips: bool, with_features: bool) -> LatentShards:
+def reopened(
+    path: Path,
+    buckets: Sequence[str] | None,
+    as_ids: bool,
+    as_clips: bool,
+    with_features: bool,
+) -> LatentShards:
     """The shards of a folder, their captions perhaps as token ids, pictures perhaps as clips."""
-    found = LatentShards(path)
+    found = LatentShards(path, buckets=buckets)
     found = found.with_features() if with_features else found
     found = found.as_ids() if as_ids else found
     return found.as_clips() if as_clips else found

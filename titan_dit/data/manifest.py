@@ -20,6 +20,7 @@ from titan_dit.config.section import (
     UserError,
     conform,
     conform_made,
+    few,
     show,
 )
 from titan_dit.data.latent_facts import Units
@@ -124,15 +125,63 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Read and check the manifest of a folder of shards."""
+def read_manifest(path: Path, buckets: Sequence[str] | None = None) -> dict[str, Any]:
+    """Read and check the manifest of a folder of shards; with `buckets` that of these alone.
+
+    See `of_buckets`. Raises UserError.
+    """
     manifest = read_json(path)
     if manifest.get("format") not in SHARD_FORMATS:
         raise UserError(
             f"[data] path={path}: there is no {MANIFEST} of shards ({FORMAT}). `data pack` and "
             "`data encode` write one."
         )
-    return check_manifest(manifest, path / MANIFEST)
+    return of_buckets(check_manifest(manifest, path / MANIFEST), buckets, path)
+
+
+def bucket_names(manifest: dict[str, Any]) -> list[str]:
+    """The names of the buckets in `data report`: "832x480", or "17 x 832x480" of clips.
+
+    Width x height in pixels, after the frames if there are several; in units of the stored samples
+    if no autoencoder is recorded.
+    """
+    vae = manifest.get("vae") or {"factor": 1, "frames_factor": 1}
+    found = []
+    for bucket in manifest["buckets"]:
+        *frames, height, width = bucket["shape"][1:]
+        name = f"{width * vae['factor']}x{height * vae['factor']}"
+        several = [(f - 1) * (vae["frames_factor"] or 1) + 1 for f in frames if f > 1]
+        found.append(f"{several[0]} x {name}" if several else name)
+    return found
+
+
+def of_buckets(manifest: dict[str, Any], names: Sequence[str] | None, path: Path) -> dict[str, Any]:
+    """The manifest with only the buckets of these names, and their shards; None: with all.
+
+    `left_out` maps the names of the others to their rows, and `left_out_before` of a bucket counts
+    those before its own. Raises UserError for an unknown name.
+    """
+    known = bucket_names(manifest)
+    if unknown := [name for name in names or () if name not in known]:
+        raise UserError(
+            f"[data] buckets: {show(unknown[0])} is no bucket of {path}. Name some of "
+            f"{few(list(map(show, known)), 50)}."
+        )
+    left_out, buckets, numbers = dict[str, int](), list[dict[str, Any]](), dict[int, int]()
+    for number, (name, bucket) in enumerate(zip(known, manifest["buckets"], strict=True)):
+        if names is None or name in names:
+            numbers[number] = len(buckets)
+            buckets.append(bucket | {"left_out_before": sum(left_out.values())})
+        else:
+            left_out[name] = bucket["count"]
+    shards = [
+        entry | {"bucket": numbers[entry["bucket"]]}
+        for entry in manifest["shards"]
+        if entry["bucket"] in numbers
+    ]
+    count = sum(bucket["count"] for bucket in buckets)
+    chosen = {"buckets": buckets, "shards": shards, "count": count, "left_out": left_out}
+    return manifest | chosen
 
 
 def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class Latents(DataConfig):
     name = "latents"
     replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "path": ("datasets",),
-        "datasets": ("path",),
+        "datasets": ("path", "buckets"),
     }
 
     path: FilePath = ""
@@ -136,6 +136,9 @@ class Latents(DataConfig):
     datasets: tuple[DatasetConfig, ...] = ()
     """Several datasets: [[data.datasets]] tables with path, repeats or weight, condition_dropout
     (docs/data.md)."""
+    buckets: tuple[str, ...] | None = None
+    """Names of the buckets of path to train on, as `data report` prints them: "832x480", or
+    "17 x 832x480" of clips. Unset: all."""
     scale: Finite | None = None
     """The model's input is (stored - shift) * scale. Unset: the manifest's, else 1."""
     shift: Finite | None = None
@@ -159,6 +162,12 @@ class Latents(DataConfig):
                 raise UserError(
                     f'[data] datasets[{number}] path="" is empty. Set it to a dataset folder.'
                 )
+        if self.buckets is not None and (self.datasets or not self.buckets):
+            wrong = "are of one path, but datasets is set" if self.datasets else "choose nothing"
+            raise UserError(
+                f"[data] buckets={show(self.buckets)} {wrong}. Name some buckets of path, or leave "
+                "buckets out for all."
+            )
         without = [each.path for each in self.datasets if each.weight is None]
         if 0 < len(without) < len(self.datasets):
             raise UserError(
@@ -172,8 +181,14 @@ class Latents(DataConfig):
         return tuple(self.at(each.path) for each in self.datasets) or (self,)
 
     def at(self, path: str) -> Latents:
-        """See `DataConfig.at`."""
-        return replace(self, path=path, datasets=())
+        """See `DataConfig.at`; with those of the chosen buckets that the dataset has."""
+        found = replace(self, path=path, datasets=())
+        if self.buckets is None:
+            return found
+        from titan_dit.data.manifest import bucket_names, read_manifest
+
+        there = set(bucket_names(read_manifest(Path(path))))
+        return replace(found, buckets=tuple(b for b in self.buckets if b in there) or self.buckets)
 
     def bucket_counts(self, text_multiple: int = 0) -> Mapping[BucketShape, int]:
         """See `DataConfig.bucket_counts`; reads the manifests, and the lengths of captions.
@@ -189,7 +204,7 @@ class Latents(DataConfig):
             return {}
         if text_multiple:
             return self._text_group_counts(text_multiple)
-        found = [read_manifest(folder)["buckets"] for folder in folders]
+        found = [read_manifest(folder, self.buckets)["buckets"] for folder in folders]
         if not self.datasets:
             counts = {(bucket["shape"], 0): bucket["count"] for bucket in found[0]}
         else:
@@ -211,7 +226,9 @@ class Latents(DataConfig):
         if any(read_json(folder).get("format") not in SHARD_FORMATS for folder in folders):
             return None
         shapes = [
-            bucket["shape"] for folder in folders for bucket in read_manifest(folder)["buckets"]
+            bucket["shape"]
+            for folder in folders
+            for bucket in read_manifest(folder, self.buckets)["buckets"]
         ]
         largest: tuple[int, ...] = max(shapes, key=math.prod)
         return largest

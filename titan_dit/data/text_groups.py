@@ -154,6 +154,10 @@ class TextGroups(Source):
         """See `Source.row_name`: the row of the set."""
         return self.source.row_name(self.rows_there([row])[0])
 
+    def lines(self, order: SampleOrder) -> Iterator[str]:
+        """See `Source.lines`: those of the set."""
+        return self.source.lines(order)
+
     def rows_there(self, rows: Sequence[int]) -> list[int]:
         """Rows of the set."""
         at = self.checked_rows(rows)
