@@ -584,7 +584,8 @@ class StageParts:
     @cached_property
     def kept(self) -> float:
         """Bytes that a microbatch keeps on the device until its backward."""
-        return self.entered + self.of_blocks.waiting + self.counts.head.kept * self.has_head
+        counts, blocks = self.counts, self.entered + self.of_blocks.waiting
+        return blocks + counts.head.kept * self.has_head
 
     @cached_property
     def forward_high(self) -> float:
