@@ -51,9 +51,13 @@ def test_what_another_rank_lacks_is_named_too(tmp_path, monkeypatch):
     """The last stage of a pipeline may be alone with what was frozen."""
     path = location(tmp_path / "step-00000001")
     checkpoint.write(path, trained(AdamWConfig()), {"step": 1})
-    monkeypatch.setattr(resume.Ranks, "gather", lambda _, mine: [mine, {"exp_avg"}])
+    others = iter(({"exp_avg"}, {"objective.1.weight"}))
+    monkeypatch.setattr(resume.Ranks, "gather", lambda _, mine: [mine, next(others)])
     _, lines = resume.without_missing(path, {**trained(AdamWConfig()), "ema": {}})
-    assert lines == [f"{path} has no exp_avg of some parameters: zero there"]
+    assert lines == [
+        f"{path} has no exp_avg of some parameters: zero there",
+        f"{path} has no objective.1.weight: as in this run before loading",
+    ]
 
 
 def test_another_optimizer_is_one_line_of_the_changes():
