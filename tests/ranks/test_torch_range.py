@@ -72,7 +72,7 @@ def test_a_missing_part_is_refused_with_the_file_that_uses_it_and_the_version(mo
 @pytest.mark.parametrize(
     ("owner", "name", "file"),
     [
-        (DTensor, "_spec", "checkpoint/staging.py"),
+        (DTensor, "_spec", "ranks/shards.py"),
         (torch, "_foreach_copy_", "checkpoint/staging.py"),
         (filesystem, "_StorageInfo", "checkpoint/torch_files.py"),
     ],
