@@ -1,5 +1,6 @@
 """Runs every test with titan_dit's shape and type annotations checked."""
 
+import multiprocessing
 import shutil
 import sys
 from pathlib import Path
@@ -43,6 +44,19 @@ def _leaves_no_process_group():
 
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    """Fail if tests have left processes: Python's exit would wait for them."""
+    left = multiprocessing.active_children()
+    for process in left:
+        process.terminate()
+        process.join(10)
+        process.kill()
+    if left:
+        print(f"\nProcesses that tests have left: {left}")
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
 def needs_of(module):

@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 
+import forked
 import pytest
 import torch
 
@@ -122,6 +123,34 @@ def test_what_cannot_be_read_in_training_may_be_tried_again(error):
     order = RankOrder(BatchPlan(4), EpochOrder(5, 99), 0, 1)
     with pytest.raises(Disruption, match="a/shard"):
         next(loader.load(Unreadable(error), order, 0, anything, CPU, workers=1))
+
+
+def test_an_error_that_is_kept_keeps_no_workers():
+    order = RankOrder(BatchPlan(4), EpochOrder(5, 99), 0, 1)
+    with pytest.raises(Disruption) as kept:
+        next(loader.load(Unreadable(UserError("a")), order, 0, anything, CPU, workers=2))
+    assert multiprocessing.active_children() == []
+    assert kept.traceback
+
+
+def keep_a_loader():
+    order = RankOrder(BatchPlan(4), EpochOrder(5, 1797), 0, 1)
+    batches = loader.load(Digits().open(), order, 0, anything, CPU, workers=2)
+    next(batches)
+    globals()["kept"] = batches
+    for worker in multiprocessing.active_children():
+        os.kill(worker.pid, signal.SIGHUP)
+    sender = forked.call(os.kill, worker.pid, signal.SIGTERM)  # From Slurm, as it were.
+    sender.join()
+    next(batches)
+    multiprocessing.util._exit_function()
+    os._exit(7 if multiprocessing.active_children() else 0)
+
+
+def test_a_program_that_keeps_a_loader_ends_and_only_its_own_exit_ends_workers():
+    process = forked.call(keep_a_loader)
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def test_a_killed_worker_is_told_and_may_be_tried_again():

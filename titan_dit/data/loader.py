@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -141,8 +142,17 @@ def begin_worker(worker: int) -> None:
     A batch that cannot be sent ends the worker: the rank would wait for it for ever.
     """
     Queue._on_queue_feeder_error = end_worker  # type: ignore[attr-defined]
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+    for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         signal.signal(signal.Signals[name], signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=end_with_rank, daemon=True).start()
+
+
+def end_with_rank() -> None:
+    """Thread: end at the SIGTERM of the rank, whose exit waits for its workers."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def end_worker(*_: object) -> None:
@@ -234,19 +244,14 @@ def load(
         pairs = zip(with_killed_workers(shares), order.shares(cursor), strict=False)
         for number, (read, share) in enumerate(pairs, step):
             if isinstance(read, UserError):
-                break
+                raise read
             assert read.sample_numbers[: len(share.numbers)].tolist() == list(share.numbers)
             weight = weights(len(share.numbers), share.size)
             total = float(share.step_size)
             yield Batch(read.fields, read.sample_numbers, weight, total, number).to(device)
-    except Exception:
-        if workers:
-            # The traceback keeps them. They ignore SIGTERM: the exit would wait for them for ever.
+    finally:
+        if workers:  # A traceback would keep them.
             shares._shutdown_workers()  # type: ignore[attr-defined]
-        raise
-    # Only an error ends the loop. Stop the workers now: the traceback's frames would keep them.
-    del shares, loader
-    raise read
 
 
 def weights_of(num_real: int, size: int, device: torch.device) -> Tensor:
