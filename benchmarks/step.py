@@ -5,7 +5,8 @@ so that a slowdown of the machine affects all of them. On a shared machine use C
 medians over turns.
 
 With --bf16: the plain DiT under autocast with an EMA, eager and compiled as a whole; ours as in the
-trainer, with clipping, EMA and compiled blocks. Your own contender, from a module in the
+trainer, with clipping, EMA and compiled blocks. `--contenders adamw adamw8bit adamw4bit adamw_fp8`:
+the trainer's step in fp32 by optimizer. Your own contender, from a module in the
 current folder or on PYTHONPATH: `--contenders plain ours mymodule:make_step`.
 """
 
@@ -26,13 +27,18 @@ from plain_dit import make_step as plain
 from report import finish
 from torch import Tensor, nn
 
-from titan_dit.config.layout import CompileConfig
+from titan_dit.config.layout import CompileConfig, PrecisionConfig
 from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.execution import LocalExecutor
 from titan_dit.kernels import linear
 from titan_dit.models.dit_config import DiTConfig
-from titan_dit.optim.optimizer import apply_gradients, build_optimizer
-from titan_dit.optim.sections import AdamWConfig
+from titan_dit.optim.optimizer import OptimizerConfig, apply_gradients, build_optimizer
+from titan_dit.optim.sections import (
+    AdamW4bitConfig,
+    AdamW8bitConfig,
+    AdamWConfig,
+    AdamWFp8Config,
+)
 from titan_dit.parallel.compile import compile_blocks
 from titan_dit.parallel.init import initialize
 from titan_dit.parallel.mesh import AxisSizes, Mesh
@@ -130,6 +136,24 @@ def ours_bf16_compiled(config: DiTConfig, batch: int, device: torch.device) -> C
     return ours_bf16(config, batch, device, compiled=True)
 
 
+def trained_by(optimizer: OptimizerConfig) -> MakeStep:
+    """The trainer's step in fp32 with compiled blocks and an optimizer."""
+
+    def make(config: DiTConfig, batch: int, device: torch.device) -> Callable[[], Tensor]:
+        return trainer_step(
+            config,
+            batch,
+            device,
+            RectifiedFlowConfig(),
+            Mesh(AxisSizes(), device.type),
+            compiled=True,
+            precision=PrecisionConfig(dtype="fp32"),
+            optimizer_config=optimizer,
+        )
+
+    return make
+
+
 CONTENDERS: dict[str, MakeStep] = {
     "plain": plain,
     "ours": ours,
@@ -139,6 +163,10 @@ CONTENDERS: dict[str, MakeStep] = {
     "plain_bf16_compiled": plain_bf16_compiled,
     "ours_bf16": ours_bf16,
     "ours_bf16_compiled": ours_bf16_compiled,
+    "adamw": trained_by(AdamWConfig()),
+    "adamw8bit": trained_by(AdamW8bitConfig()),
+    "adamw4bit": trained_by(AdamW4bitConfig()),
+    "adamw_fp8": trained_by(AdamWFp8Config()),
 }
 USUAL = ["plain", "ours"]
 USUAL_BF16 = ["plain_bf16", "plain_bf16_compiled", "ours_bf16_compiled"]
