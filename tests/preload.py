@@ -1,5 +1,6 @@
 """Imports of the fork server (tests/forked.py), so that its children need not import them."""
 
+import contextlib
 import gc
 import importlib
 import os
@@ -27,8 +28,18 @@ MODULES = (
     "tyro",
 )
 
+# Extras: text encoders and autoencoders, which take seconds to import.
+EXTRAS = (
+    "transformers.models.t5.modeling_t5",
+    "transformers.models.auto.tokenization_auto",
+    "diffusers.models.autoencoders.autoencoder_kl",
+)
+
 for module in MODULES:
     importlib.import_module(module)
+for module in EXTRAS:
+    with contextlib.suppress(ImportError):
+        importlib.import_module(module)
 # Of the server (`server_variables`); what its children start is not to inherit it.
 os.environ.pop("TORCHINDUCTOR_USE_EXPERIMENTAL_BENCHMARKER", None)
 # A garbage collection in a child would copy every page of the imported modules.

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from captioned_config import write_config
 from commands import ROOT, metrics, only_error, run, train_command
 from PIL import Image
 from safetensors.torch import load_file
@@ -17,43 +18,13 @@ from titan_dit.commands.flags import SampleFlags
 from titan_dit.commands.sample import draw
 from titan_dit.config.section import UserError
 
-CONFIG = """
-[job]
-name = "edits"
-[model]
-name = "joint_dit"
-hidden_size = 32
-num_layers = 4
-num_heads = 4
-patch_size = 1
-latent_size = [4, 6]
-in_channels = 2
-text_tokens = 12
-text_dim = 32
-[objective]
-name = "rectified_flow"
-condition_dropout = 0.25
-[data]
-name = "latents"
-path = "pairs"
-[training]
-steps = 4
-tokens_per_step = 96  # 4 wide pictures, or 6 square ones.
-batch_multiple = 2
-tokens_per_microbatch = 48
-[optimizer]
-lr = 0.03
-[precision]
-dtype = "fp32"
-[validation]
-every = 2
-samples = 4
-[checkpoint]
-every = 2
-[metrics]
-every = 1
-tensorboard = false
-"""
+SECTIONS = {
+    "data": {"path": "pairs"},
+    # 4 wide pictures, or 6 square ones.
+    "training": {"tokens_per_step": 96, "batch_multiple": 2, "tokens_per_microbatch": 48},
+    "optimizer": {"lr": 0.03},
+    "validation": {"samples": 4},
+}
 
 
 def save_pictures(folder, with_companions):
@@ -90,7 +61,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("edits")
     save_vae(folder / "vae")
     save_encoder(folder / "t5")
-    (folder / "edits.toml").write_text(CONFIG)
+    write_config(folder, "edits", **SECTIONS)
     for name in ("pairs", "alone"):
         save_pictures(folder / f"in_{name}", name == "pairs")
         words = typed("data encode", name).split()

@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from captioned_config import write_config
 from captioned_sets import write_set
 from commands import metrics, only_error, run, train_command
 from PIL import Image
@@ -13,48 +14,17 @@ from tiny_text import CAPTIONS, save_encoder
 
 from titan_dit.recovery.ledger import logged_samples
 
-CONFIG = """
-[job]
-name = "mixed"
-[model]
-name = "joint_dit"
-hidden_size = 32
-num_layers = 2
-num_heads = 4
-patch_size = 2
-latent_size = [8, 12]
-in_channels = 3
-text_tokens = 12
-text_dim = 32
-[objective]
-name = "rectified_flow"
-condition_dropout = 0.25
-[data]
-name = "latents"
-[[data.datasets]]
-path = "many"
-[[data.datasets]]
-path = "few"
-repeats = 5
-condition_dropout = 0.0
-[training]
-steps = 6
-tokens_per_step = 192  # 8 wide pictures, or 12 square ones.
-batch_multiple = 4
-[precision]
-dtype = "fp32"
-[validation]
-every = 2
-samples = 3
-[checkpoint]
-every = 2
-keep = 0
-[faults]
-log_samples = true
-[metrics]
-every = 1
-tensorboard = false
-"""
+SECTIONS = {
+    "model": {"num_layers": 2, "patch_size": 2, "latent_size": [8, 12], "in_channels": 3},
+    "data": {
+        "datasets": [{"path": "many"}, {"path": "few", "repeats": 5, "condition_dropout": 0.0}]
+    },
+    # 8 wide pictures, or 12 square ones.
+    "training": {"steps": 6, "tokens_per_step": 192, "batch_multiple": 4},
+    "validation": {"samples": 3},
+    "checkpoint": {"keep": 0},
+    "faults": {"log_samples": True},
+}
 PREFIX = "sks toy, "
 
 
@@ -87,7 +57,7 @@ def folder(tmp_path_factory):
     save_encoder(folder / "t5")
     encode(folder, "pictures", "many")
     encode(folder, "toy", "few", "--caption-prefix", PREFIX)
-    (folder / "mixed.toml").write_text(CONFIG)
+    write_config(folder, "mixed", **SECTIONS)
     return folder
 
 

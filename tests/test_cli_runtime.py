@@ -3,9 +3,9 @@
 import re
 
 import pytest
-from commands import ROOT, metrics, run
+from commands import metrics, train
 
-FLAGS = ("--config", "digits.toml", "--metrics.every", 1, "--metrics.tensorboard", "false")
+FLAGS = ("--metrics.every", 1, "--metrics.tensorboard", "false")
 FLAGS += ("--sampling.every", 0, "--model.hidden_size", 32, "--precision.dtype", "fp32")
 FLAGS += ("--training.microbatch_size", 4, "--training.global_batch_size", 16)
 FLAGS += ("--parallel.pp", 2, "--pipeline.schedule", "Interleaved1F1B")
@@ -47,12 +47,12 @@ class Seen(Hook):
 """A module with a hook that says what torch's class has run in each step."""
 
 
-def launched(folder, steps, runtime, **variables):
-    """`run_train.sh` on two ranks; returns its output."""
+def launched(folder, steps, runtime):
+    """Train on two ranks; returns the output."""
     (folder / "seen.py").write_text(SEEN)
-    words = [ROOT / "run_train.sh", *FLAGS, "--training.steps", steps, "--job.hooks", "seen:Seen"]
-    words += ["--pipeline.runtime", runtime] if runtime else []
-    done = run(words, folder, NGPU=2, **variables)
+    flags = [*FLAGS, "--training.steps", steps, "--job.hooks", "seen:Seen"]
+    flags += ["--pipeline.runtime", runtime] if runtime else []
+    done = train(*flags, cwd=folder, ranks=2)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

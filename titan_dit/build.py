@@ -27,6 +27,7 @@ from titan_dit.execution import (
 )
 from titan_dit.models import lora, lora_dropout
 from titan_dit.models.base import Model, ModelSpec, TensorSpec, default_initializer, kind_of
+from titan_dit.models.initializers import Initializer
 from titan_dit.models.layers import Attention
 from titan_dit.objectives import repa
 from titan_dit.objectives.base import Objective, Placement, Prepared, with_collect
@@ -86,14 +87,7 @@ def build(plan: RunPlan, objective: Objective, mesh: Mesh, device: torch.device)
     count += sum(p.numel() for p in modules.parameters()) if modules is not None else 0
     for part in parts.values():
         table = {**part.initializers(), **lora.initializers(part), **repa.table_of(part)}
-        initialize(
-            part,
-            table,
-            plan.seed,
-            device,
-            plan.initial_weights,
-            on_host=plan.offload.parameters,
-        )
+        initialize_by(plan, part, table, device)
     parameters = own_parameters(parts)
     if plan.num_stages - 1 in parts:  # The last stage computes the loss.
         parameters |= place_modules(plan, objective, mesh, device)
@@ -277,15 +271,16 @@ def place_modules(
     initializers |= {
         f"objective.{name}": initializer for name, initializer in objective.initializers().items()
     }
-    initialize(
-        holder,
-        initializers,
-        plan.seed,
-        device,
-        plan.initial_weights,
-        on_host=plan.offload.parameters,
-    )
+    initialize_by(plan, holder, initializers, device)
     return dict(holder.named_parameters())
+
+
+def initialize_by(
+    plan: RunPlan, module: nn.Module, table: Mapping[str, Initializer], device: torch.device
+) -> None:
+    """Allocate and initialise a module that is on the meta device, as the plan says."""
+    on_host = plan.offload.parameters
+    initialize(module, table, plan.seed, device, plan.initial_weights, on_host=on_host)
 
 
 def run_executor(

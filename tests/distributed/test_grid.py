@@ -398,6 +398,7 @@ def case_config(model, parallel, pipeline, kind, dtype="fp32", mode="none", laye
         "pipeline": pipeline,
         "precision": {"dtype": dtype},
         "activation_checkpoint": {"mode": mode},
+        "ema": {"decays": []},  # One step is measured.
         # Several microbatches on every rank, and as many as its schedule needs.
         "training": {"global_batch_size": 8, "microbatch_size": 1 if data_ranks > 1 else 2},
     }

@@ -106,16 +106,16 @@ def alone(world, folder):
     return fp32[1:], bf16[1:], drawn, each, losses_by_length(world, folder), wan_alone(world)
 
 
-def in_two(world, folder):
+def in_two(world, folder, compiled, in_buckets):
+    """All formats on two ranks; blocks compiled for one size over the axes `compiled`, for three
+    over `in_buckets`."""
     found, drawn = {}, {}
     with graphs_alone():
-        for axis in ("tp", "cp"):
+        for axis in compiled:
             config = joint_config(**BATCH, parallel={axis: 2}, compile={"enabled": True})
             trainer, *found[f"compiled, {axis}"] = measured(config, world)
             drawn[axis] = preview(trainer, folder, axis)
-        buckets = {
-            axis: compiled_losses(world, "auto", parallel={axis: 2}) for axis in ("tp", "cp", "pp")
-        }
+        buckets = {axis: compiled_losses(world, "auto", parallel={axis: 2}) for axis in in_buckets}
     for axis in ("tp", "cp", "pp"):
         config = joint_config(**BATCH, parallel={axis: 2}, precision={"dtype": "bf16"})
         trainer, *found[f"bf16, {axis}"] = measured(config, world)
@@ -153,13 +153,24 @@ def test_formats_of_wan_are_those_of_one_process():
 
 
 def test_compiled_blocks_and_bf16_give_what_they_give_on_one_process(tmp_path):
+    assert_formats(tmp_path, ("tp",), ("cp", "pp"))
+
+
+@pytest.mark.long
+def test_compiled_blocks_give_what_they_give_on_one_process_over_every_axis(tmp_path):
+    assert_formats(tmp_path, ("tp", "cp"), ("tp", "cp", "pp"))
+
+
+def assert_formats(tmp_path, axes, in_buckets):
     write_sets(tmp_path)
     [(fp32, bf16, expected, compiled, wanted, wan)] = on_ranks(1, alone, str(tmp_path))
     losses, recompiled = compiled
     assert recompiled == 0
     rounding = distance(bf16[1], fp32[1])
     assert 1e-4 < rounding < 0.05
-    for found, drawn, buckets, by_length, of_wan in on_ranks(2, in_two, str(tmp_path)):
+    for found, drawn, buckets, by_length, of_wan in on_ranks(
+        2, in_two, str(tmp_path), axes, in_buckets
+    ):
         assert_formats_of_wan(wan, of_wan)
         for axis, (its_losses, pixels) in by_length.items():
             assert its_losses == pytest.approx(wanted[0], rel=1e-5), axis

@@ -76,6 +76,7 @@ def trained(world, parallel, pipeline, optimizer):
         parallel=parallel,
         pipeline=pipeline,
         optimizer=optimizer,
+        ema={"decays": [0.9]},
         precision={"weights": "bf16"} if optimizer == IN_BF16 else {},
         training={"microbatch_size": 2},
         # A split backward does not recompute blocks.

@@ -327,24 +327,27 @@ class FakeRank:
 
     def prepare(self, share: int) -> Prepared:
         """Prepare a batch of `share` samples whose fields are zero."""
-        empty = {
-            name: torch.zeros(share, *(size or 1 for size in field.shape), dtype=field.dtype)
-            for name, field in self.fields.items()
-        }
-        batch = Batch(
-            fields=empty,
-            sample_numbers=torch.arange(share),
-            weight=torch.ones(share),
-            total_weight=float(self.plan.global_batch_size),
-        )
-        own, plan = self.objective.prepare, self.plan
-        prepare = with_dropout_words(own, lambda _: plan.spec) if plan.lora.dropout else own
-        return prepare(batch, SampleRNG(self.plan.seed, batch.sample_numbers))
+        return prepare_zeros(self.plan, self.objective, self.fields, share)
 
     def executor(self, rows: int) -> Executor:
         """The executor for a batch with `rows` samples on this rank."""
         plan = replace(self.plan, global_batch_size=rows * self.mesh.sizes.data)
         return executor_of(plan, self.objective, self.mesh, self.parts, CPU)
+
+
+def prepare_zeros(
+    plan: RunPlan, objective: Objective, fields: Mapping[str, Field], size: int
+) -> Prepared:
+    """Prepare a batch of `size` samples whose fields are zero, as a training step does."""
+    empty = {
+        name: torch.zeros(size, *(length or 1 for length in field.shape), dtype=field.dtype)
+        for name, field in fields.items()
+    }
+    numbers = torch.arange(size)
+    batch = Batch(empty, numbers, torch.ones(size), total_weight=float(plan.global_batch_size))
+    own = objective.prepare
+    prepare = with_dropout_words(own, lambda _: plan.spec) if plan.lora.dropout else own
+    return prepare(batch, SampleRNG(plan.seed, numbers))
 
 
 class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -75,6 +75,8 @@ def put(target: Tensor, full: Tensor) -> None:
     if isinstance(target, DTensor):
         # Every rank holds the same whole tensor: no communication.
         full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+        # Local copies: a copy of DTensors derives placements, milliseconds for every new shape.
+        target, full = target.to_local(), full.to_local()
     target.copy_(full)
 
 

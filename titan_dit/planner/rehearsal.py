@@ -21,12 +21,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from titan_dit.build import executor_of, own_parameters, place_modules
 from titan_dit.config.training import EMAConfig, TrainingConfig
-from titan_dit.data.base import Batch, Field
+from titan_dit.data.base import Field
 from titan_dit.dry_run import fake_step
 from titan_dit.dry_run.fake_step import CPU, HostReads, chunks_of_a_device, fake_world
 from titan_dit.dry_run.memory import MemoryLog, StorageKind, local
 from titan_dit.dry_run.traffic import READERS, SILENT, TrafficLog, group_name
-from titan_dit.execution import SlicedExecutor, scaled, with_dropout_words
+from titan_dit.execution import SlicedExecutor, scaled
 from titan_dit.models.base import Model, ModelSpec, exact_modules
 from titan_dit.objectives.base import Objective, Prepared
 from titan_dit.optim.ema import EMA
@@ -39,7 +39,6 @@ from titan_dit.parallel.init import allocate
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.plan import RunPlan
 from titan_dit.planner.work import AttentionCall, Message, Product
-from titan_dit.rng import SampleRNG
 
 FORMATS = {
     torch.float64: "fp64",
@@ -727,16 +726,7 @@ class Inputs:
 
     def prepare(self, plan: RunPlan, size: int, executor: Any) -> Prepared:
         """This rank's slice of a batch whose fields are zero."""
-        empty = {
-            name: torch.zeros(size, *(n or 1 for n in field.shape), dtype=field.dtype)
-            for name, field in self.sections.fields.items()
-        }
-        numbers = torch.arange(size)
-        batch = Batch(empty, numbers, weight=torch.ones(size), total_weight=float(size))
-        rng = SampleRNG(plan.seed, numbers)
-        own = self.objective.prepare
-        prepare = with_dropout_words(own, lambda _: plan.spec) if plan.lora.dropout else own
-        prepared = prepare(batch, rng)
+        prepared = fake_step.prepare_zeros(plan, self.objective, self.sections.fields, size)
         if isinstance(executor, SlicedExecutor):
             prepared = executor.sliced(prepared)
         if prepared.total_tokens is None:
