@@ -124,6 +124,33 @@ def test_activations_on_the_host_cost_what_the_link_takes(config, run, tmp_path)
     assert best["seconds"] > 2 * best["bytes"]["host"] / 1.125 / 1e9
 
 
+@pytest.mark.long
+def test_parameters_on_the_host_cost_its_steps_and_the_link(config, run, tmp_path):
+    """On one GPU, with every key fixed: its memory is the host's, whose steps the GPU waits for."""
+    file, out = tmp_path / "slow.toml", tmp_path / "plan.json"
+    slow = {"host_gb_per_s": 0.1, "host_memory_gb_per_s": 1.0}
+    hardware.write(plan.replace(hardware.device_of("h100"), **slow), file)
+    words = ["--fix", "activation_checkpoint.mode=none", "training.microbatch_size=8", "--out", out]
+    given = ["--config", config, "--gpus", 1, "--device", file, *words, *FIXED]
+    run(*given)
+    before = json.loads(out.read_text())["best"]
+    said = run(*given, "--offload.parameters", "true")
+    assert "host link" in said
+    assert "host memory of 1 such GPU" in said
+    best = json.loads(out.read_text())["best"]
+    assert best["memory_is_rehearsed"]
+    assert best["bytes"]["parameters"] == best["bytes"]["optimizer"] == best["bytes"]["EMA"] == 0
+    # Weights of 4 bytes, gradients, two moments and averages.
+    elements = before["bytes"]["optimizer"] / 8
+    averages = before["bytes"]["EMA"] / 4
+    assert best["bytes"]["host"] == pytest.approx(16 * elements + 4 * averages, rel=0.01)
+    # Fused AdamW reads four numbers and writes three; a GPU has an eighth of its node's 1 GB/s.
+    assert best["terms"]["optimizer"] > 28 * elements / (1e9 / 8)
+    # Weights come for forward and, but for embed and head, for backward; gradients go back.
+    assert best["terms"]["host link"] < 3 * best["microbatches"] * 4 * elements / 1e8
+    assert best["terms"]["host link"] > best["microbatches"] * 4 * elements / 1e8
+
+
 def test_keys_and_fixes_are_the_same(config):
     options = PlanFlags(config=str(config), gpus=2, device="h100", fix=(("parallel.tp=2",),))
     by_fix, fixed = plan.config_of(options, [])
@@ -143,7 +170,9 @@ BAD = {
     "--gpus 8 --device h100 --fix parallel.tp=0": r"tp=0 must be at least 1",
     "--gpus 8 --device h100 --fix training.microbatch_size=3": "no layout.*size=3",
     "--gpus 8 --device v100_16": "bf16",
-    "--gpus 8 --device h100 --offload.parameters true": "parameters=true has no price in plan",
+    "--gpus 8 --device h20 --offload.parameters true": "price on h20.*Set host_memory_gb_per_s",
+    "--gpus 2 --device cpu --offload.parameters true": "no price on cpu.*Set host_gb_per_s",
+    "--gpus 8 --device h100 --offload.parameters true --optimizer.name muon": 'name="muon"',
     "--gpus 2 --device cpu --offload.activations true": "no price on cpu.*Set host_gb_per_s",
     "--gpus 8 --device h100 --out plan.txt": r"name a .json",
     "--gpus 8 --device h100 --write best.json": r"name a .toml",

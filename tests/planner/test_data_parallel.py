@@ -13,7 +13,7 @@ from tiny_gpt import gpt_config
 from titan_dit.dry_run.fake_step import take_fake_step
 from titan_dit.parallel import fsdp
 from titan_dit.plan import resolve
-from titan_dit.planner.data_parallel import Compute, DataParallel, Reduction
+from titan_dit.planner.data_parallel import Compute, DataParallel, Gather, Reduction
 from titan_dit.planner.links import Network
 from titan_dit.planner.rates import OURS, Runtime
 from titan_dit.planner.step import NORM_BYTES
@@ -151,19 +151,21 @@ COMPUTED = 3 + 60 + 5 + 120
 class ByHand(DataParallel):
     """Messages whose seconds are given: (of a block, of embed and head)."""
 
-    gather, reduce, copies = (0.0, 0.0), (0.0, 0.0), (0.0, 0.0)
-
     def gather_s(self, unit):
-        return self.gather[not unit.blocks]
+        return Gather(*(self.times[key][not unit.blocks] for key in ("gather", "fetch")))
 
     def reduce_s(self, unit):
-        return Reduction(self.reduce[not unit.blocks], self.copies[not unit.blocks])
+        return Reduction(
+            *(self.times[key][not unit.blocks] for key in ("reduce", "copies", "store"))
+        )
 
 
 def by_hand(
     gather=(0.0, 0.0),
     reduce=(0.0, 0.0),
     copies=(0.0, 0.0),
+    fetch=(0.0, 0.0),
+    store=(0.0, 0.0),
     runtime=OURS,
     count=1,
     world=4,
@@ -176,9 +178,8 @@ def by_hand(
     plan = resolve(tiny_config(**sections), world)
     assert plan.num_microbatches == count
     found = ByHand(plan, counts_of(plan), Network(plan.sizes, DEVICE), runtime)
-    object.__setattr__(found, "gather", gather)
-    object.__setattr__(found, "reduce", reduce)
-    object.__setattr__(found, "copies", copies)
+    times = {"gather": gather, "fetch": fetch, "reduce": reduce, "copies": copies, "store": store}
+    object.__setattr__(found, "times", times)
     return found
 
 
@@ -245,7 +246,7 @@ def test_a_reduction_has_the_links_of_its_groups():
     _, (unit, *_) = data.units(data.shapes[0])
     # fp32; 3/4 to the others of a node at 100 GB/s, then a quarter by one's own NIC of 10 GB/s.
     wanted = 3 / 4 * 4 * unit.trained / 1e11, 4 * unit.trained / 4 / 1e10
-    assert data.reduce_s(unit) == pytest.approx(wanted)
+    assert data.reduce_s(unit) == pytest.approx((*wanted, 0.0))
 
 
 def test_every_microbatch_gathers_and_the_last_one_reduces():
@@ -282,6 +283,41 @@ def test_a_pipeline_waits_for_its_first_gathers_and_reduces_after_its_pass():
         **sections,
     )
     assert exposed.after_s(0, COMPUTE) == 3 * 3 + 7
+
+
+def test_copies_from_the_host_come_before_gathers_and_beside_computing():
+    # Of root and first block they are exposed, as gathers are.
+    assert by_hand(fetch=(2, 5)).step_s(COMPUTE) == COMPUTED + 5 + 1
+    # In forward a unit's copy runs beside the gather of the unit before it; in backward it starts
+    # with the computing of that unit, and its gather follows.
+    slow = by_hand(fetch=(30, 0), gather=(30, 0)).step_s(COMPUTE)
+    assert slow == 30 + 6 * 30 + 10 + 2 + 6 * 60 + 20 + 1
+
+
+def test_a_single_shard_is_copied_while_nothing_computes():
+    found = by_hand(fetch=(2, 5), world=1, count=3, offload={"parameters": True})
+    assert found.step_s(COMPUTE) == 3 * (COMPUTED + 5 + 6 * 2 * 2)
+    kept = {"blocks_per_fsdp_unit": 1, "reshard_after_forward": "never"}
+    found = by_hand(fetch=(2, 5), world=1, offload={"parameters": True}, parallel=kept)
+    assert found.step_s(COMPUTE) == COMPUTED + 5 + 6 * 2
+
+
+def test_copies_to_the_host_hold_up_the_next_reduction_but_not_that_of_replicas():
+    # The first block's is hidden by embed's backward but for 2 s; the root's follows.
+    assert by_hand(store=(3, 5)).step_s(COMPUTE) == COMPUTED + 2 + 5
+    first = 3 + 60 + 4 + 20  # Forward, head, and the backward of the last block.
+    slow = {"reduce": (10, 0), "store": (30, 0)}
+    assert by_hand(**slow).step_s(COMPUTE) == first + 6 * (10 + 30)
+    assert by_hand(**slow, copies=(1, 0), **ACROSS).step_s(COMPUTE) == first + 11 + 6 * 30
+    assert by_hand(store=(3, 5), count=3).step_s(COMPUTE) == 3 * COMPUTED + 7
+
+
+def test_a_pipeline_copies_all_weights_before_its_first_forward():
+    found = by_hand(fetch=(12, 5), gather=(20, 0), count=2, parallel={"pp": 2})
+    # The root's 5 s and three copies of 12 s. Gathers end at 37, 57 and 77 s, of which the second
+    # and the third are waited for.
+    assert found.before_s({0: COMPUTE}) == 5 + 3 * 12 + 5 + 10
+    assert by_hand(store=(3, 5), count=2, parallel={"pp": 2}).after_s(0, COMPUTE) == 5 + 3 * 3
 
 
 def test_replicas_all_reduce_whole_gradients_once():

@@ -95,6 +95,7 @@ def offload(ahead=1):
     return {"offload": {"activations": True, "ahead": ahead}}
 
 
+ON_HOST = {"offload": {"parameters": True}}
 SHORT = {
     "recomputed": (GPT, 4, remat("full") | parallel(blocks_per_fsdp_unit=1, prefetch=1)),
     "tp": (GPT, 4, parallel(tp=2)),
@@ -103,6 +104,7 @@ SHORT = {
     "blocks of three kinds": (Z_IMAGE, 2, pipeline(2, "1f1b")),
     "cross-attention": (WAN, 2, parallel(tp=2)),
     "activations on the host": (DIT, 2, offload()),
+    "parameters on the host": (GPT, 2, ON_HOST),
 }
 LONG = {
     "one rank": (DIT, 1, {}),
@@ -133,6 +135,9 @@ LONG = {
     "on the host, recomputed": (DIT, 4, offload() | remat("full")),
     "on the host, 1f1b": (DIT, 2, offload() | pipeline(2, "1f1b")),
     "on the host, kinds": (Z_IMAGE, 4, offload()),
+    "parameters on the host, one rank": (DIT, 1, ON_HOST),
+    "parameters on the host, bf16": (Z_IMAGE, 4, ON_HOST),
+    "parameters on the host, 1f1b": (DIT, 4, ON_HOST | pipeline(2, "1f1b")),
     "cross-attention, ulysses": (WAN, 4, parallel(cp=4, cp_method="ulysses")),
 }
 
@@ -143,3 +148,6 @@ def test_the_composed_peak_is_that_of_a_whole_step(compare, name):
     found = compare(tables(model, **sections), world)
     assert abs(found.error) < 0.03, found
     assert max(map(abs, found.errors)) < 0.03, found
+    if sections.get("offload", {}).get("parameters"):
+        for composed, measured in found.on_host:
+            assert composed == pytest.approx(measured, rel=0.03)

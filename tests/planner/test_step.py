@@ -13,7 +13,7 @@ from titan_dit.pipeline.schedules.simulator import simulate, stage_costs
 from titan_dit.plan import resolve
 from titan_dit.planner.memory import memory
 from titan_dit.planner.rates import OURS, Runtime, product_s
-from titan_dit.planner.step import bound, estimate, mfu, samples_per_s
+from titan_dit.planner.step import bound, check_host_steps, estimate, mfu, samples_per_s
 from titan_dit.planner.work import Message, Product, Work
 
 F, B = 1.0, 2.0
@@ -150,10 +150,85 @@ def test_a_block_takes_as_long_as_the_slower_of_computing_and_its_copies(kept, f
 def test_an_offload_without_a_price_is_refused_in_one_line():
     with pytest.raises(UserError, match=r"activations=true has no price on by hand.*host_gb_per_s"):
         estimate(plan_of(**OFFLOAD), equal_blocks(), DEVICE)
+    with pytest.raises(UserError, match=r"parameters=true has no price on by hand.*host_gb_per_s"):
+        estimate(plan_of(**ON_HOST), equal_blocks(), DEVICE)
     fast = replace(DEVICE, host_gb_per_s=1e9)
-    with pytest.raises(UserError, match=r"parameters=true has no price.*--dry-run") as error:
-        bound(plan_of(offload={"parameters": True}), equal_blocks(), fast)
+    with pytest.raises(UserError, match=r"parameters=true.*host_memory_gb_per_s") as error:
+        bound(plan_of(**ON_HOST), equal_blocks(), fast)
     assert "\n" not in str(error.value)
+
+
+def test_only_adamw_in_fp32_has_a_price_on_the_host():
+    check_host_steps(tiny_config(**ON_HOST))
+    check_host_steps(tiny_config(optimizer={"name": "adamw8bit"}))
+    with pytest.raises(UserError, match=r'AdamW alone, not for .optimizer. name="adamw8bit"'):
+        check_host_steps(tiny_config(optimizer={"name": "adamw8bit"}, **ON_HOST))
+    narrow = {"dtype": "bf16", "weights": "bf16"}
+    with pytest.raises(
+        UserError, match=r'no price in plan with .precision. weights="bf16"'
+    ) as error:
+        check_host_steps(tiny_config(precision=narrow, **ON_HOST))
+    assert "\n" not in str(error.value)
+
+
+ON_HOST = {"offload": {"parameters": True}}
+HOST = replace(DEVICE, host_gb_per_s=10.0, host_memory_gb_per_s=2000.0)
+"""10 GB/s to the host; each of a node's four ranks has 500 GB/s of its memory."""
+AT_ONCE = replace(HOST, host_gb_per_s=1e15)
+
+
+def held(**more):
+    """Blocks of 1e9 fp32 elements, whose update takes 1 s on DEVICE and 6e12 bytes on the host."""
+    block = part(moving(F), moving(B), moving(7.0), parameters=1e9)
+    return counts(block=replace(block, on_host=moving(6.0)), **more)
+
+
+def test_weights_come_from_the_host_and_gradients_go_there():
+    # 0.4 s a block: 4 blocks are copied for forward and backward of 3 microbatches, one after the
+    # other on a single rank; the gradients of all but the first block beside the backward.
+    plan = plan_of(count=3, parallel={"blocks_per_fsdp_unit": 1}, **ON_HOST)
+    found, quick = (estimate(plan, held(), device) for device in (HOST, AT_ONCE))
+    assert added_up(found) - added_up(quick) == pytest.approx(3 * 4 * 2 * 0.4 + 0.4)
+    assert found.terms["host link"] == pytest.approx(found.seconds - quick.seconds)
+    assert found.terms["data parallel"] == pytest.approx(quick.terms["data parallel"])
+    # A fourth of it on each of four ranks; only the first block's copies are waited for.
+    sharded = plan_of(count=3, world=4, parallel={"blocks_per_fsdp_unit": 1}, **ON_HOST)
+    first = estimate(sharded, held(), HOST).terms["host link"]
+    assert first == pytest.approx(3 * 0.1 * 2 + 0.1, rel=1e-2)
+    assert bound(sharded, held(), HOST) == pytest.approx(estimate(sharded, held(), HOST).seconds)
+
+
+def test_a_pipeline_waits_for_its_weights_and_for_the_last_gradients():
+    plan = plan_of(2, 4, parallel={"blocks_per_fsdp_unit": 1}, **ON_HOST)
+    found, quick = (estimate(plan, held(), device) for device in (HOST, AT_ONCE))
+    # The last rank's two blocks arrive while the first rank computes; all gradients follow its end.
+    assert added_up(found) - added_up(quick) == pytest.approx(2 * 0.4 + 2 * 0.4)
+    assert bound(plan, held(), HOST) <= found.seconds
+
+
+def test_the_host_takes_the_steps_of_the_optimizer():
+    plan = plan_of(**ON_HOST)
+    host_s = 6e12 / (2000e9 / 4)
+    assert estimate(plan, held(), HOST).terms["optimizer"] == pytest.approx(4 * (1 + host_s))
+    on_four = estimate(plan_of(world=4, **ON_HOST), held(), HOST).terms["optimizer"]
+    assert on_four == pytest.approx(1 + host_s)
+    assert estimate(plan_of(), held(), HOST).terms["optimizer"] == pytest.approx(4 * 7)
+
+
+def test_activations_and_weights_share_the_way_back():
+    block = replace(held().block, kept=2.5e10)
+    given = replace(held(), blocks={"": block})
+    alone, both = (
+        estimate(plan_of(world=4, parallel={"blocks_per_fsdp_unit": 1}, offload=keys), given, HOST)
+        for keys in ({"activations": True}, {"activations": True, "parameters": True})
+    )
+    # A block's backward takes the 2.5 s of its activations, and 0.1 s for its fourth of the
+    # weights, in place of the 0.008 s of FSDP's copies. A forward, a backward and the end wait
+    # for a copy of 0.1 s.
+    more = {name: both.terms.get(name, 0) - seconds for name, seconds in alone.terms.items()}
+    assert more.pop("host link") == pytest.approx(4 * (0.1 - 0.008) + 3 * 0.1)
+    more.pop("optimizer")
+    assert more == pytest.approx(dict.fromkeys(more, 0.0), abs=1e-9)
 
 
 def test_messages_between_nodes_take_the_nodes_link():

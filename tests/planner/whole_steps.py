@@ -23,6 +23,8 @@ class Compared:
 
     measured: list
     composed: list
+    on_host: list
+    """Of each rank, bytes in host memory (composed, at the dry run's peak)."""
 
     @property
     def errors(self):
@@ -48,11 +50,10 @@ def compare(tables, world):
     sections = config.training, config.optimizer, config.ema
     report = take_fake_step(plan, objective, fields, *sections)
     composed = memory(plan, Rehearsals(config).counts(plan), state=state_of(config))
-    on_device = [
-        {kind: size for kind, size in rank.peak.bytes.items() if kind is not StorageKind.HOST}
-        for rank in report.ranks
-    ]
-    return Compared(on_device, composed)
+    peaks = [dict(rank.peak.bytes) for rank in report.ranks]
+    both = zip(composed, peaks, strict=True)
+    on_host = [tuple(held.pop(StorageKind.HOST, 0.0) for held in pair) for pair in both]
+    return Compared(peaks, composed, on_host)
 
 
 @contextlib.contextmanager

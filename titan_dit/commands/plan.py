@@ -36,7 +36,7 @@ from titan_dit.planner.measured import beside, outdated
 from titan_dit.planner.memory import memory, state_of
 from titan_dit.planner.rates import OURS
 from titan_dit.planner.search import CostModel
-from titan_dit.planner.step import Estimate, check_offload
+from titan_dit.planner.step import Estimate, check_host_steps, check_offload
 from titan_dit.ranks import disk_errors
 from titan_dit.system.files import try_to_replace
 
@@ -166,6 +166,7 @@ def plan(
     """Search, then rehearse. Raises UserError if nothing can run or fits."""
     device.peak(config.precision.dtype)
     check_offload(config.offload, device)
+    check_host_steps(config)
     # The microbatch size is searched.
     config = replace(config, training=replace(config.training, tokens_per_microbatch=None))
     space = Space(config, gpus, device, fixed)

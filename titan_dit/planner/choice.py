@@ -71,7 +71,7 @@ class SmallestLayout(NamedTuple):
     def is_mostly_activations(self) -> bool:
         """True if activations and temporary tensors are more than half of the rank's bytes."""
         own = self.held[StorageKind.ACTIVATIONS] + self.held[StorageKind.TEMPORARY]
-        return own > sum(self.held.values()) / 2
+        return own > memory_of.on_device(self.held) / 2
 
 
 def gpu_counts(device: Device, first: int, last: int) -> Iterator[int]:

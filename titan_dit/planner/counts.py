@@ -269,11 +269,12 @@ class Rehearsals:
         kept, allocated = held(trace.forward), allocated_bytes_of(trace)
         every = self.inputs.sections.ema.settled().every
         average = updated(state.average).times(1 / every)
-        update = updated(trace.reduced) + updated(state.update) + average + casts(state, plan)
+        on_host = updated(state.update) + average
         return Part(
             forward=works["forward"],
             backward=works["backward"],
-            update=update,
+            update=updated(trace.reduced) + on_host + casts(state, plan),
+            on_host=on_host,
             parameters=state.parameters,
             trained=state.trained,
             buffers=state.buffers,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from titan_dit.parallel.mesh import FILL, AxisSizes, axes
 from titan_dit.plan import RunPlan
+from titan_dit.planner import rates
 from titan_dit.planner.links import Network
 from titan_dit.planner.rates import Runtime
 from titan_dit.planner.work import Blocks, Counts, Message, blocks_of
@@ -32,6 +33,19 @@ def of_blocks(blocks: Blocks, seconds: Mapping[str, float]) -> float:
     return sum(count * seconds[kind] for kind, count in blocks)
 
 
+class Gather(NamedTuple):
+    """Seconds of a gather of a unit."""
+
+    sent: float
+    """Seconds of the all-gather."""
+    fetched: float = 0.0
+    """Seconds of the copy of this rank's shard from the host, before it."""
+
+
+KEPT = Gather(0.0)
+"""The gather of a unit that is gathered already."""
+
+
 class Reduction(NamedTuple):
     """Seconds of the reduction of a unit's gradients."""
 
@@ -39,27 +53,44 @@ class Reduction(NamedTuple):
     """Seconds over FSDP's group."""
     copies: float
     """Seconds over the replicas of its shards, which follow."""
+    stored: float = 0.0
+    """Seconds of the copy of the reduced shard to the host, which comes last."""
 
 
 NOTHING = Reduction(0.0, 0.0)
 
 
 class Overlap:
-    """Two timelines side by side, computing and messages, in seconds since a microbatch began.
+    """Timelines side by side, in seconds since a microbatch began: computing, messages, copies.
 
     `hides`: messages are sent while the rank computes. `apart`: messages between replicas use
-    another link than those of FSDP.
+    another link than those of FSDP. `fetches_ahead`: copies from the host have a stream of their
+    own, as FSDP2's copy-in has if it gathers; else the rank does not compute meanwhile.
     """
 
-    def __init__(self, *, hides: bool, apart: bool) -> None:
-        self.hides, self.apart = hides, apart and hides
+    def __init__(self, *, hides: bool, apart: bool, fetches_ahead: bool = True) -> None:
+        self.hides, self.apart, self.fetches_ahead = hides, apart and hides, fetches_ahead
         self.now = 0.0
         """Time up to which the rank has computed."""
         self.free = 0.0
         """Time at which the link has sent everything."""
         self.copied = 0.0
         """Time at which the link between replicas has sent everything."""
+        self.fetched = 0.0
+        """Time at which all copies from the host have arrived."""
+        self.stored = 0.0
+        """Time at which all copies to the host have."""
         self.waited = 0.0
+
+    def gather(self, at: float, gather: Gather) -> float:
+        """A gather whose copy from the host may start `at` this time; returns its end."""
+        if not gather.fetched:
+            return self.send(at, gather.sent)
+        if self.fetches_ahead:
+            self.fetched = max(self.fetched, at) + gather.fetched
+        else:
+            self.fetched = self.wait(self.now + gather.fetched)
+        return self.send(self.fetched, gather.sent)
 
     def send(self, at: float, seconds: float) -> float:
         """A message that may start `at` this time; returns its end."""
@@ -69,16 +100,23 @@ class Overlap:
         return self.free if self.hides else self.wait(self.free)
 
     def reduce(self, reduction: Reduction) -> None:
-        """Reduce gradients that are ready: over FSDP's group, then over the replicas."""
-        end = self.send(self.now, reduction.shards)
+        """Reduce gradients that are ready: over FSDP's group, then over the replicas.
+
+        FSDP2 copies them to the host in the stream of the last of these, which the next reduction
+        of the same kind waits for.
+        """
+        begun = self.now if reduction.copies else max(self.now, self.stored)
+        end = self.send(begun, reduction.shards)
         if self.apart:
-            self.copied = max(self.copied, end) + reduction.copies
+            end = self.copied = max(self.copied, end) + reduction.copies
         else:
-            self.send(end, reduction.copies)
+            end = self.send(end, reduction.copies)
+        if reduction.stored:
+            self.stored = max(self.stored, end) + reduction.stored
 
     def finish(self) -> float:
-        """Wait for all messages; returns the time."""
-        return self.wait(max(self.free, self.copied))
+        """Wait for all messages and copies; returns the time."""
+        return self.wait(max(self.free, self.copied, self.stored))
 
     def wait(self, until: float) -> float:
         """Compute nothing until then; returns the time."""
@@ -87,45 +125,51 @@ class Overlap:
         return self.now
 
     def forward(
-        self,
-        compute: Compute,
-        root: float,
-        units: Sequence[tuple[Blocks, float]],
-        *,
-        ahead: bool = False,
+        self, compute: Compute, root: Gather, units: Sequence[tuple[Blocks, Gather]]
     ) -> None:
-        """A forward; `units`: (blocks, seconds of the gather) of every unit.
+        """A forward; `units`: (blocks, their gather) of every unit.
 
-        A gather starts when the unit before the last one starts to compute (FSDP2 then frees the
-        buffer of that one's gather), `ahead`: as soon as the link is free.
+        A gather starts when the unit before the last one starts to compute: FSDP2 then frees the
+        buffer of that one's gather.
         """
-        begun = 0.0 if ahead else self.now
-        self.wait(self.send(begun, root))
+        begun = self.now
+        self.wait(self.gather(begun, root))
         starts = [begun, begun]
-        arrived = self.send(begun, units[0][1]) if units else 0.0
+        arrived = self.gather(begun, units[0][1]) if units else 0.0
         self.now += compute.embed_forward
         for index, (blocks, _) in enumerate(units):
             self.wait(arrived)
             starts.append(self.now)
             if index + 1 < len(units):
-                arrived = self.send(begun if ahead else starts[-2], units[index + 1][1])
+                arrived = self.gather(starts[-2], units[index + 1][1])
+            self.now += of_blocks(blocks, compute.block_forward)
+        self.now += compute.head_forward
+
+    def forward_of_issued(
+        self, compute: Compute, root: float, units: Sequence[tuple[Blocks, float]]
+    ) -> None:
+        """A forward whose gathers were issued before; `units`: (blocks, end of their gather)."""
+        self.wait(root)
+        self.now += compute.embed_forward
+        for blocks, arrived in units:
+            self.wait(arrived)
             self.now += of_blocks(blocks, compute.block_forward)
         self.now += compute.head_forward
 
     def backward(
         self,
         compute: Compute,
-        units: Sequence[tuple[Blocks, float]],
+        units: Sequence[tuple[Blocks, Gather]],
         reductions: Sequence[Reduction],
     ) -> None:
         """A backward; a unit's gather starts with the unit computed before it."""
         given = list(zip(units, reductions, strict=True))[::-1]
-        arrived = self.send(self.now, given[0][0][1]) if given else 0.0
+        arrived = self.gather(self.now, given[0][0][1]) if given else 0.0
         self.now += compute.head_backward
         for index, ((blocks, _), reduction) in enumerate(given):
             self.wait(arrived)
             if index + 1 < len(given):
-                arrived = self.send(self.now, given[index + 1][0][1])
+                arrived = self.gather(self.now, given[index + 1][0][1])
             self.now += of_blocks(blocks, compute.block_backward)
             self.reduce(reduction)
         self.now += compute.embed_backward
@@ -169,6 +213,8 @@ class DataParallel:
     counts: Counts
     links: Network
     runtime: Runtime
+    copies_take_time: bool = True
+    """False: those of [offload] parameters between host and device take none."""
 
     @cached_property
     def shards(self) -> int:
@@ -229,6 +275,12 @@ class DataParallel:
             for unit in units
         ]
 
+    def held_units(self, pipeline_rank: int) -> Iterator[FSDPUnit]:
+        """The units of a pipeline rank's stages."""
+        for stage in self.plan.stages_of(pipeline_rank):
+            root, blocks = self.units(self.shapes[stage])
+            yield from (root, *blocks)
+
     def gathers(self, unit: FSDPUnit) -> Iterator[Message]:
         """The messages of one all-gather of a unit."""
         if self.splits > 1 and unit.parameters:
@@ -248,16 +300,51 @@ class DataParallel:
             sent = 2 * (copies - 1) / copies * whole / self.splits
             yield Message(REPLICA_AXIS, "all-reduce", sent)
 
-    def gather_s(self, unit: FSDPUnit) -> float:
+    @property
+    def on_host(self) -> bool:
+        """[offload] parameters."""
+        return self.plan.offload.parameters
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of an element of a shard, and of its gradient."""
+        return 2 if self.plan.precision.weights == "bf16" else self.gradient_bytes
+
+    def fetched(self, unit: FSDPUnit) -> float:
+        """Bytes that a gather of a unit copies from the host: this rank's shards, before a cast."""
+        if not self.on_host:
+            return 0.0
+        return (unit.parameters * self.weight_bytes + unit.quantized) / self.shards
+
+    def stored(self, unit: FSDPUnit) -> float:
+        """Bytes that a reduction of a unit's gradients copies to the host."""
+        return unit.trained * self.weight_bytes / self.shards if self.on_host else 0.0
+
+    def host_traffic(self, pipeline_rank: int = 0) -> tuple[float, float]:
+        """Bytes that a rank copies in a step (from the host, to it) for [offload] parameters."""
+        units = [*self.held_units(pipeline_rank)]
+        from_host = sum(self.num_gathers(unit) * self.fetched(unit) for unit in units)
+        return from_host, sum(map(self.stored, units))
+
+    def copy_s(self, nbytes: float) -> float:
+        """Seconds of a copy between host and device."""
+        if not nbytes or not self.copies_take_time:
+            return 0.0
+        return rates.host_s(nbytes, self.links.device)
+
+    def gather_s(self, unit: FSDPUnit) -> Gather:
         """Seconds of one gather of a unit."""
-        return sum(map(self.links.seconds, self.gathers(unit)))
+        return Gather(
+            sum(map(self.links.seconds, self.gathers(unit))), self.copy_s(self.fetched(unit))
+        )
 
     def reduce_s(self, unit: FSDPUnit) -> Reduction:
         """Seconds of one reduction of a unit."""
         took = dict.fromkeys((True, False), 0.0)
         for message in self.reductions(unit):
             took[message.axis == REPLICA_AXIS] += self.links.seconds(message)
-        return Reduction(shards=took[False], copies=took[True])
+        stored = self.copy_s(self.stored(unit))
+        return Reduction(shards=took[False], copies=took[True], stored=stored)
 
     @cached_property
     def is_apart(self) -> bool:
@@ -267,7 +354,10 @@ class DataParallel:
 
     def overlap(self) -> Overlap:
         """New timelines of a rank."""
-        return Overlap(hides=self.runtime.overlaps_data, apart=self.is_apart)
+        # A pipeline gathers by `unshard(async_op=True)`, in the stream that computes. A single
+        # shard is copied where the unit begins.
+        ahead = self.shards > 1 and self.plan.sizes.pp == 1
+        return Overlap(hides=self.runtime.overlaps_data, apart=self.is_apart, fetches_ahead=ahead)
 
     def frees(self, unit: FSDPUnit) -> bool:
         """True if a unit is freed after forward, and gathered again for backward."""
@@ -275,7 +365,13 @@ class DataParallel:
         if self.runtime.sharding != "fsdp" or plan.sizes.pp > 1:
             return False
         when = plan.parallel.reshard_after_forward
-        return when == "always" or (when == "auto" and bool(unit.blocks) and self.shards > 1)
+        gathers = self.shards > 1 or self.on_host
+        return when == "always" or (when == "auto" and bool(unit.blocks) and gathers)
+
+    def num_gathers(self, unit: FSDPUnit) -> int:
+        """How often a step gathers a unit."""
+        count = 1 if self.plan.sizes.pp > 1 else self.plan.num_microbatches
+        return count * (1 + self.frees(unit))
 
     def copied(self, unit: FSDPUnit) -> tuple[float, float]:
         """Bytes that FSDP reads and writes in a step for a unit: around gathers, and gradients.
@@ -287,15 +383,15 @@ class DataParallel:
         if self.runtime.sharding == "replicas" or self.runtime.update_bytes is not None:
             return 0.0, 0.0
         count, cast, held = self.plan.num_microbatches, self.gather_bytes, self.gradient_bytes
-        passes = 1 if self.plan.sizes.pp > 1 else count * (1 + self.frees(unit))
-        gathered = float(passes * 2 * cast) if self.splits > 1 else 0.0
+        passes = self.num_gathers(unit)
+        gathered = float(passes * 2 * cast) if self.splits > 1 or self.on_host else 0.0
         if cast != held:
             gathered += (passes - 1) * (held + cast) / self.splits
         # The first gradient is cast if the sums have another format.
         added = float((count - 1) * (cast + 2 * held))
         if count > 1 and cast != held:
             added += (cast + held) * (1 - 1 / self.splits)
-        is_sent = self.shards * self.plan.sizes.dp_replicate > 1
+        is_sent = self.on_host or self.shards * self.plan.sizes.dp_replicate > 1
         kept = cast if count == 1 else held
         into = kept + held if is_sent else 0
         return gathered * unit.parameters, (added + into) * unit.trained
@@ -305,13 +401,11 @@ class DataParallel:
         found: Counter[Message] = Counter()
         count = 1 if self.plan.sizes.pp > 1 else self.plan.num_microbatches
         reduced = count if self.runtime.reduces_each_microbatch else 1
-        for stage in self.plan.stages_of(pipeline_rank):
-            root, blocks = self.units(self.shapes[stage])
-            for unit in (root, *blocks):
-                for message in self.gathers(unit):
-                    found[message] += count * (2 if self.frees(unit) else 1)
-                for message in self.reductions(unit):
-                    found[message] += reduced
+        for unit in self.held_units(pipeline_rank):
+            for message in self.gathers(unit):
+                found[message] += self.num_gathers(unit)
+            for message in self.reductions(unit):
+                found[message] += reduced
         return found
 
     def step_s(self, compute: Compute) -> float:
@@ -328,10 +422,10 @@ class DataParallel:
         root, blocks = self.units(self.shapes[0])
         link = self.overlap()
         link.forward(compute, self.gather_s(root), [(u.blocks, self.gather_s(u)) for u in blocks])
-        again = [(u.blocks, self.gather_s(u) if self.frees(u) else 0.0) for u in blocks]
+        again = [(u.blocks, self.gather_s(u) if self.frees(u) else KEPT) for u in blocks]
         reductions = [self.reduce_s(u) if reduces else NOTHING for u in blocks]
         if self.frees(root):
-            link.wait(link.send(link.now, self.gather_s(root)))
+            link.wait(link.gather(link.now, self.gather_s(root)))
         link.backward(compute, again, reductions)
         link.reduce(self.reduce_s(root) if reduces else NOTHING)
         return link.finish()
@@ -340,21 +434,21 @@ class DataParallel:
         """Seconds that the first forwards of a pipeline rank wait for all-gathers.
 
         `computing`: stage -> seconds of its parts, in the order of their forwards. All all-gathers
-        are issued at once.
+        are issued at once, before the first forward.
         """
         link = self.overlap()
+        issued = {}
+        for stage in computing:
+            root, blocks = self.units(self.shapes[stage])
+            arrived, *each = (link.gather(0.0, self.gather_s(unit)) for unit in (root, *blocks))
+            issued[stage] = arrived, list(zip((unit.blocks for unit in blocks), each, strict=True))
         for stage, compute in computing.items():
             shape = self.shapes[stage]
-            root, blocks = self.units(shape)
-            link.forward(
-                compute._replace(
-                    embed_forward=shape.is_first * compute.embed_forward,
-                    head_forward=shape.is_last * compute.head_forward,
-                ),
-                self.gather_s(root),
-                [(unit.blocks, self.gather_s(unit)) for unit in blocks],
-                ahead=True,
+            own = compute._replace(
+                embed_forward=shape.is_first * compute.embed_forward,
+                head_forward=shape.is_last * compute.head_forward,
             )
+            link.forward_of_issued(own, *issued[stage])
         return link.waited
 
     def after_s(self, stage: int, compute: Compute) -> float:
@@ -366,7 +460,7 @@ class DataParallel:
             for one in (self.reduce_s(root), *reductions):
                 link.reduce(one)
         else:
-            link.backward(compute, [(unit.blocks, 0.0) for unit in blocks], reductions)
+            link.backward(compute, [(unit.blocks, KEPT) for unit in blocks], reductions)
             link.reduce(self.reduce_s(root))
         link.finish()
         return link.waited

@@ -2,7 +2,8 @@
 
 Bandwidths are per direction, in GB/s (1e9 bytes); `copy_gb_per_s` counts bytes read plus written.
 Peaks are those of data sheets. What of them is reached is in `Efficiency`, from a calibration;
-of the link to the host, which no calibration fits, `host_gb_per_s` is what is reached.
+of the link to the host and of its memory, which no calibration fits, `host_gb_per_s` and
+`host_memory_gb_per_s` are what is reached.
 A file has the keys of `Device`; [sources] says where each number is from.
 """
 
@@ -92,6 +93,9 @@ class Device:
     host_gb_per_s: NonNegativeFloat = 0.0
     """What copies between a GPU and pinned memory of its host reach, in each direction; 0: not
     known, and [offload] has no price."""
+    host_memory_gb_per_s: NonNegativeFloat = 0.0
+    """What the CPUs of a node reach of the bandwidth of its memory, bytes read plus written. A full
+    node's ranks share it evenly. 0: not known, and [offload] parameters has no price."""
     efficiency: Efficiency
     overhead: Overhead
     error: Fraction

@@ -21,8 +21,8 @@ from titan_dit.opening import VERSIONS, settled
 from titan_dit.plan import RunPlan, resolve
 from titan_dit.planner.counts import Rehearsals
 from titan_dit.planner.hardware import Device, names
-from titan_dit.planner.memory import GIB, memory, state_of
-from titan_dit.planner.step import estimate
+from titan_dit.planner.memory import GIB, memory, on_device, state_of
+from titan_dit.planner.step import check_host_steps, estimate
 from titan_dit.system import run_files
 
 PEAK_TOLERANCE = 0.05
@@ -260,6 +260,7 @@ def beside(run: Path, device: Device, trust: bool = False) -> list[str]:
     """The plan of a run on a device beside its metrics; console lines. Raises UserError."""
     found = measured_run(run, trust=trust)
     plan = replace(found.plan, device=device.torch_name)
+    check_host_steps(found.config)
     counts = Rehearsals(found.config).counts(plan)
     step = estimate(plan, counts, device)
     other = another_device(found, device)
@@ -275,7 +276,7 @@ def beside(run: Path, device: Device, trust: bool = False) -> list[str]:
     if found.allocated_gib is not None:
         ranks = memory(plan, counts, state=state_of(found.config))
         # Metrics are those of rank 0.
-        lines.append(compared("GiB", sum(ranks[0].values()) / GIB, found.allocated_gib))
+        lines.append(compared("GiB", on_device(ranks[0]) / GIB, found.allocated_gib))
     elif found.device:
         lines.append("  GiB: peak_gib of a run on a CPU is its process's, so it is not compared")
     else:

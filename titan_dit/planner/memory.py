@@ -164,6 +164,8 @@ class Sharding:
     """Kind -> share of a block's parameters that are gathered in float8."""
     ahead: int | None = None
     """[offload] ahead; None if activations stay on the device."""
+    on_host: bool = False
+    """[offload] parameters."""
 
     @property
     def is_alone(self) -> bool:
@@ -816,7 +818,7 @@ def memory(
 
 def _local(plan: RunPlan, counts: Counts, how: Sharding) -> Iterator[MemoryUse]:
     """Moments without a pipeline."""
-    if suits(plan.world_size, plan.precision):
+    if suits(plan.world_size, plan.precision) and not how.on_host:
         return single_rank_memory(counts, blocks_of(plan.spec.kinds), how)
     units = counts.units(plan.spec.kinds, plan.parallel.blocks_per_fsdp_unit)
     return sharded_memory(counts, units, how)
@@ -830,7 +832,9 @@ def sharding_of(plan: RunPlan, runtime: Runtime) -> Sharding:
     if runtime.sharding == "replicas":
         shards, replicas = sizes.cp, replicas * sizes.dp_shard
     width = WIDTH[plan.precision.dtype]
-    keeps = sizes.pp > 1 or (shards == 1 and wanted == "auto") or runtime.sharding == "gradients"
+    on_host = plan.offload.parameters
+    alone = shards == 1 and not on_host
+    keeps = sizes.pp > 1 or (alone and wanted == "auto") or runtime.sharding == "gradients"
     return Sharding(
         width=width,
         sum_width=max(width, WIDTH["fp32"]),
@@ -844,6 +848,7 @@ def sharding_of(plan: RunPlan, runtime: Runtime) -> Sharding:
         prefetch=plan.parallel.prefetch or 0,
         accumulates=plan.num_microbatches > 1,
         ahead=plan.offload.ahead if plan.offload.activations else None,
+        on_host=on_host,
     )
 
 
@@ -885,6 +890,10 @@ def at_peak(
     update = MemoryUse(
         gradients=how.weight_width * trained, temporary=optimizer_work(plan, stages, how, state)
     )
+    if how.on_host:
+        # Gradients go there, too, and the optimizer works there.
+        held[StorageKind.HOST] += update.gradients + update.temporary
+        moments, update = (each._replace(gradients=0.0) for each in moments), MemoryUse()
     every = [*moments, update]
     if runtime.state_bytes is not None:
         elements = sum(stage.parameters for stage in stages) / how.shards
@@ -912,7 +921,7 @@ def at_peak(
 def state_bytes(
     stages: Sequence[StageParts], how: Sharding, state: OptimizerState
 ) -> dict[StorageKind, float]:
-    """Bytes of a rank's shards of weights, optimizer and EMA."""
+    """Bytes of a rank's shards of weights, optimizer and EMA, and of its buffers."""
     width = how.sum_width / how.shards
     parameters = optimizer = averaged = buffers = quantized = 0.0
     for stage in stages:
@@ -925,13 +934,15 @@ def state_bytes(
         quantized += counts.sum(stage.blocks, "quantized")
         optimizer += sum(part.trained * moments * count for part, moments, count in parts)
         buffers += sum(part.buffers * count for part, _, count in parts)
-    return {
-        StorageKind.PARAMETERS: how.weight_width / how.shards * parameters
-        + buffers
-        + quantized / how.shards,
+    weights = (how.weight_width * parameters + quantized) / how.shards
+    beside = {
         StorageKind.OPTIMIZER: width * optimizer,
         StorageKind.EMA: width * averaged * state.averages,
     }
+    if how.on_host:
+        kept = {StorageKind.HOST: weights + sum(beside.values())}
+        return {StorageKind.PARAMETERS: buffers, **dict.fromkeys(beside, 0.0), **kept}
+    return {StorageKind.PARAMETERS: weights + buffers, **beside}
 
 
 def given_state(elements: float, runtime: Runtime, how: Sharding) -> dict[StorageKind, float]:
@@ -1048,10 +1059,14 @@ class DeviceMemory:
         return self.reserved + self.context + self.communicators
 
 
+def on_device(held: Mapping[StorageKind, float]) -> float:
+    """The sum of a rank's bytes that are in the memory of its device."""
+    return sum(size for kind, size in held.items() if kind is not StorageKind.HOST)
+
+
 def device_memory(held: Mapping[StorageKind, float], plan: RunPlan, device: Device) -> DeviceMemory:
     """Device memory of a rank with these bytes of tensors."""
-    on_device = sum(size for kind, size in held.items() if kind is not StorageKind.HOST)
-    overhead, allocated = device.overhead, on_device / GIB
+    overhead, allocated = device.overhead, on_device(held) / GIB
     return DeviceMemory(
         allocated=allocated,
         reserved=allocated * overhead.allocator,

@@ -161,6 +161,11 @@ def host_s(nbytes: float, device: Device) -> float:
     return nbytes / (1e9 * device.host_gb_per_s)
 
 
+def host_step_s(nbytes: float, device: Device) -> float:
+    """Seconds in which a rank reads and writes `nbytes` of host memory, as all of its node do."""
+    return nbytes * device.gpus_per_node / (1e9 * device.host_memory_gb_per_s)
+
+
 def seconds(work: Work, device: Device, links: Network, *, fused: bool) -> dict[str, float]:
     """Seconds of work, one operator after another; the terms add up.
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from titan_dit.dry_run import report
+from titan_dit.dry_run.memory import StorageKind
 from titan_dit.dry_run.report import number, plural, table
 from titan_dit.planner.candidates import KEYS
 from titan_dit.planner.choice import BucketTime, Recommendation
@@ -259,6 +260,9 @@ def memory(choice: Recommendation) -> Iterator[str]:
         ["needed, with context and NCCL", f"{needed.total:.2f}"],
         [f"{choice.device.name} has", f"{choice.device.memory_gib:.2f}"],
     ]
+    if size := best.held.get(StorageKind.HOST, 0):
+        ranks = min(choice.space.gpus, choice.device.gpus_per_node)
+        rows.append([f"host memory of {plural(ranks, 'such GPU')}", f"{ranks * size / GIB:.2f}"])
     yield from table(["kind", "GiB"], rows)
     kinds = [kind for kind in best.held if str(kind) in held]
     yield from report.memory_terms(kinds)

@@ -168,7 +168,8 @@ def least_bytes(counts: Counts, coarse: Candidate, fine: Candidate, model: RunPl
     # Of several kinds, the first stage may hold any number.
     layers = model.spec.num_layers // fine.pp if model.spec.alike else 1
     elements = layers * min(one.parameters for one in blocks) * coarse.tp / fine.tp
-    held = FP32 * elements / (fine.dp_shard * fine.cp)
+    on_host = model.offload.parameters
+    held = 0.0 if on_host else FP32 * elements / (fine.dp_shard * fine.cp)
     flights = 1.0
     if fine.pp > 1:
         shared = fine.dp_shard * fine.cp > 1
@@ -197,6 +198,7 @@ def scaled(counts: Counts, coarse: Candidate, fine: Candidate) -> Counts:
             forward=own.forward.times(share),
             backward=own.backward.times(share),
             update=own.update.times(tensors),
+            on_host=own.on_host.times(tensors),
             parameters=own.parameters * tensors,
             trained=own.trained * tensors,
             kept=own.kept * share,

@@ -9,12 +9,14 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TypeAlias
 
+from titan_dit.config.job import JobConfig
 from titan_dit.config.layout import OffloadConfig
-from titan_dit.config.section import UserError
+from titan_dit.config.section import UserError, show
+from titan_dit.optim.sections import AdamWConfig
 from titan_dit.pipeline.schedules.schedule import Kind
 from titan_dit.plan import RunPlan
 from titan_dit.planner import rates
-from titan_dit.planner.data_parallel import Compute, DataParallel, StageShape, of_blocks
+from titan_dit.planner.data_parallel import Compute, DataParallel, FSDPUnit, StageShape, of_blocks
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.links import Network
 from titan_dit.planner.pipeline import Durations, pass_times
@@ -90,17 +92,36 @@ class Setting:
 
 def check_offload(config: OffloadConfig, device: Device) -> None:
     """Raise UserError for an [offload] that has no price."""
-    if config.parameters:
+    key = "parameters" if config.parameters else "activations"
+    if (config.parameters or config.activations) and not device.host_gb_per_s:
         raise UserError(
-            "[offload] parameters=true has no price in plan: the host takes the optimizer's steps, "
-            "and no device's file says how fast. Leave it out here; `train --dry-run` counts its "
-            "memory."
-        )
-    if config.activations and not device.host_gb_per_s:
-        raise UserError(
-            f"[offload] activations=true has no price on {device.name}, whose file has no link to "
+            f"[offload] {key}=true has no price on {device.name}, whose file has no link to "
             "the host. Set host_gb_per_s in a file of your own, such as 51.2 for PCIe 5.0 x16, or "
             "leave it out here."
+        )
+    if config.parameters and not device.host_memory_gb_per_s:
+        raise UserError(
+            f"[offload] parameters=true has no price on {device.name}, whose file does not say how "
+            "fast the host takes the optimizer's steps. Set host_memory_gb_per_s in a file of your "
+            "own, such as 450 for two CPUs with 8 channels of DDR5-4400, or leave it out here."
+        )
+
+
+def check_host_steps(config: JobConfig) -> None:
+    """Raise UserError for an update whose time on a CPU is not that of reading and writing it."""
+    if not config.offload.parameters:
+        return
+    if type(config.optimizer) is not AdamWConfig:
+        raise UserError(
+            f"[offload] parameters=true has a price in plan for AdamW alone, not for [optimizer] "
+            f"name={show(config.optimizer.name)}, whose steps on a CPU were not measured. Set "
+            'name = "adamw", or leave parameters out here; `train --dry-run` counts its memory.'
+        )
+    if config.precision.weights == "bf16":
+        raise UserError(
+            '[offload] parameters=true has no price in plan with [precision] weights="bf16", whose '
+            'random rounding on a CPU was not measured. Set weights = "fp32", or leave parameters '
+            "out here; `train --dry-run` counts its memory."
         )
 
 
@@ -202,6 +223,11 @@ def width(dtype: str) -> int:
     return rates.ITEM_BYTES[dtype]
 
 
+def with_link(terms: Terms, lengthened: float) -> dict[str, float]:
+    """Terms with the seconds by which copies between host and device lengthen a step."""
+    return total((1.0, terms), (lengthened, {"host link": 1.0} if lengthened else {}))
+
+
 NORM_BYTES = 8
 """Bytes of the gradients' sum of squares, fp64."""
 
@@ -215,9 +241,11 @@ class Estimate:
     """Seconds by term; they add up to `seconds`. Computing ("products", "attention", "elementwise",
     "tp", "cp", "launches") is that of the pipeline rank with the most of it. "bubble": its waiting
     for other stages if messages take no time. "host link": how much longer than a block's passes
-    the copies of [offload] activations take. "stage messages", "data parallel", "tied weights":
-    how much these lengthen the step. "gradient norm": its all-reduce. "optimizer": with clipping
-    and EMA, of the rank with the most parameters. "frozen": the text encoder of [text] mode =
+    the copies of [offload] activations take, and how much those of [offload] parameters lengthen
+    the step. "stage messages", "data parallel", "tied weights": how much these do. "gradient
+    norm": its all-reduce. "optimizer": with clipping and EMA, of the rank with the most
+    parameters; with [offload] parameters mostly the host's time, in which the device waits.
+    "frozen": the text encoder of [text] mode =
     "online"."""
     critical: int
     """The pipeline rank with the most computing."""
@@ -326,23 +354,47 @@ class StepTime:
         terms = total((count, stage.forward), (count, stage.backward))
         computing = sum(terms.values())
         terms = total((1.0, terms), (count, self.parts.prepare))
-        terms["data parallel"] = self.data.step_s(self.compute()) - computing
-        return terms, 0, (0.0,)
+        both = self.data, self.without_copies
+        whole, sent = (data.step_s(self.compute(0, data)) for data in both)
+        terms["data parallel"] = sent - computing
+        return with_link(terms, whole - sent), 0, (0.0,)
 
-    def compute(self, stage: int = 0) -> Compute:
+    @cached_property
+    def without_copies(self) -> DataParallel:
+        """`data`, whose copies of [offload] parameters take no time; without them itself."""
+        on_host = self.plan.offload.parameters
+        return replace(self.data, copies_take_time=False) if on_host else self.data
+
+    def compute(self, stage: int, data: DataParallel) -> Compute:
         """Seconds of a stage's parts. FSDP's copies are spread over its blocks."""
         count, shape = self.plan.num_microbatches, self.data.shapes[stage]
         num = number_of(shape.blocks)
         gathered, reduced = (copies / count / num for copies in self.copies_s(shape))
         embed, blocks, head = self.parts.embed, self.parts.blocks, self.parts.head
+        linked = {kind: self.link_s(data, shape, kind) for kind in blocks}
         return Compute(
             embed_forward=seconds(embed.forward),
             block_forward={k: seconds(block.forward) + gathered for k, block in blocks.items()},
             head_forward=seconds(head.forward),
             embed_backward=seconds(embed.backward),
-            block_backward={k: seconds(block.backward) + reduced for k, block in blocks.items()},
+            block_backward={
+                k: max(seconds(block.backward) + reduced, linked[k]) for k, block in blocks.items()
+            },
             head_backward=seconds(head.backward),
         )
+
+    def link_s(self, data: DataParallel, shape: StageShape, kind: str) -> float:
+        """Seconds of what comes from the host in a block's backward: its activations and weights.
+
+        0 unless [offload] brings both: either has the link for itself.
+        """
+        own = self.plan.offload
+        _, units = data.units(shape)
+        if not (own.activations and own.parameters) or not any(map(data.frees, units)):
+            return 0.0
+        block = self.counts.blocks[kind]
+        weights = FSDPUnit(block.parameters, 0.0, (), block.quantized)
+        return data.copy_s(block.kept - block.small + data.fetched(weights))
 
     def pipelined(self) -> tuple[dict[str, float], int, tuple[float, ...]]:
         """`passes` with a pipeline."""
@@ -359,17 +411,26 @@ class StepTime:
         sending = self.with_messages(computing)
         sent = pass_times(plan, sending)
         terms["stage messages"] = sent.makespan - computed.makespan
-        reducing = replace(
-            sending,
-            ready=tuple(self.data.before_s({s: self.compute(s) for s in own}) for own in self.held),
-            after={s: self.data.after_s(s, self.compute(s)) for s in range(len(self.stages))},
-        )
+        reducing = self.with_data(sending, self.without_copies)
         reduced = pass_times(plan, reducing)
         terms["data parallel"] = reduced.makespan - sent.makespan
         terms["tied weights"] = self.tied(reducing) - reduced.makespan
         # A blocking message is no computing, although its rank is busy.
         idle = (1 - busy / sent.makespan for busy in computed.busy)
+        if plan.offload.parameters:
+            copied = pass_times(plan, self.with_data(sending, self.data))
+            terms = with_link(terms, copied.makespan - reduced.makespan)
         return terms, critical, tuple(idle)
+
+    def with_data(self, times: Durations, data: DataParallel) -> Durations:
+        """The times, with the gathers before a pass and the reductions after it."""
+        return replace(
+            times,
+            ready=tuple(
+                data.before_s({s: self.compute(s, data) for s in own}) for own in self.held
+            ),
+            after={s: data.after_s(s, self.compute(s, data)) for s in range(len(self.stages))},
+        )
 
     def costs(self) -> dict[tuple[Kind, int], float]:
         """Seconds of every action by (kind, stage)."""
@@ -460,10 +521,14 @@ class StepTime:
             return rates.moved_s(self.runtime.update_bytes * part.trained / splits, self.device)
         # Shards are as many tensors as the whole, and take as many kernels. Sums over tp are sent
         # before gradients are sharded.
-        update = part.update
+        update = part.update - part.on_host if self.plan.offload.parameters else part.update
         same = {name: getattr(update, name) for name in ("messages", "operators", "kernels")}
         work = replace(update.times(1 / splits), **same)
-        return seconds(rates.seconds(work, self.device, self.links, fused=False))
+        taken = seconds(rates.seconds(work, self.device, self.links, fused=False))
+        if self.plan.offload.parameters:
+            # The host has waited for the last gradient, and the device waits for the host.
+            taken += rates.host_step_s(part.on_host.moved / splits, self.device)
+        return taken
 
     def least(self) -> float:
         """Lower bound of a pipeline's pass: the longest chain through one rank.
@@ -476,7 +541,7 @@ class StepTime:
         pairs = list(pairwise(plan.stage_ranks))
         sends = [took.latency.get(pair, 0.0) for pair in pairs]
         backs = [took.latency.get(pair[::-1], 0.0) for pair in pairs]
-        after = self.data.after_s(0, self.compute(0))
+        after = self.data.after_s(0, self.compute(0, self.data))
         splits, costs = plan.splits_backward, took.costs
         longest = 0.0
         for own in self.held:
