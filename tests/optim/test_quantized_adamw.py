@@ -139,7 +139,6 @@ def test_widths_have_a_graph_each_for_any_rows_and_group(monkeypatch):
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     torch.compiler.reset()
     step = fused.compiled.__wrapped__(module.step_in_place)
     widths = [4096, 3840, 3072, 2560, 2304, 2048, 1920, 1536, 1152, 1024, 768, 640, 512, 384]
