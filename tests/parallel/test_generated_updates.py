@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 CPU = torch.device("cpu")
 GPU_BUFFER = "empty_strided_cuda("
-BLOCK = 192
+BLOCKS = {"8": 192, "4": 96, "float8": 192}
 
 
 def rounded(_):
@@ -38,12 +38,12 @@ def updated(_, bits):
     """What updates two matrices whose blocks have one size."""
     with generating() as found:
         codes = [codes_of(bits, is_signed, CPU) for is_signed in (True, False)]
-        packed = codes[0].packed
+        packed, block = codes[0].packed, BLOCKS[bits]
         for count in (24 * 64, 24 * 96):
-            weight = torch.randn(count, BLOCK)
-            tensors = [pairs(weight) if packed == 2 else weight, torch.randn(count, BLOCK)]
+            weight = torch.randn(count, block)
+            tensors = [pairs(weight) if packed == 2 else weight, torch.randn(count, block)]
             for _ in codes:
-                tensors.append(torch.zeros(count, BLOCK // packed, dtype=torch.uint8))
+                tensors.append(torch.zeros(count, block // packed, dtype=torch.uint8))
                 tensors.append(torch.zeros(count, 1))
             compiled(step_in_place)(
                 tensors,

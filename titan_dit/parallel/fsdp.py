@@ -99,7 +99,7 @@ def integers_allowed() -> Iterator[None]:
         return
     made = nn.Parameter.__new__
 
-    def new(cls: Any, data: Tensor, requires_grad: bool = True) -> Any:
+    def new(cls: Any, data: torch.Tensor, requires_grad: bool = True) -> Any:
         return made(cls, data, requires_grad and data.is_floating_point())
 
     nn.Parameter.__new__ = new  # type: ignore[method-assign]
