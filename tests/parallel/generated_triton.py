@@ -49,6 +49,8 @@ class Generated:
 
     kernels: dict[str, str]
     """Source by name."""
+    code: str
+    """The whole module: the kernels, and what calls them and the libraries' products."""
     num_nodes: int
     """Operators of the graph."""
     seconds: float
@@ -82,8 +84,9 @@ class Lowering(GraphLowering):
     def codegen(self):
         code = super().codegen()[0]
         seconds = time.process_time() - self.began
-        kernels = dict(KERNEL.findall(getattr(code, "value", code)))
-        raise HasCode(Generated(kernels, self.num_nodes, seconds))
+        code = getattr(code, "value", code)
+        kernels = dict(KERNEL.findall(code))
+        raise HasCode(Generated(kernels, code, self.num_nodes, seconds))
 
 
 def on_gpu(value):
@@ -126,6 +129,7 @@ def generating():
             (compile_fx, "GraphLowering", Lowering),
             (scheduler, "has_triton", lambda *_: True),
             (CudaInterface, "is_available", staticmethod(lambda: True)),
+            (CudaInterface, "is_bf16_supported", staticmethod(lambda *_, **__: True)),
             (CudaInterface, "get_compute_capability", staticmethod(lambda *_: 90)),
             (CudaInterface, "get_device_properties", properties),
             (CudaInterface.Worker, "get_device_properties", properties),

@@ -78,8 +78,10 @@ class WeightCodes:
         `held` is uint8, or these numbers in the compute dtype: torch 2.11 gathers them so.
         """
         held = held.to(torch.uint8)
-        scale = held[..., -SCALE.itemsize :].contiguous().view(SCALE)
-        return (self.to_values(held[..., : -SCALE.itemsize]) * scale.float()).flatten(1)
+        # The upper half of fp32. A view as bf16 would be a kernel of its own.
+        low, high = (held[..., -2:-1].int() << 16, held[..., -1:].int() << 24)
+        scale = (low | high).view(torch.float32)
+        return (self.to_values(held[..., : -SCALE.itemsize]) * scale).flatten(1)
 
 
 def normal_float() -> Tensor:

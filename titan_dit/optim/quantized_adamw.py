@@ -20,12 +20,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_dit.config.section import UserError
 from titan_dit.optim.adamw import AdamW
+from titan_dit.optim.fused import compiled
 from titan_dit.optim.optimizer import Group, Parameters, State
 from titan_dit.optim.sections import QuantizedAdamWConfig
 from titan_dit.system.quiet_torchao import load_torchao
 
 STATES = ("exp_avg", "exp_avg_scale"), ("exp_avg_sq", "exp_avg_sq_scale")
 """Names of the codes and of the scales of both moments."""
+LEAST = 1e-12
+"""Least size of a block's largest element, as torchao's."""
 PIECE = 2**22
 """Elements that are updated at once where no compiler joins the operations."""
 
@@ -41,13 +44,17 @@ def build(config: QuantizedAdamWConfig, parameters: Parameters) -> QuantizedAdam
 
 @dataclass(frozen=True)
 class Codes:
-    """How a moment's values [n, block] become codes and scales [n], and back.
+    """How a moment's values in units of its block's scale become codes [n, block // packed].
 
-    Codes are uint8 [n, block // packed], for float8 its bits: gloo and files take any uint8.
+    Values are tensors [n, block // packed], `packed` of them: of the even elements and the odd
+    ones, or of all. A kernel then has the codes of a byte at hand, where it would have to read its
+    neighbour's. Codes are uint8, for float8 its bits: gloo and files take any uint8.
     """
 
-    encode: Callable[[Tensor], tuple[Tensor, Tensor]]
-    decode: Callable[[Tensor, Tensor], Tensor]
+    encode: Callable[[Sequence[Tensor]], Tensor]
+    decode: Callable[[Tensor], Sequence[Tensor]]
+    peak: float = 1.0
+    """Value of the largest element of a block."""
     packed: int = 1
     """Values in a byte of the codes."""
 
@@ -98,27 +105,32 @@ class QuantizedAdamW(AdamW):
         if not group["block"]:
             super().update(weights, gradients, states, group)
             return
-        lr = torch.full((), group["lr"], device=self.skip.device)
+        counts = [state["step"] for state in states]
+        is_whole = len(states) == len(group["counts"])
+        torch._foreach_add_([group["counts"]] if is_whole else counts, (~self.skip).float())
+        settings = [
+            torch.full((), group[key], device=self.skip.device)
+            for key in ("lr", "eps", "weight_decay")
+        ]
         fuses = group["fused"] and weights[0].is_cuda
-        step = compiled_step() if fuses else step_in_place
+        step = compiled(step_in_place) if fuses else step_in_place
         most = sys.maxsize if fuses else max(1, PIECE // group["block"])
         for weight, gradient, state in zip(weights, gradients, states, strict=True):
-            state["step"].add_(~self.skip)
             if not weight.numel():  # A rank may have no rows.
                 continue
             held = [state[key] for keys in STATES for key in keys]
             blocks = weight.numel() // group["block"]
-            tensors = [torch.split(t.view(blocks, -1), most) for t in (weight, gradient, *held)]
-            for piece in zip(*tensors, strict=True):
+            rows = [t.view(blocks, -1) for t in (weight, gradient, *held)]
+            if fuses and self.codes[0].packed == 2:
+                rows[0] = pairs(rows[0])
+            for piece in zip(*(torch.split(t, most) for t in rows), strict=True):
                 step(
                     piece,
                     state["step"],
                     self.skip,
-                    lr,
+                    settings,
                     codes=self.codes,
                     betas=group["betas"],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
                 )
 
 
@@ -126,40 +138,67 @@ def step_in_place(
     tensors: Sequence[Tensor],
     count: Tensor,
     skip: Tensor,
-    lr: Tensor,
+    settings: Sequence[Tensor],
     *,
     codes: Sequence[Codes],
     betas: Sequence[float],
-    eps: float,
-    weight_decay: float,
 ) -> None:
     """A step of AdamW on blocks, unless `skip`.
 
-    `tensors`: weight and gradient [n, block], then codes [n, block // packed] and scales [n, 1] of
-    both moments. `count`: the steps so far, with this one.
+    `tensors`: weight [n, block] or its `pairs`, gradient [n, block], then codes
+    [n, block // packed] and scales [n, 1] of both moments. `count`: the steps so far, with this
+    one. `settings`: lr, eps, weight decay.
     """
     weight, gradient, *held = tensors
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    gradient = gradient.to(dtype)
+    lr, eps, weight_decay = settings
+    old_weights = interleaved(weight, codes[0].packed)
+    dtype = torch.promote_types(old_weights[0].dtype, torch.float32)
+    gradients = [part.to(dtype) for part in interleaved(gradient, codes[0].packed)]
     updated = []
-    powers = gradient, gradient.square()
+    powers = gradients, [part.square() for part in gradients]
     for number, (power, beta, how) in enumerate(zip(powers, betas, codes, strict=True)):
         old, scale = held[2 * number : 2 * number + 2]
-        moment = how.decode(old, scale).to(dtype).lerp(power, 1 - beta)
-        new, new_scale = how.encode(moment.float())
+        moments = [
+            (value * scale).to(dtype).lerp(part, 1 - beta)
+            for value, part in zip(how.decode(old), power, strict=True)
+        ]
+        largest = functools.reduce(torch.maximum, (m.abs().amax(1, True) for m in moments))
+        new_scale = largest.float().clamp(min=LEAST) / how.peak
+        new = how.encode([moment.float() / new_scale for moment in moments])
         old.copy_(torch.where(skip, old, new))
-        scale.copy_(torch.where(skip, scale, new_scale[:, None]))
-        updated.append(moment / (1 - beta**count))
-    first, second = updated
-    moved = weight.to(dtype) * (1 - lr * weight_decay) - lr * first / (second.sqrt() + eps)
-    weight.copy_(torch.where(skip, weight, moved.to(weight.dtype)))
+        scale.copy_(torch.where(skip, scale, new_scale))
+        updated.append([moment / (1 - beta**count) for moment in moments])
+    moved = [
+        part.to(dtype) * (1 - lr * weight_decay) - lr * first / (second.sqrt() + eps)
+        for part, first, second in zip(old_weights, *updated, strict=True)
+    ]
+    write(weight, [torch.where(skip, *two) for two in zip(old_weights, moved, strict=True)])
 
 
-@functools.cache
-def compiled_step() -> Callable[..., None]:
-    """`step_in_place` as one kernel, for any number of blocks."""
-    found: Callable[..., None] = torch.compile(step_in_place, fullgraph=True, dynamic=True)
-    return found
+def interleaved(blocks: Tensor, packed: int) -> Sequence[Tensor]:
+    """Every `packed`-th element of blocks [n, block], or the fp32 halves of `pairs`."""
+    if blocks.dtype == torch.int64:
+        return [half.int().view(torch.float32) for half in (blocks, blocks >> 32)]
+    return [blocks[:, first::packed] for first in range(packed)]
+
+
+def write(blocks: Tensor, parts: Sequence[Tensor]) -> None:
+    """The inverse of `interleaved`."""
+    if blocks.dtype == torch.int64:
+        low, high = (part.view(torch.int32).long() for part in parts)
+        blocks.copy_(high << 32 | low & 0xFFFFFFFF)
+        return
+    for view, part in zip(interleaved(blocks, len(parts)), parts, strict=True):
+        view.copy_(part)
+
+
+def pairs(weight: Tensor) -> Tensor:
+    """A view of fp32 weights [n, block] as int64 [n, block // 2].
+
+    torch.compile writes a strided view by copies of the whole weight in two more kernels.
+    """
+    fits = weight.dtype == torch.float32 and weight.storage_offset() % 2 == 0
+    return weight.view(torch.int64) if fits else weight
 
 
 def codes_of(bits: str, is_signed: bool, device: torch.device) -> Codes:
@@ -168,11 +207,7 @@ def codes_of(bits: str, is_signed: bool, device: torch.device) -> Codes:
     `bits`: "8", "4" or "float8" (e4m3).
     """
     load_torchao("optim")
-    from torchao.optim import quant_utils, subclass_4bit, subclass_8bit, subclass_fp8
-
-    def encode_float8(values: Tensor) -> tuple[Tensor, Tensor]:
-        codes, scales = subclass_fp8.quantize_fp8(values, values.shape[1])
-        return least(codes.view(torch.uint8), values), scales
+    from torchao.optim import subclass_4bit, subclass_8bit
 
     def least(codes: Tensor, values: Tensor) -> Tensor:
         """Codes of a second moment, of which none but that of 0 stands for 0.
@@ -183,22 +218,29 @@ def codes_of(bits: str, is_signed: bool, device: torch.device) -> Codes:
         return codes if is_signed else torch.where(values > 0, codes.clamp(min=1), codes)
 
     if bits == "float8":
-        return Codes(encode_float8, lambda c, scales: c.view(subclass_fp8.DTYPE).float() * scales)
+        kind = torch.float8_e4m3fn
+        return Codes(
+            lambda values: least(values[0].to(kind).view(torch.uint8), values[0]),
+            lambda codes: [codes.view(kind).float()],
+            peak=torch.finfo(kind).max,
+        )
     module = {"8": subclass_8bit, "4": subclass_4bit}[bits]
     with _disable_current_modes():  # A dry run's tensors have no values.
         values = module.get_qmap_signed() if is_signed else module.get_qmap_unsigned()
     table = torch.tensor(values, device=device)
+    middles = (table[1:] + table[:-1]) / 2
 
-    def encode(values: Tensor) -> tuple[Tensor, Tensor]:
-        scaled, scales = quant_utils.scale_tensor(values, values.shape[1])
+    def nearest(values: Tensor) -> Tensor:
+        return torch.bucketize(values, middles, right=True, out_int32=True).to(torch.uint8)
+
+    def encode(values: Sequence[Tensor]) -> Tensor:
         if bits == "8":
-            return least(quant_utils.quantize_8bit_with_qmap(scaled, table), values), scales
-        codes = quant_utils.quantize_4bit_with_qmap(scaled, table)
-        return codes[:, ::2] << 4 | codes[:, 1::2], scales
+            return least(nearest(values[0]), values[0])
+        even, odd = map(nearest, values)
+        return even << 4 | odd
 
-    def decode(codes: Tensor, scales: Tensor) -> Tensor:
-        if bits == "4":
-            codes = torch.stack((codes >> 4, codes & 15), -1).flatten(1)
-        return table[codes.int()] * scales
+    def decode(codes: Tensor) -> Sequence[Tensor]:
+        parts = [codes] if bits == "8" else [codes >> 4, codes & 15]
+        return [table[part.int()] for part in parts]
 
     return Codes(encode, decode, packed=1 if bits == "8" else 2)

@@ -10,14 +10,15 @@ tensor): every layout rounds alike, and a resumed run repeats them.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from titan_dit.models.weight_draws import mixed, signed
+from titan_dit.optim.fused import compiled
 from titan_dit.ranks.shards import own_indices
 from titan_dit.rng import GOLDEN
 
@@ -46,15 +47,16 @@ class StochasticRounding:
             return
         rows, inner = self.places(parameter)
         key = torch.full((), self.key(self.names[parameter]), dtype=torch.int64, device=rows.device)
-        size = ROUNDED_AT_ONCE.get(shard.device.type, ROUNDED_AT_ONCE["cuda"])
-        num_rows = max(1, size // inner.numel())
-        rounds = compiled_rounding() if compiles and shard.is_cuda else round_in_place
+        fuses = compiles and shard.is_cuda
+        at_once = ROUNDED_AT_ONCE.get(shard.device.type, ROUNDED_AT_ONCE["cuda"])
+        num_rows = sys.maxsize if fuses else max(1, at_once // inner.numel())
+        rounds = compiled(round_in_place) if fuses else round_in_place
         parts = (
             torch.split(t.view(rows.numel(), -1), num_rows)
             for t in (shard, values, rows.view(-1, 1))
         )
-        for part, value, first in zip(*parts, strict=True):
-            rounds(part, value, first, inner, key)
+        for part in zip(*parts, strict=True):
+            rounds(part, inner, key)
 
     def places(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
         """(rows, columns) whose sums are the indices of this rank's elements; cached, int64."""
@@ -72,21 +74,18 @@ class StochasticRounding:
         return signed(int.from_bytes(digest, "little"))
 
 
-def round_in_place(shard: Tensor, values: Tensor, rows: Tensor, inner: Tensor, key: Tensor) -> None:
-    """Round fp32 values [n, m] to bf16; element (i, j) has the index rows[i] + inner[j].
+def round_in_place(rows: Sequence[Tensor], inner: Tensor, key: Tensor) -> None:
+    """Round fp32 values [n, m] to bf16.
+
+    `rows`: the bf16 shard [n, m], the values, and the indices first [n, 1]. Element (i, j) has the
+    index first[i] + inner[j].
 
     bf16 is the upper half of fp32: 16 random bits are added to the lower half, whose carry is the
     rounding, and the lower half is cut off. A bf16 number stays as it is.
     """
-    word = mixed((rows + inner) * signed(GOLDEN) + key)
+    shard, values, first = rows
+    word = mixed((first + inner) * signed(GOLDEN) + key)
     noise = (word >> 48).bitwise_and_(0xFFFF).int()
     moved = (values.view(torch.int32) + noise).bitwise_and_(-0x10000).view(torch.float32)
     # The bits of a NaN could overflow.
     shard.copy_(torch.where(values.isfinite(), moved, values))
-
-
-@functools.cache
-def compiled_rounding() -> Callable[..., None]:
-    """`round_in_place` as one kernel, for any shape."""
-    found: Callable[..., None] = torch.compile(round_in_place, fullgraph=True, dynamic=True)
-    return found

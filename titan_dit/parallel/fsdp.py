@@ -6,9 +6,10 @@ calls torch's fully_shard and the methods that it adds.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -78,15 +79,34 @@ def shard(
     beside = [[module] for module in getattr(model, "objective", {}).values()]
     for part in (*parts, *beside, [model]):
         # All modules of a unit have one state.
-        sharded, *_ = fully_shard(
-            part,
-            mesh=mesh,
-            mp_policy=policy,
-            reshard_after_forward=reshard,
-            offload_policy=offload_policy(mesh, on_host=on_host),
-        )
+        with integers_allowed():
+            sharded, *_ = fully_shard(
+                part,
+                mesh=mesh,
+                mp_policy=policy,
+                reshard_after_forward=reshard,
+                offload_policy=offload_policy(mesh, on_host=on_host),
+            )
         sum_gradients(sharded, mesh)
     set_prefetch([part[0] for part in parts], parallel.prefetch or 0)
+
+
+@contextlib.contextmanager
+def integers_allowed() -> Iterator[None]:
+    """Let FSDP2 of torch 2.11 shard integers: its parameters at first require gradients."""
+    if torch.__version__ >= "2.12":
+        yield
+        return
+    made = nn.Parameter.__new__
+
+    def new(cls: Any, data: torch.Tensor, requires_grad: bool = True) -> Any:
+        return made(cls, data, requires_grad and data.is_floating_point())
+
+    nn.Parameter.__new__ = new  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Parameter.__new__ = made  # type: ignore[method-assign]
 
 
 def hold_in_bf16(model: nn.Module) -> None:
