@@ -66,6 +66,10 @@ power = [0.05, 0.1]
 snapshots = 1
 """
 TUNED = TRAINED.partition("[checkpoint]")[0]
+ON_PAIRS = TUNED.replace('name = "digits"', 'name = "latents"\npath = "set"').replace(
+    "num_classes = 10", "num_classes = 4\ncondition_channels = 1"
+)
+ON_PAIRS += "[repa]\nblock = 1\ndim = 3\nhidden_size = 8\n"
 LANGUAGE = """
 [model]
 name = "gpt"
@@ -150,21 +154,33 @@ def shards(folder):
     latents = torch.randn(10, 1, 8, 8).half()
     labels = torch.arange(10) % 4
     write_shards(folder / "set", latents, labels, num_classes=4, source="tests", shard_size=5)
-    add_features(folder / "set")
+    add_beside(folder / "set")
 
 
-def add_features(path):
-    """Features of the pictures in every shard, as `data encode --features` writes them."""
+def add_beside(path):
+    """References, masks and features in every shard, as `data encode` writes them."""
     file = path / "manifest.json"
     manifest = json.loads(file.read_text())
     manifest["features"] = {"name": "own:network", "digest": "0", "grid": [2, 2], "dim": 3}
+    manifest["reference"] = {"kind": "picture", "channels": manifest["shape"][0]}
+    manifest["mask"] = {"mean": 255.0}
     for entry in manifest["shards"]:
         shard = path / entry["file"]
-        tensors = load_file(shard) | {"features": torch.randn(entry["count"], 2, 2, 3).half()}
+        tensors = load_file(shard)
+        latents = tensors["latent"]
+        tensors["features"] = torch.randn(len(latents), 2, 2, 3).half()
+        tensors["reference"] = torch.randn_like(latents)
+        tensors["mask"] = torch.full_like(latents[:, 0], 255, dtype=torch.uint8)
         save_file(tensors, shard)
         digest = hashlib.sha256(shard.read_bytes()).hexdigest()
         entry |= {"bytes": shard.stat().st_size, "sha256": digest}
     file.write_text(json.dumps(manifest))
+
+
+def pairs(folder):
+    """Shards with references, masks and features, and a config of a run on them."""
+    shards(folder)
+    (folder / "config.toml").write_text(ON_PAIRS)
 
 
 def latent_folder(folder):

@@ -30,6 +30,7 @@ COSTLY = {
     **{"checkpoint": 20, "run": 20, "old checkpoint": 60, "snapshots": 50, "inputs": 50},
     **{"config": 20, "hardware": 8, "order": 15, "scored run": 20, "peft": 30},
     "released networks": 20,
+    "pairs": 40,
 }
 """Files of formats whose commands train, or plan a layout, with every one that is still valid."""
 OF_COSTLY = 200
