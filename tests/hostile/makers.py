@@ -319,7 +319,7 @@ def tables(folder):
 
 
 def tars(folder):
-    """Pictures with texts, classes and JSON in a tar file."""
+    """Pictures with texts, classes, JSON, references and masks in a tar file."""
     with tarfile.open(folder / "set.tar", "w") as tar:
         for number in range(3):
             for suffix, data in (
@@ -327,6 +327,8 @@ def tars(folder):
                 ("txt", b"a picture"),
                 ("cls", b"%d" % (number % 2)),
                 ("json", json.dumps({"caption": "x", "n": [number]}).encode()),
+                ("reference.png", picture(10 + number)),
+                ("mask.png", picture(20 + number)),
             ):
                 member = tarfile.TarInfo(f"{number}.{suffix}")
                 member.size = len(data)
