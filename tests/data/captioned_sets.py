@@ -57,9 +57,9 @@ def write_set(
     return root
 
 
-def write_beside(root, names, grid=(2, 2), dim=3):
+def write_beside(root, names, grid=(2, 2), dim=3, seed=0):
     """Random tensors of these names beside the latents of a set: reference, mask, features."""
-    manifest, rng = json.loads((root / "manifest.json").read_text()), np.random.default_rng(0)
+    manifest, rng = json.loads((root / "manifest.json").read_text()), np.random.default_rng(seed)
     masks = []
     for entry in manifest["shards"]:
         file = root / entry["file"]
