@@ -114,10 +114,12 @@ def test_two_experts_given_first_frames_go_in_and_come_out(tmp_path):
         assert dict(trained.config)["in_channels"] == 36
         assert not torch.equal(trained.patch_embedding.weight, before.patch_embedding.weight)
         assert_same_predictions(tmp_path / name, trained)
+    text = torch.randn(1, 512, 32, generator=torch.Generator().manual_seed(0))
     clips = [
         exported(
             image=Image.new("RGB", (32, 32), colour),
-            prompt=CAPTIONS[1],
+            prompt_embeds=text,  # Prompts need ftfy in this pipeline.
+            negative_prompt_embeds=torch.zeros_like(text),
             height=32,
             width=32,
             num_frames=5,
