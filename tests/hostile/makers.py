@@ -154,24 +154,29 @@ def shards(folder):
     latents = torch.randn(10, 1, 8, 8).half()
     labels = torch.arange(10) % 4
     write_shards(folder / "set", latents, labels, num_classes=4, source="tests", shard_size=5)
-    add_beside(folder / "set")
+    add_beside(folder / "set", "features")
 
 
-def add_beside(path):
-    """References, masks and features in every shard, as `data encode` writes them."""
+def add_beside(path, *names):
+    """References, masks or features in every shard, as `data encode` writes them."""
     file = path / "manifest.json"
     manifest = json.loads(file.read_text())
-    manifest["features"] = {"name": "own:network", "digest": "0", "grid": [2, 2], "dim": 3}
-    manifest["reference"] = {"kind": "picture", "channels": manifest["shape"][0]}
-    manifest["mask"] = {"mean": 255.0}
+    about = {
+        "features": {"name": "own:network", "digest": "0", "grid": [2, 2], "dim": 3},
+        "reference": {"kind": "picture", "channels": manifest["shape"][0]},
+        "mask": {"mean": 255.0},
+    }
+    manifest |= {name: about[name] for name in names}
     for entry in manifest["shards"]:
         shard = path / entry["file"]
         tensors = load_file(shard)
         latents = tensors["latent"]
-        tensors["features"] = torch.randn(len(latents), 2, 2, 3).half()
-        tensors["reference"] = torch.randn_like(latents)
-        tensors["mask"] = torch.full_like(latents[:, 0], 255, dtype=torch.uint8)
-        save_file(tensors, shard)
+        beside = {
+            "features": torch.randn(len(latents), 2, 2, 3).half(),
+            "reference": torch.randn_like(latents),
+            "mask": torch.full_like(latents[:, 0], 255, dtype=torch.uint8),
+        }
+        save_file(tensors | {name: beside[name] for name in names}, shard)
         digest = hashlib.sha256(shard.read_bytes()).hexdigest()
         entry |= {"bytes": shard.stat().st_size, "sha256": digest}
     file.write_text(json.dumps(manifest))
@@ -180,6 +185,7 @@ def add_beside(path):
 def pairs(folder):
     """Shards with references, masks and features, and a config of a run on them."""
     shards(folder)
+    add_beside(folder / "set", "reference", "mask")
     (folder / "config.toml").write_text(ON_PAIRS)
 
 
