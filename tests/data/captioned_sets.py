@@ -57,9 +57,10 @@ def write_set(
     return root
 
 
-def write_beside(root, names, grid=(2, 2), dim=3):
+def write_beside(root, names, grid=(2, 2), dim=3, seed=0):
     """Random tensors of these names beside the latents of a set: reference, mask, features."""
-    manifest, rng = json.loads((root / "manifest.json").read_text()), np.random.default_rng(0)
+    manifest, rng = json.loads((root / "manifest.json").read_text()), np.random.default_rng(seed)
+    masks = []
     for entry in manifest["shards"]:
         file = root / entry["file"]
         tensors = load_file(file)
@@ -69,11 +70,12 @@ def write_beside(root, names, grid=(2, 2), dim=3):
             "mask": torch.from_numpy(rng.integers(256, size=latents[:, 0].shape)).byte(),
             "features": torch.from_numpy(rng.normal(size=(len(latents), *grid, dim))).half(),
         }
+        masks.append(beside["mask"].flatten())
         save_file(tensors | {name: beside[name] for name in names}, file)
         entry |= {"bytes": file.stat().st_size, "sha256": file_digest(file)}
     about = {
         "reference": {"kind": "picture", "channels": 2},
-        "mask": {"mean": 127.5},
+        "mask": {"mean": float(torch.cat(masks).double().mean())},
         "features": {"name": "tests:random", "digest": "0", "grid": grid, "dim": dim},
     }
     manifest |= {name: about[name] for name in names}

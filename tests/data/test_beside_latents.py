@@ -51,7 +51,7 @@ def test_what_lies_beside_latents_is_trained_with(network, is_mixed, tmp_path):
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
     has_two = is_mixed and "reference" in names
     if has_two:
-        names = ("reference",)  # Masks and features are of one dataset.
+        names = ("reference", "mask")  # Features are of one dataset.
     write_beside(write_set(tmp_path / "one", counts), names)
     dtype = torch.float32 if has_two else torch.float16
     write_beside(write_set(tmp_path / "two", counts, first=50, dtype=dtype), names)

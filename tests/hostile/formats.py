@@ -102,6 +102,18 @@ def any_record(data, rng):
     return mutators.dumps(record | {part: mutators.change_json(record[part], rng)}).encode()
 
 
+def beside_json(data, rng):
+    """A manifest with another value in the keys of references, masks and features."""
+    manifest = json.loads(data)
+    names = ("reference", "mask", "features")
+    if rng.random() < 0.2:
+        return mutators.dumps(mutators.change_json(manifest, rng)).encode()
+    changed = mutators.change_json({name: manifest.pop(name) for name in names}, rng)
+    if not isinstance(changed, dict):  # A value in place of all three.
+        return mutators.dumps(manifest | {rng.choice(names): changed}).encode()
+    return mutators.dumps(manifest | changed).encode()
+
+
 def any_pt(data, rng):
     """A .pt whose pickle is changed."""
     return mutators.any_zip(data, rng, pickles.changed)
@@ -284,6 +296,21 @@ FORMATS = {
         makers.shards,
         (SHOW, VERIFY),
         {"set/manifest.json": mutators.any_json, "set/*.safetensors": mutators.any_safetensors},
+    ),
+    "pairs": Format(
+        makers.pairs,
+        (
+            Training(
+                "train",
+                {
+                    "config": "{i}/config.toml",
+                    "data.path": "{i}/set",
+                    "job.dir": "{o}/run",
+                    "training.steps": "1",
+                },
+            ),
+        ),
+        {"set/manifest.json": beside_json, "set/*.safetensors": mutators.any_safetensors},
     ),
     "buckets": Format(
         makers.buckets,

@@ -66,6 +66,10 @@ power = [0.05, 0.1]
 snapshots = 1
 """
 TUNED = TRAINED.partition("[checkpoint]")[0]
+ON_PAIRS = TUNED.replace('name = "digits"', 'name = "latents"\npath = "set"').replace(
+    "num_classes = 10", "num_classes = 4\ncondition_channels = 1"
+)
+ON_PAIRS += "[repa]\nblock = 1\ndim = 3\nhidden_size = 8\n"
 LANGUAGE = """
 [model]
 name = "gpt"
@@ -150,21 +154,39 @@ def shards(folder):
     latents = torch.randn(10, 1, 8, 8).half()
     labels = torch.arange(10) % 4
     write_shards(folder / "set", latents, labels, num_classes=4, source="tests", shard_size=5)
-    add_features(folder / "set")
+    add_beside(folder / "set", "features")
 
 
-def add_features(path):
-    """Features of the pictures in every shard, as `data encode --features` writes them."""
+def add_beside(path, *names):
+    """References, masks or features in every shard, as `data encode` writes them."""
     file = path / "manifest.json"
     manifest = json.loads(file.read_text())
-    manifest["features"] = {"name": "own:network", "digest": "0", "grid": [2, 2], "dim": 3}
+    about = {
+        "features": {"name": "own:network", "digest": "0", "grid": [2, 2], "dim": 3},
+        "reference": {"kind": "picture", "channels": manifest["shape"][0]},
+        "mask": {"mean": 255.0},
+    }
+    manifest |= {name: about[name] for name in names}
     for entry in manifest["shards"]:
         shard = path / entry["file"]
-        tensors = load_file(shard) | {"features": torch.randn(entry["count"], 2, 2, 3).half()}
-        save_file(tensors, shard)
+        tensors = load_file(shard)
+        latents = tensors["latent"]
+        beside = {
+            "features": torch.randn(len(latents), 2, 2, 3).half(),
+            "reference": torch.randn_like(latents),
+            "mask": torch.full_like(latents[:, 0], 255, dtype=torch.uint8),
+        }
+        save_file(tensors | {name: beside[name] for name in names}, shard)
         digest = hashlib.sha256(shard.read_bytes()).hexdigest()
         entry |= {"bytes": shard.stat().st_size, "sha256": digest}
     file.write_text(json.dumps(manifest))
+
+
+def pairs(folder):
+    """Shards with references, masks and features, and a config of a run on them."""
+    shards(folder)
+    add_beside(folder / "set", "reference", "mask")
+    (folder / "config.toml").write_text(ON_PAIRS)
 
 
 def latent_folder(folder):
@@ -303,7 +325,7 @@ def tables(folder):
 
 
 def tars(folder):
-    """Pictures with texts, classes and JSON in a tar file."""
+    """Pictures with texts, classes, JSON, references and masks in a tar file."""
     with tarfile.open(folder / "set.tar", "w") as tar:
         for number in range(3):
             for suffix, data in (
@@ -311,6 +333,8 @@ def tars(folder):
                 ("txt", b"a picture"),
                 ("cls", b"%d" % (number % 2)),
                 ("json", json.dumps({"caption": "x", "n": [number]}).encode()),
+                ("reference.png", picture(10 + number)),
+                ("mask.png", picture(20 + number)),
             ):
                 member = tarfile.TarInfo(f"{number}.{suffix}")
                 member.size = len(data)

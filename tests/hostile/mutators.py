@@ -316,7 +316,13 @@ def change_member(member, rng):
             rng.choice(("size", "path", "linkpath", "mtime")): rng.choice(NUMBERS + NAMES)
         }
     elif choice == 4:
-        member.name = stem + dot + rng.choice(("txt", "cls", "json", "png", "TXT", "exe", "tar"))
+        member.name = (
+            stem
+            + dot
+            + rng.choice(
+                ("txt", "cls", "json", "png", "TXT", "exe", "tar", "mask.png", "reference.jpg")
+            )
+        )
     else:
         member.mtime = member.mode = rng.choice((0, 0o777, 2**31))
 

@@ -74,22 +74,34 @@ def save_pipeline(folder, name, captions=CAPTIONS, **scheduler):
     return Path(folder)
 
 
-def save_wan_pipeline(folder):
-    """A pipeline of Wan with a tiny UMT5, which takes the words of CAPTIONS."""
+def save_wan_pipeline(folder, first_frame=False):
+    """A pipeline of Wan with a tiny UMT5, which takes the words of CAPTIONS.
+
+    `first_frame`: as I2V A14B, with two experts of 36 input channels.
+    """
     library, kind = diffusers("the tests"), "UMT5EncoderModel"
     scheduler = library.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
     )
-    network = library.WanTransformer3DModel(**WAN)
+    sizes, more, kind_of_pipeline, of_vae = WAN, {}, library.WanPipeline, {}
+    if first_frame:
+        sizes = WAN | {"in_channels": 36, "out_channels": 16}
+        of_vae = {"z_dim": 16, "latents_mean": [0.1] * 16, "latents_std": [1.5] * 16}
+        kind_of_pipeline = library.WanImageToVideoPipeline
+        low = scrambled(library.WanTransformer3DModel(**sizes))
+        low.patch_embedding.weight.data *= 1.5
+        more = {"transformer_2": low, "boundary_ratio": 0.9}
+    network = library.WanTransformer3DModel(**sizes)
     with tempfile.TemporaryDirectory() as parts:
         text = save_encoder(Path(parts) / "text", kind)
-        vae = tiny_vae.save_wan_vae(Path(parts) / "vae")
-        library.WanPipeline(
+        vae = tiny_vae.save_wan_vae(Path(parts) / "vae", **of_vae)
+        kind_of_pipeline(
             text_encoder=getattr(transformers("the tests"), kind).from_pretrained(text),
             tokenizer=transformers("the tests").AutoTokenizer.from_pretrained(text),
             vae=library.AutoencoderKLWan.from_pretrained(vae),
             scheduler=scheduler,
             transformer=scrambled(network),
+            **more,
         ).save_pretrained(folder)
     return Path(folder)
 

@@ -1,6 +1,7 @@
 """References and masks beside pictures: whose they are, what is stored, what is refused."""
 
 import os
+import tarfile
 
 import numpy as np
 import pytest
@@ -125,3 +126,49 @@ def test_companions_in_folders_of_classes_and_beside_a_metadata_file_are_found(t
     (tmp_path / "metadata.csv").write_text("file_name,label\ndog/0.png,3\ncat/1.png,1\n")
     found = open_input(tmp_path, ListingOptions(num_classes=4))
     assert found.companions["reference"] == {0: "dog/0.reference.png", 1: "cat/1.reference.png"}
+
+
+def in_tar(root, file, *left_out):
+    """The files of a folder as members of a tar file."""
+    with tarfile.open(file, "w") as archive:
+        for path in sorted(root.iterdir(), reverse=True):
+            if path.name not in left_out:
+                archive.add(path, path.name)
+    return file
+
+
+def test_tar_files_hold_references_and_masks_of_their_samples(tmp_path, vae):
+    root = make(tmp_path / "in", ["0", "1", "2", "3"], masks=("1", "3"))
+    tar = in_tar(root, tmp_path / "in.tar")
+    found = open_input(tar, ListingOptions())
+    assert list(found.names) == [f"in.tar:{n}" for n in (3, 2, 1, 0)]
+    assert found.companions["mask"] == {0: "in.tar:3.mask.png", 2: "in.tar:1.mask.png"}
+    assert encoded(root, tmp_path / "of_folder", vae) == []
+    assert encoded(tar, tmp_path / "of_tar", vae) == []
+    of_folder, of_tar = (LatentShards(tmp_path / name) for name in ("of_folder", "of_tar"))
+    assert of_tar.facts.mask_mean == of_folder.facts.mask_mean == 255 * 3 / 4
+    rows, others = of_folder.read([0, 1, 2, 3]), of_tar.read([3, 2, 1, 0])
+    assert rows["mask"].float().mean((1, 2)).tolist() == [255, 127.5, 255, 127.5]
+    assert rows.keys() == others.keys()
+    for name, value in rows.items():
+        torch.testing.assert_close(others[name], value, rtol=0, atol=1e-3)
+
+
+def test_members_of_tar_files_that_fit_no_picture_are_refused_by_name(tmp_path, vae):
+    root = make(tmp_path / "in", ["0", "1", "2"])
+    tar = tmp_path / "in.tar"
+    in_tar(root, tar, "1.png")
+    assert "in.tar:1.reference.png is the reference of no picture" in said_of(tar)
+    in_tar(root, tar, "1.reference.png")
+    assert "2 of 3 pictures have a reference, but not in.tar:1." in said_of(tar)
+    picture(5).save(root / "0.reference.jpg")
+    in_tar(root, tar)
+    assert "is the second reference of 0. Keep one." in said_of(tar)
+    (root / "0.reference.jpg").unlink()
+    Image.fromarray(HALF[:4]).save(root / "1.mask.png")
+    (root / "2.reference.png").write_bytes(b"")
+    dropped = dict(encoded(in_tar(root, tar), tmp_path / "out", vae))
+    assert dropped.pop(1).startswith("its mask in.tar:1.mask.png has 8x4 pixels, the picture 8x8")
+    assert dropped.pop(0).startswith("its reference in.tar:2.reference.png: ")
+    assert not dropped
+    assert open_input(tar, ListingOptions(gaps=True)).companions == {}

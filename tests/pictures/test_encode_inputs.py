@@ -268,7 +268,7 @@ def test_the_order_of_a_tar_file_does_not_matter(tmp_path):
 
 
 def test_pictures_that_a_tar_file_would_hide_are_named(tmp_path):
-    tar_of(tmp_path / "0.tar", **{"a.png": b"x", "a.mask.png": b"y", "._b.png": b"z"})
+    tar_of(tmp_path / "0.tar", **{"a.png": b"x", "a.depth.png": b"y", "._b.png": b"z"})
     assert list(open_input(tmp_path, ListingOptions()).names) == ["0.tar:a"]
     tar_of(tmp_path / "0.tar", **{"a.png": b"x", "b 1.5.png": b"y"})
     assert "0.tar: b 1.5.png would not be read: in tar" in refused(

@@ -6,7 +6,7 @@ import base64
 import binascii
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from titan_dit.config import schema
 from titan_dit.config.schema import Maybe, OrNone
 from titan_dit.config.section import (
+    Bound,
     Channels,
     Dim,
     Few,
@@ -55,6 +56,8 @@ FEATURES, FEATURES_DTYPE = "features", "float16"
 """Field of a sample, and tensor of a shard: a frozen network's features of its picture."""
 Padding: TypeAlias = Literal["removed", "kept"]
 """Padding behind a caption: "removed", or "kept": it has embeddings, as the caption's tokens."""
+MaskMean = Annotated[float, Bound(above=0, most=255)]
+"""Mean of masks, whose values are uint8."""
 CHANNELS = schema.Either(Finite, tuple[Finite, ...])
 SHAPE = schema.Ruled(
     tuple[PositiveInt, ...],
@@ -118,7 +121,7 @@ SCHEMA = {
             }
         )
     ),
-    "mask_mean": Maybe(PositiveFloat | None),
+    "mask_mean": Maybe(MaskMean | None),
 }
 """Schema of `LatentFacts` in a checkpoint's record."""
 

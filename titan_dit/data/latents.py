@@ -51,6 +51,7 @@ from titan_dit.data.manifest import (
     SHARD_KEYS,
     agreed,
     check_manifest,
+    damaged,
     digest_of,
     file_digest,
     read_manifest,
@@ -155,6 +156,8 @@ class LatentShards(Source):
             if verify:
                 progress.add(entry["bytes"])
         progress.end()
+        if verify:
+            self._check_mask_mean()
         self.counts = np.array([len(shard.labels) for shard in self.shards])
         self.ends = self.counts.cumsum()
         self.copies = manifest.get("copies", 1)
@@ -266,6 +269,21 @@ class LatentShards(Source):
     def bucket_fields(self, bucket: int) -> dict[str, Field]:
         """See `Source.bucket_fields`."""
         return beside_fields(self.fields, self.buckets[bucket].shape)
+
+    def _check_mask_mean(self) -> None:
+        """Raise UserError unless the manifest has the mean of all masks."""
+        if not self.manifest.get("mask") or self.manifest["left_out"]:
+            return  # The mean is also that of buckets that are not opened.
+        total = num = 0
+        for entry in self.manifest["shards"]:
+            with safe_open(self.path / entry["file"], framework="pt") as file:
+                masks = file.get_tensor("mask")
+            total, num = total + int(masks.sum(dtype=torch.int64)), num + masks.numel()
+        mean = self.manifest["mask"]["mean"]
+        if not math.isclose(mean, total / num, rel_tol=1e-6):
+            raise damaged(
+                self.path / MANIFEST, f"mask mean={mean}, but the masks have {total / num:.8g}"
+            )
 
     def _rows_beside(self) -> dict[str, ShardRows]:
         """The rows of further tensors of the shards, by name; features are read when asked for."""
@@ -456,9 +474,13 @@ class LatentShards(Source):
             with safe_open(path, framework="pt") as file:
                 # Views of the mapped file: only its header is read.
                 latents, labels = file.get_tensor("latent"), file.get_tensor("label")
+                unnamed = sorted({*BESIDE} & {*file.keys()} - {*beside})
                 others = {name: file.get_tensor(name) for name in beside}
         except SafetensorError as error:
             raise UserError(f"[data] {path}: not a readable shard ({error}). {remedy}") from None
+        if unnamed:
+            what = f"{unnamed[0]} missing, but {entry['file']} holds a tensor of this name"
+            raise damaged(self.path / MANIFEST, what)
         shape = manifest["buckets"][entry["bucket"]]["shape"]
         stored = STORED_DTYPES[manifest["dtype"]]
         wanted = {"latent": (stored, (entry["count"], *shape))}

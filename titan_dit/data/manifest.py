@@ -15,7 +15,6 @@ from titan_dit.config.section import (
     Finite,
     FrameRate,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     UserError,
     conform,
@@ -23,7 +22,7 @@ from titan_dit.config.section import (
     few,
     show,
 )
-from titan_dit.data.latent_facts import Units
+from titan_dit.data.latent_facts import MaskMean, Units
 
 FORMAT = "titan_dit.latents/1"
 ENCODED_FORMAT = "titan_dit.latents/2"
@@ -76,7 +75,7 @@ TEXT_KEYS = {
 """Keys of `text`, the embeddings of captions: see `data.caption_embeddings`."""
 REFERENCE_KEYS = {"kind": Literal["picture", "first_frame"], "channels": Few}
 """Keys of `reference`: each shard holds these latents beside those of its samples."""
-MASK_KEYS = {"mean": PositiveFloat}
+MASK_KEYS = {"mean": MaskMean}
 """Keys of `mask`: each shard holds uint8 weights of its samples' latent pixels."""
 INDEX_KEYS = {"file": str, "bytes": PositiveInt, "sha256": str}
 FOLDER_KEYS = {

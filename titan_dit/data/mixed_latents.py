@@ -32,6 +32,7 @@ from titan_dit.data.latent_facts import (
     OF_THE_RUN,
     BucketShape,
     LatentFacts,
+    TextFacts,
     VAEFacts,
     beside_fields,
     name_of,
@@ -46,6 +47,8 @@ ALIKE = ("posterior", "scale", "shift", "value_range", "vae", "reference")
 """Facts that all datasets share: the network's input has one meaning."""
 TEXT_ALIKE = ("kind", "digest", "tokenizer", "layer", "template", "width", "dtype")
 """Facts of the text encoder that all datasets share."""
+FULL = 255
+"""Value of a mask where the loss counts in full."""
 Latent = LatentShards | LatentFolder | TextGroups
 
 
@@ -96,12 +99,6 @@ def check_alike(
             f"{where} holds latents of {ours.shape[0]} channels, {there} of {theirs.shape[0]}. "
             "Encode both by the same autoencoder."
         )
-    for facts, folder in ((ours, datasets[first].path), (theirs, there)):
-        if facts.mask_mean is not None:
-            raise UserError(
-                f"[data] datasets: {folder} holds masks, whose weights are relative to their mean "
-                "in one dataset. Encode all pictures into one folder, or leave the masks out."
-            )
     both_clips = ours.has_clips and theirs.has_clips
     for key in ALIKE:
         values = getattr(ours, key), getattr(theirs, key)
@@ -206,7 +203,29 @@ def facts_of(
         repeats=tuple(dataset.repeats for dataset in datasets),
         weights=tuple(d.weight for d in datasets if d.weight is not None),
         condition_dropouts=tuple(dataset.condition_dropout for dataset in datasets),
+        mask_mean=mean_of_masks(each, datasets, shapes, runs),
     )
+
+
+def mean_of_masks(
+    each: Sequence[LatentFacts],
+    datasets: Sequence[DatasetConfig],
+    shapes: Sequence[BucketShape],
+    runs: Sequence[Run],
+) -> float | None:
+    """The mean of all masks over an epoch's latent pixels, 0 to 255; None if no dataset has masks.
+
+    A dataset without masks counts in full.
+    """
+    if all(facts.mask_mean is None for facts in each):
+        return None
+    of_row = rates(datasets, [facts.count for facts in each])
+    total = masked = 0.0
+    for run in runs:
+        num = float(of_row[run.dataset] * run.count) * math.prod(shapes[run.bucket][0][1:])
+        mean = each[run.dataset].mask_mean
+        total, masked = total + num, masked + num * (FULL if mean is None else mean)
+    return masked / total
 
 
 class MixedLatents(Source):
@@ -475,24 +494,32 @@ class MixedLatents(Source):
         for name in ("latent", "reference"):
             if name in own:
                 own[name] = own[name].to(self.fields[name].dtype)
+        if "mask" in self.fields and "mask" not in own and "latent" in own:
+            own["mask"] = torch.full_like(own["latent"][:, 0], FULL, dtype=torch.uint8)
         if "label" in own and not self._has_labels:
             own["label"] = torch.zeros_like(own["label"])
         if self.facts.text:
-            if not self.sources[dataset].facts.text and self.facts.text.is_online:
-                # Some token: its embedding is dropped for the empty caption's.
-                own["text_ids"] = torch.zeros(num, 1, dtype=IDS.dtype)
-                own["text_length"] = torch.ones(num, dtype=torch.int64)
-            elif not self.sources[dataset].facts.text:
-                null = self.facts.text.null_embedding.to(self.fields["text"].dtype)
-                own["text"] = null.expand(num, -1, -1)
-                own["text_length"] = torch.full((num,), len(null))
-            if "text" in own:
-                missing = tokens - own["text"].shape[1]
-                own["text"] = functional.pad(own["text"], (0, 0, 0, missing))
-            if "text_ids" in own:
-                missing = tokens - own["text_ids"].shape[1]
-                own["text_ids"] = functional.pad(own["text_ids"], (0, missing))
+            self._complete_text(self.facts.text, dataset, own, num, tokens)
         if CONDITION_DROPOUT in self.fields:
             dropout = self.datasets[dataset].condition_dropout
             own[CONDITION_DROPOUT] = torch.full((num,), OF_THE_RUN if dropout is None else dropout)
         return own
+
+    def _complete_text(
+        self, text: TextFacts, dataset: int, own: dict[str, Tensor], num: int, tokens: int
+    ) -> None:
+        """Pad the captions of one dataset to `tokens`; without any they are the empty caption."""
+        if not self.sources[dataset].facts.text and text.is_online:
+            # Some token: its embedding is dropped for the empty caption's.
+            own["text_ids"] = torch.zeros(num, 1, dtype=IDS.dtype)
+            own["text_length"] = torch.ones(num, dtype=torch.int64)
+        elif not self.sources[dataset].facts.text:
+            null = text.null_embedding.to(self.fields["text"].dtype)
+            own["text"] = null.expand(num, -1, -1)
+            own["text_length"] = torch.full((num,), len(null))
+        if "text" in own:
+            missing = tokens - own["text"].shape[1]
+            own["text"] = functional.pad(own["text"], (0, 0, 0, missing))
+        if "text_ids" in own:
+            missing = tokens - own["text_ids"].shape[1]
+            own["text_ids"] = functional.pad(own["text_ids"], (0, missing))

@@ -67,7 +67,7 @@ class Counterpart(ABC):
 
     kind: ClassVar[str]
     """Class of the network in diffusers."""
-    pipeline: ClassVar[str]
+    pipeline: str
     """Class of its pipeline."""
     trained_on: ClassVar[type]
     """Class of our [model] section."""
@@ -282,6 +282,8 @@ class TextToImage(Counterpart):
     by_tokens: ClassVar[str] = "exponential"
     """[objective] shift_by_tokens of the times that the pipeline computes for a size."""
     takes_captions = True
+    exports_condition: ClassVar[bool] = False
+    """True if diffusers' pipeline gives the network condition channels."""
 
     def __init__(self, config: TextToImageConfig, output_channels: int) -> None:
         self.config, self.output_channels = config, output_channels
@@ -293,7 +295,8 @@ class TextToImage(Counterpart):
 
     def check_expressible(self, as_is: bool) -> None:
         """See `Counterpart.check_expressible`."""
-        if given := getattr(self.config, "condition_channels", 0):
+        given = getattr(self.config, "condition_channels", 0)
+        if given and not self.exports_condition:
             raise UserError(
                 f"[model] condition_channels={given}: networks with condition channels are "
                 "imported, but not exported. Keep the run's checkpoint."

@@ -1,4 +1,6 @@
-"""Wan in diffusers: folders of a `WanTransformer3DModel`, or of a `WanPipeline`.
+"""Wan in diffusers: folders of a `WanTransformer3DModel`, or of its pipelines.
+
+A `WanImageToVideoPipeline` has a network with condition channels, a `WanPipeline` one without.
 
 Wan 2.2 A14B is two networks: `transformer` draws from `boundary_ratio` up, `transformer_2` below.
 """
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_dit.config.section import Dim, Few, Layers, UserError, conform, show
 from titan_dit.data.latent_facts import LatentFacts
@@ -25,6 +27,9 @@ from titan_dit.interop.diffusers_network import (
 )
 from titan_dit.interop.tensor_layouts import ClipKernel, KernelPart, Same, SplitQKV, Table
 from titan_dit.models.wan_config import MODULATION, WanConfig
+
+if TYPE_CHECKING:
+    from titan_dit.pictures.autoencoder import Autoencoder
 
 FIXED = {
     "added_kv_proj_dim": None,
@@ -63,6 +68,7 @@ UNSHIFTED = (
 )
 """Keys of it that must be false."""
 
+IMAGE_PIPELINE = "WanImageToVideoPipeline"
 PATCH = ("patch_embedding.weight",)
 CONDITION = "condition_embedder"
 OUTER = {
@@ -164,7 +170,13 @@ class DiffusersWan(TextToImage):
     trained_on, direction, version = WanConfig, "to_noise", "0.35.0"
     prompts = Prompts((-1,), "{}", "removed")
     has_experts = True
+    exports_condition = True
     config: WanConfig
+
+    def __init__(self, config: WanConfig, output_channels: int) -> None:
+        super().__init__(config, output_channels)
+        if config.condition_channels:
+            self.pipeline = IMAGE_PIPELINE
 
     @classmethod
     def of_folder(cls, values: Mapping[str, Any], index: Mapping[str, Any]) -> DiffusersWan:
@@ -250,7 +262,7 @@ class DiffusersWan(TextToImage):
             **FIXED,
             "attention_head_dim": hidden // heads,
             "ffn_dim": config.ffn,
-            "in_channels": config.in_channels,
+            "in_channels": config.in_channels + config.condition_channels,
             "num_attention_heads": heads,
             "num_layers": layers,
             "out_channels": config.in_channels,
@@ -259,10 +271,21 @@ class DiffusersWan(TextToImage):
             "text_dim": config.text_dim,
         }
 
+    def check_units(self, vae: Autoencoder, facts: LatentFacts, where: str) -> None:
+        """See `Counterpart.check_units`; the pipeline's condition is a clip's first frame."""
+        super().check_units(vae, facts, where)
+        if facts.reference and facts.reference.kind != "first_frame":
+            raise UserError(
+                f"{where}: the run's data hold {facts.reference}, but {self.pipeline} gives the "
+                "network first frames. Give --vae none for the transformer alone."
+            )
+
     def index(self, facts: LatentFacts) -> dict[str, Any]:
         """See `Counterpart.index`."""
         second = [None, None] if self.boundary is None else ["diffusers", self.kind]
+        unused = ("image_encoder", "image_processor") if self.config.condition_channels else ()
         return {
+            **{part: [None, None] for part in unused},
             "boundary_ratio": self.boundary,
             "expand_timesteps": False,
             LOW_TRANSFORMER: second,

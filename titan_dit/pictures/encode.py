@@ -195,7 +195,9 @@ class EncodeJob(Chunks):
 
         With a reference or a mask: lengths in all, and the latest time.
         """
-        companions = self.pictures.companions.values()
+        # Without a path a picture's file holds its reference and its mask, too.
+        has_files = self.pictures.path is not None
+        companions = self.pictures.companions.values() if has_files else ()
         files = [self.pictures.root / of_row[row] for of_row in companions if row in of_row]
         stamps = [self.pictures.stamp(row), *map(stamp_of, files)]
         return sum(size for size, _ in stamps), max(time for _, time in stamps)

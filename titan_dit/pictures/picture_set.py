@@ -114,7 +114,11 @@ class PictureSet:
     """The file of a picture by its row, which may be missing. None if files hold several."""
 
     companions: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
-    """"reference" or "mask" -> row -> the file beside the picture, relative to `root`."""
+    """"reference" or "mask" -> row -> the file beside the picture, relative to `root`; without
+    `path` the name of a member of its file."""
+    read_member: Callable[[str, int], bytes] | None = None
+    """Bytes of a reference or mask by its kind and the picture's row, without `path`. Raises as
+    `read`."""
 
     def read_companion(self, kind: str, row: int) -> bytes | None:
         """Bytes of a picture's reference or mask; None without one.
@@ -126,6 +130,8 @@ class PictureSet:
             return None
         check = ListingOptions(max_file_bytes=self.max_file_bytes).check_size
         try:
+            if self.read_member is not None:
+                return self.read_member(kind, row)
             return bytes(read_whole(self.root / name, check))
         except BadFileError as error:
             raise BadFileError(f"{name}: {error}") from None

@@ -12,7 +12,7 @@ import unicodedata
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from threading import Lock
@@ -36,7 +36,7 @@ from titan_dit.pictures.captioned_folder import (
     open_captioned,
     with_prefix,
 )
-from titan_dit.pictures.companions import with_companions
+from titan_dit.pictures.companions import KINDS, check_references, with_companions
 from titan_dit.pictures.library import parquet
 from titan_dit.pictures.picture_set import (
     BYTES_PER_ROW,
@@ -489,11 +489,20 @@ def names_of(metadata: Mapping[bytes, bytes], label: str) -> Sequence[str]:
 LABEL, TEXT, BOTH = ".cls", ".txt", ".json"
 OTHER = "other"
 """Key, in a sample, of a picture whose suffix has two dots."""
+PICTURE = "picture"
+"""Key, in a sample, of its picture; those of its reference and its mask are their kinds."""
+FORMS = {
+    f"{before}{suffix}": kind
+    for before, kind in (("", PICTURE), *((f".{kind}", kind) for kind in KINDS))
+    for suffix in IMAGE_SUFFIXES
+}
+"""Suffix -> key in a sample."""
 
 
 class TarPicture(NamedTuple):
-    """A picture in a tar file."""
+    """A picture in a tar file, or a reference or a mask."""
 
+    name: str
     file: int
     offset: int
     size: int
@@ -519,27 +528,40 @@ def open_tars(root: Path, files: Sequence[Path], asked: ListingOptions) -> Pictu
         progress.add(1)
     progress.end()
     refuse_other_names(samples.found, f"{asked.where}{root}")
-    found = {key: sample for key, sample in samples.found.items() if "picture" in sample}
+    found = {key: sample for key, sample in samples.found.items() if PICTURE in sample}
     labels: list[Label] = [sample.get("label") for sample in found.values()]
     texts = [sample.get("text", "") for sample in found.values()]
-    members: list[TarPicture] = [sample["picture"] for sample in found.values()]
+    members: list[dict[str, TarPicture]] = [
+        {kind: sample[kind] for kind in (PICTURE, *KINDS) if kind in sample}
+        for sample in found.values()
+    ]
     descriptors = [os.open(file, os.O_RDONLY) for file in files]
     stamps = [stamp_of(file) for file in files]
 
-    def read(row: int) -> bytes:
-        member = members[row]
+    def read_member(kind: str, row: int) -> bytes:
+        member = members[row][kind]
         asked.check_size(member.size)
         data = os.pread(descriptors[member.file], member.size, member.offset)
         if len(data) != member.size:
             raise BadFileError("cut off with its tar file")
         return data
 
+    def read(row: int) -> bytes:
+        return read_member(PICTURE, row)
+
     def stamp(row: int) -> Stamp:
-        return stamps[members[row].file]
+        return stamps[members[row][PICTURE].file]
 
     kind = f"{len(files)} tar files"
     numbers = numbers_if_decimal(labels)
-    return make_set(root, kind, list(found), numbers, texts, read, stamp, asked)
+    pictures = make_set(root, kind, list(found), numbers, texts, read, stamp, asked)
+    companions = {
+        kind: {row: of_row[kind].name for row, of_row in enumerate(members) if kind in of_row}
+        for kind in KINDS
+    }
+    check_references(f"{asked.where}{root}", pictures, companions["reference"])
+    companions = {kind: names for kind, names in companions.items() if names}
+    return replace(pictures, companions=companions, read_member=read_member)
 
 
 @dataclass
@@ -560,16 +582,18 @@ class TarSamples:
         suffix = f"{dot}{rest}".lower()
         key = f"{path}:{folder}/{stem}" if folder else f"{path}:{stem}"
         at = f"{self.where}{path}: {member.name}"
-        if suffix in IMAGE_SUFFIXES:
+        kind = FORMS.get(suffix)
+        if kind == PICTURE or (kind and not self.asked.gaps):
             refuse_sparse(member, at)
             sample = self.found.setdefault(key, {})
-            if "picture" in sample:
-                raise UserError(f"{at} is the second picture of {stem}. Keep one.")
+            if kind in sample:
+                raise UserError(f"{at} is the second {kind} of {stem}. Keep one.")
             if not member.isfile():
                 raise UserError(
                     f"{at} is a link. Make the tar file with --dereference --hard-dereference."
                 )
-            sample["picture"] = TarPicture(number, member.offset_data, member.size)
+            name = f"{path}:{member.name}"
+            sample[kind] = TarPicture(name, number, member.offset_data, member.size)
         elif suffix in (LABEL, TEXT, BOTH):
             said = described(suffix, self.text_of(archive, member, at), at)
             sample = self.found.setdefault(key, {})
@@ -599,10 +623,18 @@ class TarSamples:
 def refuse_other_names(samples: Mapping[str, Mapping[str, Any]], where: str) -> None:
     """Raise UserError for a picture whose name has a dot before its suffix: `a.5.jpg`.
 
-    Beside the sample's own picture it is allowed: `a.mask.png` beside `a.jpg` is another kind of
-    it, and is not read.
+    Beside the sample's own picture it is allowed: `a.depth.png` beside `a.jpg` is another kind of
+    it, and is not read. Raises UserError for a reference or a mask without a picture, too.
     """
-    alone = [x[OTHER] for x in samples.values() if OTHER in x and "picture" not in x]
+    without = {key: sample for key, sample in samples.items() if PICTURE not in sample}
+    for key, sample in without.items():
+        for kind in KINDS:
+            if kind in sample:
+                raise UserError(
+                    f"{where}: {sample[kind].name} is the {kind} of no picture: there is no "
+                    f"{key}.jpg. Add the picture, or remove the member."
+                )
+    alone = [sample[OTHER] for sample in without.values() if OTHER in sample]
     if alone:
         raise UserError(
             f"{where}: {few(alone)} would not be read: in tar files a sample's name ends at the "
@@ -643,7 +675,7 @@ def open_input(path: Path, asked: ListingOptions) -> PictureSet:
 
     In a folder the first of these is read: a metadata file; parquet or tar files in it or below;
     pictures with captions beside them; a folder per class. References and masks may lie beside the
-    pictures of folders.
+    pictures of folders, and in tar files.
     """
     found = with_companions(open_any(path, asked), asked)
     return with_prefix(apply_caption_rule(found, asked), asked)
