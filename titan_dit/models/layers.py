@@ -208,9 +208,10 @@ class _ScaledAdd(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scale, x = ctx.saved_tensors  # type: ignore[attr-defined]
         base = grad.sum(1, keepdim=True) if ctx.base_is_shared else grad  # type: ignore[attr-defined]
-        products = grad * x
         is_shared = scale.shape[1] != x.shape[1]
-        return base, products.sum(1, keepdim=True) if is_shared else products, grad * scale
+        # Without a name for the product, which would stay beside the next one.
+        by_scale = (grad * x).sum(1, keepdim=True) if is_shared else grad * x
+        return base, by_scale, grad * scale
 
 
 def scaled_add(
