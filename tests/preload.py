@@ -5,6 +5,8 @@ import gc
 import importlib
 import os
 
+import torch
+
 MODULES = (
     "pytest",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
@@ -37,7 +39,8 @@ EXTRAS = (
 
 for module in MODULES:
     importlib.import_module(module)
-for module in EXTRAS:
+# torchao, which they import, asks for a GPU; a build without CUDA has none.
+for module in EXTRAS if torch.version.cuda is None else ():
     with contextlib.suppress(ImportError):
         importlib.import_module(module)
 # Of the server (`server_variables`); what its children start is not to inherit it.

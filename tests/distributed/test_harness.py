@@ -139,6 +139,7 @@ for name in ("is_available", "device_count", "_lazy_init", "current_device", "ge
 for name in ("_cuda_getDeviceCount", "_cuda_init", "_cuda_isDriverSufficient"):
     if hasattr(torch._C, name):  # A build with CUDA.
         setattr(torch._C, name, touched)
+torch.version.cuda = "13.0"
 import preload
 print("left:", *(name for name in os.environ if name.endswith("BENCHMARKER")))
 """
