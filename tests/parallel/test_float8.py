@@ -3,11 +3,12 @@
 import contextlib
 import logging
 import re
+import subprocess
 import sys
 
 import pytest
 import torch
-from commands import run
+from commands import environment
 from harness import on_ranks
 from tiny import distance, gradients, graphs_alone, randomize, tiny_config
 from torch import nn
@@ -163,7 +164,15 @@ def test_torchao_is_loaded_where_it_is_used_and_in_silence(tmp_path):
         "load_torchao()\n"
         "assert 'torchao' in sys.modules\n"
     )
-    done = run([sys.executable, "-c", code], tmp_path)
+    done = subprocess.run(  # A forked process could have it already.
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
