@@ -1,3 +1,4 @@
+import atexit
 import dataclasses
 import errno
 import itertools
@@ -143,7 +144,7 @@ def keep_a_loader():
     sender = forked.call(os.kill, worker.pid, signal.SIGTERM)  # From Slurm, as it were.
     sender.join()
     next(batches)
-    multiprocessing.util._exit_function()
+    atexit._run_exitfuncs()  # As Python's exit.
     os._exit(7 if multiprocessing.active_children() else 0)
 
 

@@ -5,13 +5,14 @@ It is independent of models and objectives.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import multiprocessing
 import os
 import signal
 import sys
-import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
@@ -36,6 +37,8 @@ Inspect: TypeAlias = Callable[[Fields], None]
 """Validates loaded fields; raises UserError."""
 SMALL_BYTES = 1 << 16
 NO_WORKERS = "--data.num_workers 0"
+WITH_WORKERS: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Iterators of loaders that have workers."""
 KILLED = (
     "[data] a data worker was killed: not enough memory? Set fewer [data] num_workers; the same "
     "command resumes from the last checkpoint."
@@ -142,17 +145,15 @@ def begin_worker(worker: int) -> None:
     A batch that cannot be sent ends the worker: the rank would wait for it for ever.
     """
     Queue._on_queue_feeder_error = end_worker  # type: ignore[attr-defined]
-    for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         signal.signal(signal.Signals[name], signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=end_with_rank, daemon=True).start()
 
 
-def end_with_rank() -> None:
-    """Thread: end at the SIGTERM of the rank, whose exit waits for its workers."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
-    os._exit(0)
+@atexit.register
+def stop_workers() -> None:
+    """Stop all workers before Python's exit waits for them: they ignore its SIGTERM."""
+    for shares in list(WITH_WORKERS):
+        shares._shutdown_workers()
 
 
 def end_worker(*_: object) -> None:
@@ -240,6 +241,8 @@ def load(
             snapshot_every_n_steps=1 << 40,
         )
         shares = started(loader, workers)
+    if workers:
+        WITH_WORKERS.add(shares)
     try:
         pairs = zip(with_killed_workers(shares), order.shares(cursor), strict=False)
         for number, (read, share) in enumerate(pairs, step):
