@@ -583,7 +583,7 @@ class TarSamples:
         key = f"{path}:{folder}/{stem}" if folder else f"{path}:{stem}"
         at = f"{self.where}{path}: {member.name}"
         kind = FORMS.get(suffix)
-        if kind == PICTURE or (kind and not self.asked.gaps):
+        if kind == PICTURE or (kind and stem and not self.asked.gaps):
             refuse_sparse(member, at)
             sample = self.found.setdefault(key, {})
             if kind in sample:
