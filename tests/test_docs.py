@@ -1,4 +1,4 @@
-"""Runs the commands of docs/official-dit.md, with an S/8 as the DiT, and of docs/memory.md."""
+"""Runs the commands of docs/official-dit.md (an S/8 as the DiT), memory.md and optimizers.md."""
 
 import re
 import sys
@@ -67,6 +67,30 @@ def test_the_page_of_memory_works_as_written(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     [line] = re.findall(r"```\n(best .*)\n```", page)
     assert line in done.stdout
+
+
+@pytest.mark.long
+def test_the_page_of_optimizers_works_as_written(tmp_path):
+    """With 160 steps: all begin at one loss and train; small states are said."""
+    page = (ROOT / "docs" / "optimizers.md").read_text()
+    commands = "".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL)).splitlines()
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    first, said = {}, {}
+    for command in commands:
+        here = command.replace("./run_train.sh", f"{sys.executable} -m titan_dit.train")
+        words = [*here.split(), *"--training.steps 160 --metrics.every 1 --sampling.every 0".split()]
+        name = words[words.index("--job.name") + 1]
+        done = run(words, tmp_path)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        losses = [row["loss"] for row in metrics(tmp_path / "outputs" / name)]
+        assert len(losses) == 160
+        assert sum(losses[-10:]) < 0.8 * sum(losses[:10]), name
+        first[name], said[name] = losses[0], "moments of" in done.stdout + done.stderr
+    assert first.keys() == {"adafactor", "prodigy", "small", "smallest", "muon"}
+    assert first["smallest"] == pytest.approx(first.pop("muon"), rel=0.01)
+    del first["smallest"]
+    assert len(set(first.values())) == 1
+    assert [name for name, value in said.items() if value] == ["small", "smallest"]
 
 
 @pytest.mark.long
