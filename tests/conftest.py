@@ -2,6 +2,7 @@
 
 import multiprocessing
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -50,11 +51,11 @@ def _leaves_no_process_group():
 def pytest_sessionfinish(session):
     """Fail if tests have left processes: Python's exit would wait for them."""
     left = multiprocessing.active_children()
-    for process in left:
-        process.terminate()
-        process.join(10)
-        process.kill()
     if left:
+        # torch's handler raises for data workers that are killed.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for process in left:
+            process.kill()
         print(f"\nProcesses that tests have left: {left}")
         session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 

@@ -78,7 +78,7 @@ def test_the_page_of_optimizers_works_as_written(tmp_path):
     first, said = {}, {}
     for command in commands:
         here = command.replace("./run_train.sh", f"{sys.executable} -m titan_dit.train")
-        words = [*here.split(), *"--training.steps 160 --metrics.every 1 --sampling.every 0".split()]
+        words = f"{here} --training.steps 160 --metrics.every 1 --sampling.every 0".split()
         name = words[words.index("--job.name") + 1]
         done = run(words, tmp_path)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
