@@ -26,6 +26,7 @@ from titan_dit.dry_run.fake_step import await_sends
 from titan_dit.dry_run.memory import MemoryLog, Peak, StorageKind
 from titan_dit.ranks import process_group
 from titan_dit.ranks.process_group import World
+from titan_dit.system.worker import end_with_parent
 from titan_dit.trainer import Trainer
 
 
@@ -110,6 +111,7 @@ def watch(trainer: Trainer, log: MemoryLog) -> None:
 
 def rank_main(variables: dict[str, str], tasks: Sequence[Task], told: Connection) -> None:
     """Run every task on one rank; rank 0 sends the steps and results, each rank its failure."""
+    end_with_parent()
     os.environ |= variables
     torch.set_num_threads(1)
     gc.set_threshold(100_000, 50, 50)

@@ -9,8 +9,9 @@ from tiny_joint import TABLES, Captions
 from titan_dit.data.base import Batch
 from titan_dit.data.sections import Latents
 from titan_dit.diffusion.drawing import generate
+from titan_dit.diffusion.fits import sized_models
 from titan_dit.diffusion.guidance import Guidance
-from titan_dit.diffusion.objective import scale_hint, sized_models
+from titan_dit.diffusion.objective import scale_hint
 from titan_dit.diffusion.samplers.ode import euler
 from titan_dit.rng import SampleRNG
 

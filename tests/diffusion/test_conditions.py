@@ -14,7 +14,7 @@ from titan_dit.data.latent_facts import OF_THE_RUN, LatentFacts
 from titan_dit.data.loader import load_samples
 from titan_dit.diffusion import drawing
 from titan_dit.diffusion.conditions import Captions, ClassLabels, joined, rows_of, without
-from titan_dit.diffusion.objective import condition_of, text_example
+from titan_dit.diffusion.fits import condition_of, text_example
 from titan_dit.diffusion.sections import DDPMConfig, RectifiedFlowConfig
 from titan_dit.objectives.base import DataShare
 from titan_dit.rng import SampleRNG

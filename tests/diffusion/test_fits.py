@@ -4,7 +4,7 @@ from titan_dit.config.section import UserError
 from titan_dit.data.base import DataFacts
 from titan_dit.data.latent_facts import LatentFacts, VAEFacts
 from titan_dit.data.sections import Digits
-from titan_dit.diffusion.objective import as_latent_model, check_data
+from titan_dit.diffusion.fits import as_latent_model, check_data
 from titan_dit.models.dit_config import DiTConfig
 
 

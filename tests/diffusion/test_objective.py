@@ -14,7 +14,8 @@ from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.latents import LatentShards, write_shards
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.data.sections import Latents
-from titan_dit.diffusion.objective import check_data, check_std, scale_hint, to_model_units
+from titan_dit.diffusion.fits import check_data
+from titan_dit.diffusion.objective import check_std, scale_hint, to_model_units
 from titan_dit.diffusion.sections import DDPMConfig, RectifiedFlowConfig
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.rng import SampleRNG

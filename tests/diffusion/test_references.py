@@ -10,8 +10,8 @@ from tiny_joint import joint_config
 from titan_dit.data.base import Batch
 from titan_dit.diffusion.conditions import with_first_frame
 from titan_dit.diffusion.drawing import generate
+from titan_dit.diffusion.fits import check_data
 from titan_dit.diffusion.guidance import Guidance
-from titan_dit.diffusion.objective import check_data
 from titan_dit.diffusion.samplers.ode import euler
 from titan_dit.models.layers import patchify
 from titan_dit.parallel.init import initialize

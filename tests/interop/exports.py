@@ -9,7 +9,7 @@ import torch
 from titan_dit.commands import convert
 from titan_dit.commands.flags import ConvertFlags
 from titan_dit.data.latent_facts import LatentFacts
-from titan_dit.diffusion.objective import text_example
+from titan_dit.diffusion.fits import text_example
 from titan_dit.interop import diffusers_network, imported
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.models.flux2_config import Flux2Config

@@ -1,6 +1,6 @@
 """Config checks across sections, ranks and device; they run before anything is built.
 
-Sections check their own values, diffusion/objective.py what a diffusion objective needs. Every
+Sections check their own values, diffusion/fits.py what a diffusion objective needs. Every
 message names the section, the values and a fix.
 """
 

@@ -33,7 +33,8 @@ from titan_dit.data.base import Source
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.manifest import file_digest
 from titan_dit.diffusion import drawing
-from titan_dit.diffusion.objective import Diffusion, has_clips
+from titan_dit.diffusion.fits import has_clips
+from titan_dit.diffusion.objective import Diffusion
 from titan_dit.objectives.base import DataShare, Placement
 from titan_dit.observe import console
 from titan_dit.opening import (

@@ -30,6 +30,7 @@ from titan_dit.diffusion.conditions import (
     completed,
     rows_of,
 )
+from titan_dit.diffusion.fits import text_multiple
 from titan_dit.diffusion.guidance import (
     Conditional,
     Guidance,
@@ -38,7 +39,7 @@ from titan_dit.diffusion.guidance import (
     guided,
     scales,
 )
-from titan_dit.diffusion.objective import Diffusion, text_multiple
+from titan_dit.diffusion.objective import Diffusion
 from titan_dit.diffusion.samplers import from_diffusers
 from titan_dit.diffusion.samplers.base import Sampler, Settings
 from titan_dit.diffusion.sections import DiffusionConfig

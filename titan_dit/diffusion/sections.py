@@ -73,14 +73,14 @@ class DiffusionConfig(ObjectiveConfig):
 
     def model_spec(self, model: ModelConfig) -> ModelSpec:
         """The model's spec with `output_channels`."""
-        from titan_dit.diffusion.objective import as_latent_model
+        from titan_dit.diffusion.fits import as_latent_model
 
         latent = as_latent_model(model, self.name)
         return latent.spec(self.output_channels(latent.sample_shape[0]))
 
     def token_grid(self, model: ModelConfig) -> tuple[int, int]:
         """See `ObjectiveConfig.token_grid`."""
-        from titan_dit.diffusion.objective import as_latent_model, token_grid
+        from titan_dit.diffusion.fits import as_latent_model, token_grid
 
         return token_grid(as_latent_model(model, self.name))
 
@@ -92,25 +92,25 @@ class DiffusionConfig(ObjectiveConfig):
 
     def example(self, model: ModelConfig) -> tuple[DataFacts, Mapping[str, Field]]:
         """Facts and fields of latents with the model's own shape."""
-        from titan_dit.diffusion.objective import example
+        from titan_dit.diffusion.fits import example
 
         return example(model, self.name)
 
     def text_multiple(self, model: ModelConfig) -> int:
         """The model's, see `ObjectiveConfig`."""
-        from titan_dit.diffusion.objective import text_multiple
+        from titan_dit.diffusion.fits import text_multiple
 
         return text_multiple(model)
 
     def settled_model(self, model: ModelConfig, data: DataConfig) -> ModelConfig:
         """See `ObjectiveConfig.settled_model`."""
-        from titan_dit.diffusion.objective import settled_model
+        from titan_dit.diffusion.fits import settled_model
 
         return settled_model(model, data)
 
     def takes_clips(self, model: ModelConfig) -> bool:
         """See `ObjectiveConfig.takes_clips`."""
-        from titan_dit.diffusion.objective import has_clips
+        from titan_dit.diffusion.fits import has_clips
 
         return has_clips(model)
 
@@ -118,7 +118,7 @@ class DiffusionConfig(ObjectiveConfig):
         self, model: ModelConfig, facts: DataFacts
     ) -> Sequence[tuple[str, ModelConfig]]:
         """The model for latents of each of the data's shapes, see `ObjectiveConfig`."""
-        from titan_dit.diffusion.objective import sized_models
+        from titan_dit.diffusion.fits import sized_models
 
         return sized_models(model, facts)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from titan_dit.config.section import Dim, Layers, UserError, conform_made, show
 from titan_dit.data.latent_facts import LatentFacts, Padding, TextFacts, shown
-from titan_dit.diffusion.objective import reference_example, text_example
+from titan_dit.diffusion.fits import reference_example, text_example
 from titan_dit.diffusion.sections import FEW_MU, FEW_TOKENS, MANY_MU, MANY_TOKENS
 from titan_dit.interop import hugging_face, tensor_layouts
 from titan_dit.interop.original_dit import check_tensors
