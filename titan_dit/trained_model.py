@@ -21,6 +21,7 @@ from titan_dit.config import catalog, config_file, dotted_names
 from titan_dit.config.section import UserError
 from titan_dit.diffusion.conditions import Given
 from titan_dit.diffusion.objective import Diffusion
+from titan_dit.diffusion.text_lengths import by_text_length
 from titan_dit.execution import first_of
 from titan_dit.interop.tensor_file import OnDemand, reading
 from titan_dit.kernels import linear
@@ -118,7 +119,7 @@ class LatentNetwork(nn.Module):
             return {"out": first_of(self.network(inputs, static))}
 
         given = {"labels": y} if isinstance(y, Tensor) else y
-        return model.detokenize(self.diffusion.by_text_length([given], predicted)["out"])
+        return model.detokenize(by_text_length(model, [given], predicted)["out"])
 
 
 def load(

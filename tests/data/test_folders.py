@@ -14,7 +14,7 @@ from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.latents import LatentShards, write_shards
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.data.sections import Latents
-from titan_dit.diffusion.objective import to_model_units
+from titan_dit.diffusion.objective import drawn_latents
 from titan_dit.rng import SampleRNG
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_shards_and_a_folder_give_the_same_batches(tmp_path):
         for name in ("latent", "label"):
             assert torch.equal(batch.fields[name], other.fields[name])
         seen, again = (
-            to_model_units(b.fields["latent"], source.facts, 4, SampleRNG(5, b.sample_numbers))
+            drawn_latents(b.fields["latent"], source.facts, 4, SampleRNG(5, b.sample_numbers))
             for b, source in zip((batch, other), sources, strict=True)
         )
         assert torch.equal(seen, again)

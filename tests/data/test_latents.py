@@ -17,7 +17,7 @@ from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.latents import LatentShards, write_buckets, write_shards
 from titan_dit.data.sections import Digits, Latents
-from titan_dit.diffusion.objective import to_model_units
+from titan_dit.diffusion.objective import drawn_latents
 from titan_dit.rng import SampleRNG
 
 
@@ -70,7 +70,7 @@ def test_what_is_written_is_read(tmp_path, dtype, scale, shift):
     samples = source.read(rows)
     assert torch.equal(samples["latent"], latents[rows])
     assert torch.equal(samples["label"], labels[rows])
-    seen = to_model_units(
+    seen = drawn_latents(
         source.read(range(10))["latent"], source.facts, 2, SampleRNG(0, torch.arange(10))
     )
     expected = (latents.double() - shift) * scale
@@ -280,7 +280,7 @@ def test_clips_are_read_as_they_were_written(tmp_path):
     assert torch.equal(found, three[[3, 0, 2]])
     assert source.as_clips().facts == facts
     # Units are by channel, for all frames.
-    seen = to_model_units(found, facts, 2, SampleRNG(0, torch.arange(3)))
+    seen = drawn_latents(found, facts, 2, SampleRNG(0, torch.arange(3)))
     assert torch.equal(seen[:, 0], 2 * found[:, 0].float())
     assert torch.equal(seen[:, 1], 4 * (found[:, 1].float() - 1))
     torch.testing.assert_close(facts.to_stored_units(seen), found.float())
@@ -295,7 +295,7 @@ def test_a_mean_and_a_std_of_clips_are_drawn_by_sample_number(tmp_path):
     source = LatentShards(tmp_path / "set")
     stored = three.abs()
     rng = SampleRNG(0, torch.tensor([7, 8, 9, 10]))
-    drawn = to_model_units(stored, source.facts, 1, rng)
+    drawn = drawn_latents(stored, source.facts, 1, rng)
     assert drawn.shape == (4, 1, 3, 3, 4)
     noise = rng.normal("latent", (1, 3, 3, 4))
     assert torch.equal(drawn, stored[:, :1].float() + stored[:, 1:].float() * noise)

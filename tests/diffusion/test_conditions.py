@@ -12,7 +12,7 @@ from tiny_joint import joint_config
 from titan_dit.config.section import UserError
 from titan_dit.data.latent_facts import OF_THE_RUN, LatentFacts
 from titan_dit.data.loader import load_samples
-from titan_dit.diffusion import drawing
+from titan_dit.diffusion import drawing, previews
 from titan_dit.diffusion.conditions import Captions, ClassLabels, joined, rows_of, without
 from titan_dit.diffusion.fits import condition_of, text_example
 from titan_dit.diffusion.sections import DDPMConfig, RectifiedFlowConfig
@@ -187,7 +187,7 @@ def opened(**sampling):
 
 def test_a_preview_shows_the_stored_captions_of_ten_rows():
     objective, sampling = opened()
-    places, given, names = drawing.shown(objective, sampling)
+    places, given, names = previews.shown(objective, sampling)
     assert len(names) == 10
     assert len(set(names)) == 10
     assert torch.bincount(places).tolist() == [4] * 10
@@ -210,8 +210,8 @@ def test_every_data_rank_draws_its_share_with_the_captions_of_its_samples():
 
     for rank in range(2):
         share = DataShare(CPU, rank, 2, lambda rows: torch.cat((rows, rows)))
-        drawing.preview(forward, objective, sampling, 0, share)
-    _, given, _ = drawing.shown(objective, sampling)
+        previews.preview(forward, objective, sampling, 0, share)
+    _, given, _ = previews.shown(objective, sampling)
     assert torch.equal(torch.cat(seen["text"])[:11], given["text"])
 
 

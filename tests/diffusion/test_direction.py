@@ -13,7 +13,7 @@ from titan_dit.config import catalog
 from titan_dit.config.section import UserError
 from titan_dit.config.training import SamplingConfig
 from titan_dit.data.latent_facts import VAEFacts
-from titan_dit.diffusion import drawing
+from titan_dit.diffusion import previews
 from titan_dit.diffusion.drawing import generate, sampler_of
 from titan_dit.diffusion.guidance import Guidance
 from titan_dit.diffusion.sections import RectifiedFlowConfig
@@ -173,7 +173,7 @@ def test_previews_are_the_same_picture(tmp_path):
     for path in (flow(), flow("to_data", 1.0, learn_sigma=True)):
         given = built(path), sampling, 0, DataShare(torch.device("cpu"))
         with torch.no_grad():
-            drawing.preview(Network().written(path), *given).write(tmp_path / "a.png")
+            previews.preview(Network().written(path), *given).write(tmp_path / "a.png")
         picture = Image.open(tmp_path / "a.png").convert("L")
         pictures.append(torch.tensor(np.asarray(picture)).int())
     assert (pictures[0] - pictures[1]).abs().max() <= 1

@@ -7,12 +7,11 @@ from titan_dit.diffusion.drawing import (
     check,
     generate,
     name_of_sampler,
-    preview,
-    preview_labels,
     sampler_of,
-    spread_labels,
 )
 from titan_dit.diffusion.guidance import Guidance
+from titan_dit.diffusion.previews import preview, preview_labels
+from titan_dit.diffusion.row_conditions import spread_labels
 from titan_dit.diffusion.samplers.discrete import ddim, ddpm
 from titan_dit.diffusion.samplers.ode import euler, heun
 from titan_dit.diffusion.sections import DDPMConfig, RectifiedFlowConfig

@@ -15,7 +15,7 @@ from titan_dit.data.latents import LatentShards, write_shards
 from titan_dit.data.order import BatchPlan, EpochOrder, RankOrder
 from titan_dit.data.sections import Latents
 from titan_dit.diffusion.fits import check_data
-from titan_dit.diffusion.objective import check_std, scale_hint, to_model_units
+from titan_dit.diffusion.objective import check_std, drawn_latents, scale_hint
 from titan_dit.diffusion.sections import DDPMConfig, RectifiedFlowConfig
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.rng import SampleRNG
@@ -196,6 +196,6 @@ def test_whole_numbers_become_the_units_of_the_model():
         shape=(3, 2, 2), count=1, num_classes=1, scale=1 / 127.5, shift=127.5, value_range=(0, 255)
     )
     stored = torch.tensor([0, 255]).byte().view(2, 1, 1, 1).expand(2, 3, 2, 2)
-    seen = to_model_units(stored, facts, 3, SampleRNG(0, torch.arange(2)))
+    seen = drawn_latents(stored, facts, 3, SampleRNG(0, torch.arange(2)))
     assert seen.flatten(1).unique(dim=1).flatten().tolist() == [-1, 1]
     torch.testing.assert_close(facts.to_stored_units(seen), stored.float(), rtol=0, atol=1e-4)

@@ -16,7 +16,7 @@ from titan_dit.config import catalog, config_file
 from titan_dit.config.training import TextConfig
 from titan_dit.data.latents import LatentShards, write_shards
 from titan_dit.data.loader import load_samples
-from titan_dit.diffusion import drawing, online_text
+from titan_dit.diffusion import online_text, row_conditions
 from titan_dit.diffusion.online_text import OnlineText
 from titan_dit.objectives.base import DataShare, Objective, Placement
 from titan_dit.objectives.sections import NO_FROZEN
@@ -126,14 +126,14 @@ def test_scores_and_previews_draw_for_the_same_captions(root):
     online, source = opened(root / "ids")
     numbers = torch.arange(4)
     wanted, found = (
-        drawing.captions_of_rows(objective, data, 4)(numbers)
+        row_conditions.captions_of_rows(objective, data, 4)(numbers)
         for objective, data in ((cached, stored), (online, source))
     )
     assert found.keys() == wanted.keys()
     for objective, data in ((cached, stored), (online, source)):
         objective.open_drawing(config.sampling, data, lambda action: action(), root)
-    shown = [objective.opened for objective in (cached, online)]
-    assert shown[0].prompts == shown[1].prompts == CAPTIONS
+    shown = [objective.shown.prompts for objective in (cached, online)]
+    assert shown[0].texts == shown[1].texts == CAPTIONS
     for one, other in ((wanted, found), (shown[0].fields, shown[1].fields)):
         text = other["text"][:, : one["text"].shape[1]]
         torch.testing.assert_close(text, one["text"], rtol=0, atol=1e-6)
@@ -144,7 +144,7 @@ def test_ranks_with_the_same_samples_encode_shares_that_join_to_the_whole(root):
     whole, source = opened(root / "ids")
     batch = batch_of(source, whole, range(5))
     wanted = whole.collect(batch).fields["text"]
-    encoder, parts = whole.opened.text.encoder, []
+    encoder, parts = whole.frozen.text.encoder, []
 
     def gather(rows):
         parts.append(rows)
@@ -164,7 +164,7 @@ def test_the_encoder_is_frozen_in_bf16_and_its_time_is_measured(root):
     objective = config.objective.build(config.model, source.facts)
     objective.open_text(config.text)
     [line] = objective.place_frozen(Placement.alone(CPU), 10**6)
-    encoder = objective.opened.text.encoder
+    encoder = objective.frozen.text.encoder
     assert {p.dtype for p in encoder.module.parameters()} == {torch.bfloat16}
     assert not any(p.requires_grad for p in encoder.module.parameters())
     assert objective.modules() is None

@@ -14,6 +14,7 @@ from titan_dit.diffusion.conditions import rows_of
 from titan_dit.diffusion.drawing import generate
 from titan_dit.diffusion.guidance import Guidance
 from titan_dit.diffusion.samplers.ode import euler
+from titan_dit.diffusion.text_lengths import by_text_length
 from titan_dit.objectives.base import DataShare
 from titan_dit.opening import bucket_lines, open_source, plan_buckets, plan_run
 from titan_dit.ranks import process_group
@@ -183,7 +184,7 @@ def test_ranks_with_other_lengths_make_the_same_runs(opened):
             return {"sum": text["text"].sum((1, 2))}
 
         share = DataShare(torch.device("cpu"), rank, 3, lambda rows: everyone)
-        found = objective.by_text_length(own, run, share)["sum"]
+        found = by_text_length(objective.model, own, run, share)["sum"]
         assert torch.equal(found, given["text"][mine].sum((1, 2)))
         runs.append(made)
     assert runs == [[(2, 4, 4), (1, 8, 4), (1, 12, 4)]] * 3

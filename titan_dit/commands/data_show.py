@@ -20,7 +20,7 @@ from titan_dit.data.sections import Latents
 from titan_dit.data.token_windows import PART, digest_of
 from titan_dit.data.tokenizer_file import read_tokenizer
 from titan_dit.data.tokenizing import tokenizer as tokenizers
-from titan_dit.diffusion.objective import to_model_units
+from titan_dit.diffusion.objective import drawn_latents
 from titan_dit.observe import console
 from titan_dit.pictures.output import draw_contact_sheet, draw_grid, to_clips
 from titan_dit.ranks.disk_errors import writing
@@ -149,7 +149,7 @@ def show_latents(path: Path, options: DataShowFlags) -> None:
     channels = facts.shape[0] // 2 if mean_and_std else facts.shape[0]
     if mean_and_std:
         console.say(f"the {2 * channels} channels look like a mean and a std of {channels}")
-    latents = to_model_units(samples["latent"], facts, channels, SampleRNG(0, torch.arange(num)))
+    latents = drawn_latents(samples["latent"], facts, channels, SampleRNG(0, torch.arange(num)))
     console.say(f"{num} samples, as the model sees them:")
     for channel in range(min(channels, 16)):
         values = latents[:, channel]

@@ -32,8 +32,8 @@ from titan_dit.config.section import Section, UserError, few
 from titan_dit.data.base import Source
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.data.manifest import file_digest
-from titan_dit.diffusion import drawing
-from titan_dit.diffusion.fits import has_clips
+from titan_dit.diffusion import row_conditions
+from titan_dit.diffusion.base import has_clips
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.objectives.base import DataShare, Placement
 from titan_dit.observe import console
@@ -326,10 +326,10 @@ def captions_of_rows(
         )
     diffusion.open_text(config.text)
     diffusion.place_frozen(Placement.alone(device_of(options.device)), 0)
-    num, shown = options.num, drawing.rows_to_show(diffusion, source)
+    num, shown = options.num, row_conditions.rows_to_show(diffusion, source)
     return CaptionSource(
         numbers=shown.start + torch.arange(num) * len(shown) // num,
-        read=drawing.captions_of_rows(diffusion, source, num),
+        read=row_conditions.captions_of_rows(diffusion, source, num),
         identity=f"{num} rows of {facts.digest} {facts.text_digest}",
     )
 
@@ -344,7 +344,7 @@ def like_reference(job: Job, real: Pictures) -> tuple[Job, str]:
     if job.flags.labels == ALL and real.classes:
         diffusion, num = job.diffusion, len(job.labels)
         classes, names = diffusion.num_classes, diffusion.data.class_names
-        labels = drawing.labels_like(real.classes, num, classes, names)
+        labels = row_conditions.labels_like(real.classes, num, classes, names)
         if labels is not None:
             return dataclasses.replace(job, labels=labels), "as the reference"
         if Ranks().is_first:

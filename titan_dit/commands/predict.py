@@ -16,6 +16,7 @@ from titan_dit.config.section import UserError
 from titan_dit.diffusion.base import CaptionedModel
 from titan_dit.diffusion.conditions import Given, rows_of
 from titan_dit.diffusion.objective import Diffusion
+from titan_dit.diffusion.text_lengths import by_text_length
 from titan_dit.execution import first_of
 from titan_dit.interop.tensor_file import (
     check_finite,
@@ -154,7 +155,7 @@ def predict(
     def predicted(rows: Tensor | slice, conditions: Sequence[Given]) -> dict[str, Tensor]:
         return predict_alike(run, diffusion, rows_of(inputs, rows), *conditions)
 
-    return diffusion.by_text_length([given], predicted)
+    return by_text_length(diffusion.model, [given], predicted)
 
 
 @torch.no_grad()

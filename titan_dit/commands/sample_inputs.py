@@ -23,12 +23,11 @@ from titan_dit.config.section import Named, UserError, show
 from titan_dit.data.files import BadFileError
 from titan_dit.data.latent_facts import LatentFacts, shown
 from titan_dit.data.packing.images import read_image
-from titan_dit.diffusion.base import SizedModel
+from titan_dit.diffusion.base import SizedModel, has_clips, has_reference_tokens
 from titan_dit.diffusion.conditions import Given, rows_of
-from titan_dit.diffusion.drawing import spread_labels
-from titan_dit.diffusion.fits import has_clips, has_reference_tokens
 from titan_dit.diffusion.guidance import Conditional, LowExpert
 from titan_dit.diffusion.objective import Diffusion
+from titan_dit.diffusion.row_conditions import spread_labels
 from titan_dit.execution import first_of
 from titan_dit.interop.tensor_file import check_finite, check_labels, read_tensors
 from titan_dit.observe import console

@@ -52,6 +52,11 @@ class Batch:
     step: int = 0
     """The optimizer step that takes it, from 1; 0 for none."""
 
+    @property
+    def is_trained(self) -> bool:
+        """True if an optimizer step takes it: it is not validated on."""
+        return self.step > 0
+
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to a device; asynchronous from pinned memory."""
         moved = {k: v.to(device, non_blocking=True) for k, v in self.fields.items()}

@@ -394,8 +394,6 @@ class LatentFacts(DataFacts):
 
     def to_model_units(self, stored: Float[Tensor, "b c *size"]) -> Float[Tensor, "b c *size"]:
         """Apply shift and scale."""
-        if (self.scale, self.shift) == (1.0, 0.0):
-            return stored
         return (stored - spread(self.shift, stored)) * spread(self.scale, stored)
 
     def to_stored_units(self, samples: Float[Tensor, "b c *size"]) -> Float[Tensor, "b c *size"]:

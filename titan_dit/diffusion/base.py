@@ -6,7 +6,7 @@ may run the other way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -163,3 +163,38 @@ class CaptionedModel(Protocol):
     @property
     def text_dim(self) -> int:
         """Width d of the embeddings."""
+
+
+def has_clips(model: object) -> bool:
+    """True if the samples of a model are clips, [c, f, h, w]."""
+    return isinstance(model, LatentModel) and len(model.sample_shape) == 4
+
+
+def condition_channels(model: object) -> int:
+    """Channels that a model is given beside a noisy latent."""
+    return model.condition_channels if isinstance(model, ConditionedModel) else 0
+
+
+def has_reference_tokens(model: object) -> bool:
+    """True of a model that attends to the tokens of a reference."""
+    return isinstance(model, ReferencedModel) and model.reference_tokens
+
+
+def text_multiple(model: object) -> int:
+    """The multiple of tokens to which a model's captions are padded by bucket; 0: to one length."""
+    return model.text_multiple if isinstance(model, TextGroupedModel) else 0
+
+
+def padding_of(model: CaptionedModel) -> Literal["removed", "kept"] | None:
+    """The padding that a model's captions must have; None for any."""
+    return model.text_padding if isinstance(model, TextPaddedModel) else None
+
+
+def resized_model(model: Any, size: Sequence[int], text_tokens: int = 0) -> Any:
+    """A model for latents of another size and, unless it is 0, captions of another length.
+
+    `size`: [h, w], or [f, h, w] of clips.
+    """
+    if tuple(size) != model.sample_shape[1:]:
+        model = model.at_size(*size)
+    return model.with_text_tokens(text_tokens) if text_tokens else model

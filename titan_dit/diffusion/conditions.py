@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -17,10 +17,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from titan_dit.data.base import Fields, Source
-
-if TYPE_CHECKING:
-    from titan_dit.diffusion.online_text import OnlineText
-    from titan_dit.pictures.features import PictureFeatures
 
 NO_LABEL = -1
 
@@ -95,25 +91,28 @@ class Captions(Condition):
         return {"text": text.expand(num, -1, -1), "text_length": length}
 
 
-@dataclass
-class OpenedData:
-    """What previews and scores take of a dataset, once it is open."""
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of previews, with their embeddings."""
 
-    source: Source | None = None
-    prompts: tuple[str, ...] = ()
-    """What a preview shows."""
+    texts: tuple[str, ...] = ()
     fields: Fields = field(default_factory=dict)
     """The fields of the prompts' conditions, a row per prompt; on the CPU."""
     notes: tuple[str, ...] = ()
-    """Console lines about the prompts."""
+    """Console lines about them."""
     key: str = ""
-    """What the prompts' embeddings depend on; "" if they are stored ones."""
+    """A digest of what the embeddings depend on; "" if they are those of stored captions."""
     rows: tuple[int, ...] = ()
-    """The rows whose captions they are; empty of other prompts."""
-    text: OnlineText | None = None
-    """What embeds captions in training; None if their embeddings are stored."""
-    features: PictureFeatures | None = None
-    """The network of [repa]; None if features are stored, or not needed."""
+    """The rows of the data whose captions they are; empty of other prompts."""
+
+
+@dataclass
+class Shown:
+    """What previews and scores show; filled by `Objective.open_drawing`."""
+
+    source: Source | None = None
+    """The open dataset."""
+    prompts: Prompts = field(default_factory=Prompts)
 
 
 def without(given: Given, null: Given, dropped: Bool[Tensor, " b"]) -> dict[str, Tensor]:

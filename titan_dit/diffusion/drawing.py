@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
-from safetensors import SafetensorError, safe_open
-from safetensors import torch as safetensors
 from torch import Tensor
 
 from titan_dit.config import catalog
 from titan_dit.config.dotted_names import look_up
-from titan_dit.config.section import UserError, few, show
+from titan_dit.config.section import UserError, show
 from titan_dit.config.training import SamplingConfig
-from titan_dit.data.base import Source
-from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.base import Predict
-from titan_dit.diffusion.conditions import (
-    Captions,
-    Conditions,
-    Given,
-    OpenedData,
-    completed,
-    rows_of,
-)
-from titan_dit.diffusion.fits import text_multiple
+from titan_dit.diffusion.conditions import Given, completed
 from titan_dit.diffusion.guidance import (
     Conditional,
     Guidance,
@@ -43,14 +28,12 @@ from titan_dit.diffusion.objective import Diffusion
 from titan_dit.diffusion.samplers import from_diffusers
 from titan_dit.diffusion.samplers.base import Sampler, Settings
 from titan_dit.diffusion.sections import DiffusionConfig
-from titan_dit.objectives.base import DataShare, Forward, Preview
+from titan_dit.diffusion.text_lengths import by_text_length
+from titan_dit.objectives.base import DataShare, Forward
+from titan_dit.pictures import autoencoder
 from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.rng import SampleRNG
-from titan_dit.system import run_files
-from titan_dit.system.files import write_whole
 
-NUM = 40
-"""Default number of pictures in a preview."""
 PIXELS = (0.0, 255.0)
 """Values of black and white in decoded pictures."""
 FPS = 16.0
@@ -112,201 +95,6 @@ def sampler_of(objective: DiffusionConfig, name: str, where: str = "[sampling] s
 def name_of_sampler(objective: DiffusionConfig, name: str) -> str:
     """The sampler's name, with "auto" replaced by the objective's first sampler."""
     return next(iter(catalog.SAMPLERS[objective.name])) if name == "auto" else name
-
-
-def spread_labels(num: int, classes: list[int]) -> Int64[Tensor, " num"]:
-    """`num` labels, spread evenly over `classes` in their order."""
-    index = torch.arange(num) * len(classes) // num
-    return torch.tensor(classes)[index]
-
-
-def labels_like(
-    counts: Mapping[str, int], num: int, num_classes: int, names: Sequence[str]
-) -> Int64[Tensor, " num"] | None:
-    """`num` labels in the proportions of `counts`, by a class's name or number.
-
-    Shares are rounded so that the largest remainders get one more. None if a class is unknown.
-    """
-    numbers = {name: number for number, name in enumerate(names)}
-    numbers |= {str(number): number for number in range(num_classes) if str(number) not in numbers}
-    if not counts or not set(counts) <= set(numbers):
-        return None
-    total, classes = sum(counts.values()), sorted(counts, key=numbers.__getitem__)
-    shares = {name: counts[name] * num // total for name in classes}
-    by_remainder = sorted(classes, key=lambda name: -(counts[name] * num % total))
-    for name in by_remainder[: num - sum(shares.values())]:
-        shares[name] += 1
-    each = torch.tensor([shares[name] for name in classes])
-    return torch.tensor([numbers[name] for name in classes]).repeat_interleave(each)
-
-
-PROMPTS = 10
-"""Maximum number of captions of [data] that a preview shows."""
-
-
-def captions_of_rows(objective: Diffusion, source: Source, num: int) -> Conditions:
-    """The captions of `num` rows, evenly spaced over a dataset, read when they are drawn.
-
-    Where the run embeds captions itself, a call is collective.
-    """
-    captions, online = objective.captions, objective.opened.text
-    assert captions is not None
-    every = rows_to_show(objective, source)
-
-    def read(numbers: Int64[Tensor, " b"]) -> Given:
-        rows = (every.start + numbers.cpu() * len(every) // num).tolist()
-        stored = source.read_fields(captions.stored, rows)
-        found = {name: value.to(numbers.device) for name, value in stored.items()}
-        return captions.given(online.embed(found) if online else found)
-
-    return with_references(objective, source, num, read)
-
-
-def rows_to_show(objective: Diffusion, source: Source) -> range:
-    """The rows of which samples are drawn: with references those of the model's own size."""
-    size = objective.model.sample_shape[1:]
-    for bucket, rows in enumerate(source.bucket_rows):
-        if objective.data.reference and source.bucket_fields(bucket)["latent"].shape[1:] == size:
-            return rows
-    return range(len(source))
-
-
-def with_references(
-    objective: Diffusion, source: Source, num: int, conditions: Conditions
-) -> Conditions:
-    """Conditions, with the references of `num` rows, evenly spaced over a dataset with some."""
-    if objective.data.reference is None:
-        return conditions
-    every = rows_to_show(objective, source)
-
-    def read(numbers: Int64[Tensor, " b"]) -> Given:
-        rows = (every.start + numbers.cpu() * len(every) // num).tolist()
-        found = references_of(objective, source, rows)
-        given = {name: value.to(numbers.device) for name, value in found.items()}
-        return {**conditions(numbers), **given}
-
-    return read
-
-
-def references_of(objective: Diffusion, source: Source, rows: Sequence[int]) -> Given:
-    """The network's inputs by the references of rows of one size; {} if it is given none."""
-    if objective.data.reference is None:
-        return {}
-    return objective.references(source.read_fields(("reference",), rows))
-
-
-def prompts_of(
-    sampling: SamplingConfig,
-    data: LatentFacts,
-    tokens: int,
-    source: Source,
-    folder: Path,
-    shown: range,
-) -> OpenedData:
-    """The prompts of [sampling] and their embeddings; without any, captions of stored rows.
-
-    `tokens`: those of a prompt that the network takes. `shown`: rows to take captions of.
-    `folder`: of the run, which may have the embeddings. Raises UserError for another text encoder
-    than that of the data.
-    """
-    # Imported late: the benchmarks train on machines without Pillow.
-    from titan_dit.pictures.prompts import open_encoder
-
-    prompts = sampling.prompts
-    rows: tuple[int, ...] = ()
-    if not prompts:
-        row_of = rows_of_captions(source, shown)
-        rows = tuple(row_of.values())
-        if data.text is None or not data.text.is_online:
-            fields = source.read_fields(Captions.takes, list(row_of.values()))
-            return OpenedData(prompts=tuple(row_of), fields=fields, rows=rows)
-        prompts = tuple(row_of)
-    depends = [prompts, tokens, data.text and asdict(data.text), sampling.text_encoder]
-    key = hashlib.sha256(json.dumps(depends).encode("utf-8", "replace")).hexdigest()
-    if found := read_prompts(folder, prompts, key):
-        return replace(found, rows=rows)
-    where, cpu = "[sampling] text_encoder", torch.device("cpu")
-    encoder = open_encoder(prompts, data, sampling.text_encoder, tokens, cpu, where)
-    cut = encoder.num_cut(prompts)
-    note = f"hint    {cut} of {len(prompts)} prompts of [sampling] are cut to {tokens} tokens"
-    fields = encoder.fields(prompts, same=False)
-    notes = (note,) if cut else ()
-    return OpenedData(prompts=prompts, fields=fields, notes=notes, key=key, rows=rows)
-
-
-def read_prompts(folder: Path, prompts: tuple[str, ...], key: str) -> OpenedData | None:
-    """What `write_prompts` has written for the same prompts and data; None without it."""
-    try:
-        with safe_open(folder / run_files.PROMPTS, framework="pt") as file:
-            about = file.metadata() or {}
-            fields = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError):
-        return None
-    if about.get("key") != key or {len(value) for value in fields.values()} != {len(prompts)}:
-        return None
-    notes = tuple(about.get("notes", "").splitlines())
-    return OpenedData(prompts=prompts, fields=fields, notes=notes, key=key)
-
-
-def write_prompts(folder: Path, opened: OpenedData) -> None:
-    """Write the prompts' embeddings to the run directory."""
-    about = {"key": opened.key, "notes": "\n".join(opened.notes)}
-    write_whole(folder / run_files.PROMPTS, safetensors.save(dict(opened.fields), about))
-
-
-def rows_of_captions(source: Source, shown: range) -> dict[str, int]:
-    """The captions of up to PROMPTS rows of `shown` -> the row. UserError if none is text."""
-    few = min(len(shown), PROMPTS * PROMPTS)
-    rows = [shown[place * len(shown) // few] for place in range(few)]
-    row_of: dict[str, int] = {}
-    for row, text in zip(rows, source.captions(rows), strict=False):
-        row_of.setdefault(text, row)
-    if not row_of:
-        raise UserError(
-            "[sampling] every: the network takes captions, and [data] holds none as text. Set "
-            "[sampling] prompts, a list of them, or every = 0."
-        )
-    texts, num = list(row_of), min(len(row_of), PROMPTS)
-    chosen = [texts[place * len(texts) // num] for place in range(num)]
-    return {text: row_of[text] for text in chosen}
-
-
-def shown(
-    objective: Diffusion, sampling: SamplingConfig
-) -> tuple[Int64[Tensor, " num"], Given, Sequence[str]]:
-    """What a preview shows: the class or prompt of each picture, its condition, all names."""
-    captions, opened = objective.captions, objective.opened
-    if captions is None:
-        labels = preview_labels(sampling.num or NUM, objective.num_classes)
-        of_classes = {"labels": labels, **references_shown(objective, len(labels))}
-        return labels, of_classes, objective.data.class_names
-    count = len(opened.prompts)
-    num = sampling.num or count * (1 if objective.draws_clips else max(1, NUM // count))
-    if num < count:
-        raise UserError(
-            f"[sampling] num={num} does not show all {count} prompts. Set num to at least "
-            f"{count}, or fewer prompts."
-        )
-    places = spread_labels(num, list(range(count)))
-    given: Given = rows_of(captions.given(opened.fields), places)
-    rows = [opened.rows[place] for place in places.tolist()] if opened.rows else None
-    return places, {**given, **references_shown(objective, num, rows)}, opened.prompts
-
-
-def references_shown(objective: Diffusion, num: int, rows: Sequence[int] | None = None) -> Given:
-    """The references of a preview: those of the captions' `rows`, else of rows evenly spaced."""
-    source = objective.opened.source
-    if objective.data.reference is None or source is None:
-        return {}
-    every = rows_to_show(objective, source)
-    spread = [every[place * len(every) // num] for place in range(num)]
-    return references_of(objective, source, spread if rows is None else rows)
-
-
-def preview_labels(num: int, num_classes: int) -> Int64[Tensor, " num"]:
-    """Labels for a small grid: at most ten classes, so that each has several samples."""
-    shown = max(1, min(10, num_classes, num // 4))
-    return spread_labels(num, list(range(shown)))
 
 
 def check(objective: Diffusion, drawing: Drawing, where: str) -> None:
@@ -416,7 +204,7 @@ def generate(
         return {"drawn": drawn}
 
     null = completed({name: value.to(device) for name, value in null.items()}, given)
-    return objective.by_text_length([given, null], draw, share)["drawn"]
+    return by_text_length(objective.model, [given, null], draw, share)["drawn"]
 
 
 def samples(
@@ -445,53 +233,32 @@ def samples(
     return objective.data.to_stored_units(objective.model.detokenize(tokens))
 
 
-def preview(
-    forward: Forward,
-    objective: Diffusion,
-    sampling: SamplingConfig,
-    seed: int,
-    share: DataShare,
-    vae: Autoencoder | None = None,
-) -> Preview:
-    """Draw the samples of [sampling] as one picture; data ranks draw shares, then all-gather.
+def check_autoencoder(objective: Diffusion, sampling: SamplingConfig) -> None:
+    """Load [sampling] vae; UserError if it did not make the data's latents."""
+    if sampling.vae:
+        vae = autoencoder_of(objective, sampling)
+        vae.check_fits(objective.data, "[sampling] vae", objective.channels)
 
-    Clips are a contact sheet, and an MP4 each in a folder beside it.
-    """
-    device = share.device
-    labels, conditions, names = shown(objective, sampling)
-    num = len(labels)
-    rows = -(-num // share.num_ranks)
-    numbers = torch.arange(rows * share.num_ranks, device=device)
-    if text_multiple(objective.model):
-        # Dealt out, so that the pictures of a prompt, which are a batch, are on all ranks.
-        numbers = numbers.view(rows, share.num_ranks).T.flatten()
-    mine = numbers[share.rank * rows :][:rows]
-    # Numbers from `num` on are padding, cut off below.
-    kept = mine.clamp(max=num - 1).cpu()
-    given = {name: value.to(device) for name, value in rows_of(conditions, kept).items()}
-    drawn = samples(forward, objective, sampling, seed, given, mine, share)
-    order = numbers.argsort()[:num]
-    finite = share.gather(drawn.isfinite().flatten(1).all(1).float())[order]
-    value_range = objective.data.value_range
-    if vae is not None:
-        drawn, value_range = vae.decode(drawn), PIXELS
-    drawn = share.gather(drawn)[order]
 
-    def write(file: Path) -> None:
-        # Imported late: the benchmarks train on machines without Pillow.
-        from titan_dit.pictures import output
+@contextmanager
+def decoder(
+    objective: Diffusion, sampling: SamplingConfig, device: torch.device
+) -> Iterator[Autoencoder]:
+    """The autoencoder of [sampling] vae, on `device` within the block and on the CPU after."""
+    vae = autoencoder_of(objective, sampling)
+    vae.module.to(device)
+    try:
+        yield vae
+    finally:
+        vae.module.cpu()
 
-        if not objective.draws_clips:
-            pictures = drawn.squeeze(2) if drawn.ndim == 5 else drawn
-            output.draw_grid(file, pictures, labels.tolist(), value_range, names)
-            return
-        clips, fps = output.to_clips(drawn, value_range), objective.data.fps or FPS
-        output.draw_contact_sheet(file, clips, labels.tolist(), names)
-        folder = file.with_suffix("")
-        folder.mkdir(exist_ok=True)
-        for number, clip in enumerate(clips):
-            output.write_clip(folder / f"{number:06d}.mp4", clip, fps)
 
-    lost = (finite == 0).nonzero()[:, 0].tolist()
-    note = f"samples {few(lost)} of the preview are NaN or infinite" if lost else ""
-    return Preview(".png", write, note)
+def autoencoder_of(objective: Diffusion, sampling: SamplingConfig) -> Autoencoder:
+    """The autoencoder of [sampling] vae, on the CPU; loaded once."""
+    assert sampling.vae
+    if sampling.vae not in objective.autoencoders:
+        on_cpu = torch.device("cpu")
+        objective.autoencoders[sampling.vae] = autoencoder.load(
+            sampling.vae, on_cpu, "[sampling] vae"
+        )
+    return objective.autoencoders[sampling.vae]

@@ -15,7 +15,6 @@ from titan_dit.data.base import DataFacts, Field
 from titan_dit.data.latent_facts import (
     FeatureFacts,
     LatentFacts,
-    Padding,
     ReferenceFacts,
     TextFacts,
     name_of,
@@ -29,9 +28,12 @@ from titan_dit.diffusion.base import (
     PaddedModel,
     ReferencedModel,
     SizedModel,
-    TextGroupedModel,
-    TextPaddedModel,
     UnsizedModel,
+    condition_channels,
+    has_clips,
+    has_reference_tokens,
+    padding_of,
+    resized_model,
 )
 from titan_dit.diffusion.conditions import Captions, ClassLabels, Condition
 from titan_dit.models.base import ModelConfig
@@ -95,11 +97,6 @@ def check_kind(facts: LatentFacts, model: Any) -> None:
     )
 
 
-def has_clips(model: object) -> bool:
-    """True if the samples of a model are clips, [c, f, h, w]."""
-    return isinstance(model, LatentModel) and len(model.sample_shape) == 4
-
-
 def what_fits(facts: LatentFacts, model: LatentModel) -> str:
     """Ending of a message about shapes: the shape of [data], and the keys of [model] to set."""
     (c, *size), *half = facts.latent_shapes
@@ -148,16 +145,6 @@ def check_references(facts: LatentFacts, model: LatentModel) -> None:
             f"[model] reference_tokens=true with in_channels={model.sample_shape[0]}, but [data] "
             f"holds {facts.reference}. Encode both by the same autoencoder."
         )
-
-
-def condition_channels(model: object) -> int:
-    """Channels that a model is given beside a noisy latent."""
-    return model.condition_channels if isinstance(model, ConditionedModel) else 0
-
-
-def has_reference_tokens(model: object) -> bool:
-    """True of a model that attends to the tokens of a reference."""
-    return isinstance(model, ReferencedModel) and model.reference_tokens
 
 
 def condition_of(model: LatentModel, facts: LatentFacts, objective: str) -> Condition:
@@ -226,16 +213,6 @@ def check_padding(model: CaptionedModel, text: TextFacts) -> None:
         )
 
 
-def padding_of(model: CaptionedModel) -> Padding | None:
-    """The padding that a model's captions must have; None for any."""
-    return model.text_padding if isinstance(model, TextPaddedModel) else None
-
-
-def text_multiple(model: object) -> int:
-    """The multiple of tokens to which a model's captions are padded by bucket; 0: to one length."""
-    return model.text_multiple if isinstance(model, TextGroupedModel) else 0
-
-
 def sized_models(model: ModelConfig, facts: DataFacts) -> Sequence[tuple[str, ModelConfig]]:
     """See `ObjectiveConfig.sized_models`."""
     if not isinstance(facts, LatentFacts) or not (shapes := facts.bucket_shapes):
@@ -251,20 +228,10 @@ def sized_models(model: ModelConfig, facts: DataFacts) -> Sequence[tuple[str, Mo
     for shape, tokens in zip(shapes, facts.bucket_text or repeat(0), strict=False):
         name = name_of(shape, tokens)
         try:
-            found.append((name, resized(model, shape[1:], tokens)))
+            found.append((name, resized_model(model, shape[1:], tokens)))
         except UserError as error:
             raise UserError(f"bucket {name}: {error}") from None
     return found
-
-
-def resized(model: Any, size: Sequence[int], text_tokens: int = 0) -> Any:
-    """A model for latents of another size and, unless it is 0, captions of another length.
-
-    `size`: [h, w], or [f, h, w] of clips.
-    """
-    if tuple(size) != model.sample_shape[1:]:
-        model = model.at_size(*size)
-    return model.with_text_tokens(text_tokens) if text_tokens else model
 
 
 def settled_model(model: ModelConfig, data: DataConfig) -> ModelConfig:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped, UInt8
 from torch import Tensor
-from torch.nn import functional
 
 from titan_dit.config.section import UserError, show
 from titan_dit.config.training import (
@@ -34,6 +32,11 @@ from titan_dit.diffusion.base import (
     PaddedModel,
     Predict,
     SizedModel,
+    condition_channels,
+    has_clips,
+    has_reference_tokens,
+    resized_model,
+    text_multiple,
 )
 from titan_dit.diffusion.conditions import (
     Captions,
@@ -41,8 +44,7 @@ from titan_dit.diffusion.conditions import (
     Condition,
     Conditions,
     Given,
-    OpenedData,
-    rows_of,
+    Shown,
     with_first_frame,
     without,
 )
@@ -50,15 +52,11 @@ from titan_dit.diffusion.fits import (
     as_latent_model,
     check_data,
     check_features,
-    condition_channels,
     condition_of,
-    has_clips,
-    has_reference_tokens,
     open_features,
-    resized,
-    text_multiple,
     token_grid,
 )
+from titan_dit.diffusion.frozen import Frozen
 from titan_dit.diffusion.sections import DiffusionConfig
 from titan_dit.models.base import ModelConfig, ModelSpec
 from titan_dit.objectives.base import (
@@ -85,15 +83,6 @@ VALIDATION_BINS = 8
 """Equal bins of the timestep range; validation evaluates the loss at the middle of each."""
 
 
-def fitted_to(tokens: int, given: Given) -> Given:
-    """A condition with texts of `tokens` tokens."""
-    return {
-        **given,
-        "text": given["text"][:, :tokens],
-        "text_length": given["text_length"].clamp(max=tokens),
-    }
-
-
 @dataclass(frozen=True)
 class Diffusion(Objective, ABC):
     """Trains a model of latents; a subclass is one kind of diffusion, on tokens.
@@ -109,20 +98,29 @@ class Diffusion(Objective, ABC):
     data: LatentFacts
     condition: Condition = dataclasses.field(default_factory=ClassLabels)
     """What the network is given besides noisy tokens and timestep."""
-    static_inputs: dict[torch.device, dict[str, Tensor]] = dataclasses.field(
-        default_factory=dict, repr=False
-    )
-    """Cache of the model's static inputs, which are equal in every step."""
-    by_size: dict[BucketShape, Any] = dataclasses.field(default_factory=dict, repr=False)
-    """Cache of `sized`: ([h, w] or [f, h, w], tokens of the text or 0) -> the objective."""
-    by_text: dict[int, Any] = dataclasses.field(default_factory=dict, repr=False)
-    """Cache of `with_text`."""
-    autoencoders: dict[str, Autoencoder] = dataclasses.field(default_factory=dict, repr=False)
-    """Cache: [sampling] vae -> the autoencoder of previews."""
-    opened: OpenedData = dataclasses.field(default_factory=OpenedData, repr=False, compare=False)
-    """What previews and scores take of the data."""
     repa: RepaConfig = NO_REPA
     """With a block, the features of pictures go to the network, see `objectives.repa`."""
+    frozen: Frozen = dataclasses.field(default_factory=Frozen, repr=False, compare=False)
+    """Networks that complete batches."""
+    shown: Shown = dataclasses.field(default_factory=Shown, repr=False, compare=False)
+    """What previews and scores show."""
+    autoencoders: dict[str, Autoencoder] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """Cache: [sampling] vae -> the autoencoder of previews."""
+    # Caches of this objective alone: `dataclasses.replace` makes new ones.
+    static_inputs: dict[torch.device, dict[str, Tensor]] = dataclasses.field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
+    """Cache of the model's static inputs, which are equal in every step."""
+    by_size: dict[BucketShape, Any] = dataclasses.field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
+    """Cache of `sized`: ([h, w] or [f, h, w], tokens of the text or 0) -> the objective."""
+    by_text: dict[int, Any] = dataclasses.field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
+    """Cache of `with_text`. Not `by_size`, which the compiler reads: previews fill this one."""
 
     @classmethod
     def of(cls: type[Kind], config: Any, model: ModelConfig, facts: DataFacts) -> Kind:
@@ -137,126 +135,12 @@ class Diffusion(Objective, ABC):
         return cls(config, latent, found, condition_of(latent, found, config.name))
 
     def __post_init__(self) -> None:
-        """Read what the condition needs, and what a subclass takes besides."""
+        """Set `takes`: the latent; fields of condition, references, masks, features; its own."""
         own = [name for name in type(self).takes if name not in Diffusion.takes]
         held = {"reference": self.data.reference, "mask": self.data.mask_mean}
         more = [name for name, facts in held.items() if facts is not None]
-        more += [FEATURES] if self.repa.block and not self.opened.features else []
+        more += [FEATURES] if self.repa.block and not self.frozen.features else []
         object.__setattr__(self, "takes", ("latent", *self.condition.stored, *more, *own))
-
-    def aligned(self: Kind, repa: RepaConfig) -> Kind:
-        """See `Objective.aligned`."""
-        grid, found = token_grid(self.model), self.data.features
-        if repa.network is not None and found is None:
-            self.opened.features = network = open_features(repa.network, self.data, grid)
-            found = network.facts
-        check_features(found, grid, repa)
-        return dataclasses.replace(self, repa=repa, static_inputs={}, by_size={}, by_text={})
-
-    @property
-    def num_classes(self) -> int:
-        """Classes of a network with labels. Raises UserError for one with captions."""
-        if isinstance(self.model, LabelledModel):
-            return self.model.num_classes
-        raise UserError(
-            f"[model] name={show(self.model.name)} takes captions, not classes. Give it prompts."
-        )
-
-    @property
-    def draws_clips(self) -> bool:
-        """True if samples are clips of several frames; those of one are drawn as pictures."""
-        return has_clips(self.model) and self.model.sample_shape[1] > 1
-
-    @property
-    def captions(self) -> Captions | None:
-        """The condition of a network that takes captions, else None."""
-        return self.condition if isinstance(self.condition, Captions) else None
-
-    def at_size(self: Kind, *size: int) -> Kind:
-        """The objective for latents of another size, [h, w] or [f, h, w].
-
-        Raises UserError if the network cannot.
-        """
-        if not isinstance(self.model, SizedModel):
-            raise UserError(
-                f"[model] name={show(self.model.name)} has no at_size: it draws samples of "
-                f"{list(self.model.sample_shape)} only. Leave the size out, or take a model that "
-                "has it."
-            )
-        return self.resized(size)
-
-    def resized(self: Kind, size: Sequence[int], text_tokens: int = 0) -> Kind:
-        """The objective for other latents and, unless it is 0, captions of another length."""
-        condition = self.condition
-        if text_tokens and isinstance(condition, Captions):
-            condition = dataclasses.replace(condition, tokens=text_tokens)
-        return dataclasses.replace(
-            self,
-            model=resized(self.model, size, text_tokens),
-            condition=condition,
-            static_inputs={},
-            by_size={},
-            by_text={},
-        )
-
-    def with_text(self: Kind, given: Given) -> Kind:
-        """The objective for conditions with the text of `given`, see `by_text_length`."""
-        if "text" not in given or (tokens := given["text"].shape[1]) == self.model_text_tokens:
-            return self
-        if tokens not in self.by_text:
-            self.by_text[tokens] = self.resized(self.model.sample_shape[1:], tokens)
-        found: Kind = self.by_text[tokens]
-        return found
-
-    @property
-    def model_text_tokens(self) -> int:
-        """Tokens of the text that the model takes; 0 without captions."""
-        return self.captions.tokens if self.captions else 0
-
-    def by_text_length(
-        self,
-        conditions: Sequence[Given],
-        run: Callable[[Tensor | slice, Sequence[Given]], Mapping[str, Tensor]],
-        share: DataShare | None = None,
-    ) -> Mapping[str, Tensor]:
-        """`run(rows, their conditions)` for rows whose texts are padded alike; joined in order.
-
-        All rows at once, unless captions are padded to a multiple of tokens: each then gets its own
-        length, cut, and no row depends on those beside it. `conditions`: those of the same rows,
-        such as prompts and negative ones. `share`: the data ranks that call this together with as
-        many rows each. All make the same sequence of runs with as many rows, since a sharded
-        network is gathered in each: a rank with fewer rows of a length repeats its first one.
-        """
-        multiple = text_multiple(self.model)
-        if not multiple:
-            return run(slice(None), conditions)
-        lengths = torch.stack([given["text_length"] for given in conditions], 1)
-        own = -(-lengths.clamp(min=1) // multiple) * multiple
-        share = share or DataShare(own.device)
-        everyone = share.gather(own)
-        parts, places = [], []
-        for wanted in torch.unique(everyone, dim=0):
-            is_of_ranks = (everyone == wanted).all(1).view(share.num_ranks, -1)
-            place = is_of_ranks[share.rank].nonzero()[:, 0]
-            rows = functional.pad(place, (0, int(is_of_ranks.sum(1).max()) - len(place)))
-            fitted = [
-                fitted_to(tokens, rows_of(given, rows))
-                for tokens, given in zip(wanted.tolist(), conditions, strict=True)
-            ]
-            found = run(rows, fitted)
-            parts.append({name: value[: len(place)] for name, value in found.items()})
-            places.append(place)
-        order = torch.cat(places).argsort()
-        return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
-
-    def drawn_specs(self) -> Sequence[ModelSpec]:
-        """See `Objective.drawn_specs`: captions of all lengths, with the model's own size."""
-        multiple = text_multiple(self.model)
-        if not multiple:
-            return ()
-        size, outputs = self.model.sample_shape[1:], self.config.output_channels(self.channels)
-        tokens = range(multiple, self.model_text_tokens + 1, multiple)
-        return [resized(self.model, size, each).spec(outputs) for each in tokens]
 
     @property
     @abstractmethod
@@ -286,129 +170,10 @@ class Diffusion(Objective, ABC):
     def process(self, predict: Predict) -> Any:
         """The function that samplers call: (x, t) -> velocity for flows, a `Denoiser` for DDPM."""
 
-    @property
-    def most_sampling_steps(self) -> int | None:
-        """Maximum number of sampling steps; None for no limit."""
-        return None
-
-    @property
-    def shift(self) -> float | None:
-        """The shift of a flow's times (arXiv:2403.03206 eq. 23); None without a flow."""
-        return None
-
-    def shift_in(self, steps: int) -> float | None:
-        """The shift in sampling with so many steps; that of training unless a subclass differs."""
-        return self.shift
-
-    @property
-    def channels(self) -> int:
-        """Channels of a latent: a token holds its patch as (p, p, channels)."""
-        return self.model.sample_shape[0]
-
-    @property
-    def num_real_tokens(self) -> int:
-        """Tokens of a latent, without padding."""
-        if isinstance(self.model, PaddedModel):
-            return self.model.num_real_tokens
-        return self.model.token_shape[0]
-
-    def noise_level(self, timestep: float) -> float:
-        """0 (data) to 1 (noise) at a timestep in the network's unit."""
-        return timestep / self.last_timestep
-
-    def validation_timesteps(self, bins: int) -> dict[str, float]:
-        """The middles of equal bins, rounded to whole timesteps; key "t125" is timestep 125."""
-        width = (self.last_timestep + 1) / bins
-        middles = [round((number + 0.5) * width) for number in range(bins)]
-        return {f"t{middle}": float(middle) for middle in middles}
-
-    def open_text(self, text: TextConfig) -> None:
-        """Load the text encoder of [text]. Raises UserError if the data do not fit."""
-        is_online = self.captions is not None and self.captions.is_online
-        if is_online and text.mode == "cached":
-            raise UserError(
-                '[text] mode="cached", but [data] holds the captions as token ids alone. Set mode '
-                '= "online", or store embeddings: `data encode --text-encoder` without '
-                "--text-dtype none."
-            )
-        if not is_online:
-            return super().open_text(text)
-        # Imported late: most runs embed no captions.
-        from titan_dit.diffusion import online_text
-
-        self.opened.text = online_text.opened(text, self.data)
-
-    def place_frozen(self, placement: Placement, flops_per_sample: int) -> Sequence[str]:
-        """Place the text encoder."""
-        text = self.opened.text
-        return text.place(placement, flops_per_sample) if text else ()
-
-    def collect(self, batch: Batch) -> Batch:
-        """Embed the captions of a batch; leave out its features after [repa] last_step.
-
-        With [repa] network they are computed, of batches that are trained on.
-        """
-        text, network, last = self.opened.text, self.opened.features, self.repa.last_step
-        fields = text.embed(batch.fields) if text else batch.fields
-        if last is not None and batch.step > last:
-            fields = {name: value for name, value in fields.items() if name != FEATURES}
-        elif network and batch.step:
-            network.to(batch.weight.device)
-            fields = {
-                **fields,
-                FEATURES: network.of(fields["latent"].to(torch.uint8)).flatten(1, 2),
-            }
-        return dataclasses.replace(batch, fields=fields)
-
-    def collected(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """See `Objective.collected`."""
-        text, network = self.data.text, self.opened.features
-        if network:
-            found = dataclasses.replace(self.data, features=network.facts)
-            fields = {**fields, FEATURES: found.fields(torch.uint8)[FEATURES]}
-        if not text or not text.is_online:
-            return fields
-        kept = {name: field for name, field in fields.items() if name != "text_ids"}
-        size = (None if self.data.bucket_text else text.tokens, text.width)
-        return {**kept, "text": Field(text.torch_dtype, size)}
-
-    def readings(self) -> Mapping[str, float]:
-        """`text_ms`: mean milliseconds in which the captions of a batch are embedded."""
-        found = self.opened.text.clock.read() if self.opened.text else None
-        return {} if found is None else {"text_ms": found}
-
-    def sized(self: Kind, fields: Fields) -> Kind:
-        """This objective for samples of the size of `fields`, which are of one bucket.
-
-        Raises UserError for a size of no bucket.
-        """
-        data = self.data
-        if not data.bucket_shapes:
-            return self
-        if not self.by_size:
-            # All at once: the compiler reads the cache.
-            pairs = zip(data.bucket_shapes, data.bucket_text or repeat(0), strict=False)
-            sizes = {(shape[1:], tokens) for shape, tokens in pairs}
-            self.by_size.update({size: self.resized(*size) for size in sorted(sizes)})
-        size = tuple(fields["latent"].shape[2:])
-        tokens = fields["text"].shape[1] if data.bucket_text else 0
-        found: Kind | None = self.by_size.get((size, tokens))
-        if found is None:
-            text = f" and {tokens} text tokens" if tokens else ""
-            raise UserError(
-                f"[data] a batch has latents of {' x '.join(map(str, size))}{text}, which is no "
-                "bucket's size. Let every step take the samples of one bucket."
-            )
-        return found
-
-    def clean_tokens(self, fields: Fields, rng: SampleRNG) -> Float[Tensor, "b n d"]:
-        """Stored latents in the model's units, cut into tokens."""
-        return self.model.tokenize(to_model_units(fields["latent"], self.data, self.channels, rng))
-
     def prepare(self, batch: Batch, rng: SampleRNG) -> Prepared:
         """Draw timestep, noise and condition dropout by sample number."""
         own = self.sized(batch.fields)
-        self.static(batch.weight.device)
+        self.static(batch.weight.device)  # Of all sizes: a compiled `prepare` reads the cache.
         clean = own.clean_tokens(batch.fields, rng)
         # The name of the draws as it always was: runs go on with the same ones.
         dropped = rng.uniform("label_dropout") < self.condition_dropout(batch.fields)
@@ -416,7 +181,45 @@ class Diffusion(Objective, ABC):
         given = without(own.condition.given(batch.fields), null, dropped)
         given |= own.references(batch.fields, rng)
         noise = rng.normal("noise", tuple(clean.shape[1:]))
-        return own.corrupted(batch, clean, own.timesteps_of(rng), noise, given)
+        return own.prepared_at(batch, clean, own.timesteps_of(rng), noise, given)
+
+    def evaluations(self, batch: Batch, rng: SampleRNG) -> dict[str, Prepared]:
+        """The batch, without condition dropout, at the middle timestep of every bin."""
+        own, found = self.sized(batch.fields), dict[str, Prepared]()
+        clean = own.clean_tokens(batch.fields, rng)
+        noise = rng.normal("noise", tuple(clean.shape[1:]))
+        given = own.condition.given(batch.fields) | own.references(batch.fields)
+        for name, middle in self.validation_timesteps(VALIDATION_BINS).items():
+            timestep = torch.full_like(batch.weight, middle)
+            found[name] = own.prepared_at(batch, clean, timestep, noise, given)
+        return found
+
+    def prepared_at(
+        self,
+        batch: Batch,
+        clean: Float[Tensor, "b n d"],
+        timestep: Float[Tensor, " b"],
+        noise: Float[Tensor, "b n d"],
+        given: Given,
+    ) -> Prepared:
+        """Prepare a batch with this timestep, noise and condition."""
+        corrupted, tokens = self.corrupt(clean, timestep, noise), self.num_real_tokens
+        weight = self.token_weights(batch)
+        if tokens < clean.shape[1]:
+            is_real = torch.arange(clean.shape[1], device=clean.device) < tokens
+            weight = weight.view(len(clean), -1) * is_real
+        return Prepared(
+            inputs={**corrupted.inputs, **given},
+            targets=corrupted.targets,
+            weight=weight,
+            total_tokens=batch.total_weight * tokens,
+            static=self.static(clean.device),
+            context=self.features_of(batch.fields),
+        )
+
+    def clean_tokens(self, fields: Fields, rng: SampleRNG) -> Float[Tensor, "b n d"]:
+        """Stored latents in the model's units, cut into tokens."""
+        return self.model.tokenize(drawn_latents(fields["latent"], self.data, self.channels, rng))
 
     def references(self, fields: Fields, rng: SampleRNG | None = None) -> dict[str, Tensor]:
         """The network's inputs by the field `reference`; {} without such inputs.
@@ -458,29 +261,6 @@ class Diffusion(Objective, ABC):
         rate, own = self.config.condition_dropout, fields.get(CONDITION_DROPOUT)
         return rate if own is None else own.where(own >= 0, rate)
 
-    def corrupted(
-        self,
-        batch: Batch,
-        clean: Float[Tensor, "b n d"],
-        timestep: Float[Tensor, " b"],
-        noise: Float[Tensor, "b n d"],
-        given: Given,
-    ) -> Prepared:
-        """Prepare a batch with this timestep, noise and condition."""
-        corrupted, tokens = self.corrupt(clean, timestep, noise), self.num_real_tokens
-        weight = self.token_weights(batch)
-        if tokens < clean.shape[1]:
-            is_real = torch.arange(clean.shape[1], device=clean.device) < tokens
-            weight = weight.view(len(clean), -1) * is_real
-        return Prepared(
-            inputs={**corrupted.inputs, **given},
-            targets=corrupted.targets,
-            weight=weight,
-            total_tokens=batch.total_weight * tokens,
-            static=self.static(clean.device),
-            context=self.features_of(batch.fields),
-        )
-
     def features_of(self, fields: Fields) -> dict[str, Tensor]:
         """The features for [repa], by the name of their side input; {} without any."""
         if not self.repa.block or FEATURES not in fields:
@@ -495,14 +275,139 @@ class Diffusion(Objective, ABC):
                 other.static(device)
         return self.static_inputs[device]
 
-    def describe(self, fields: Fields, rng: SampleRNG) -> dict[str, Tensor]:
-        """The timestep in the network's unit and, if fields were read, the label."""
-        labels = {"label": fields["label"]} if "label" in self.takes and fields else {}
-        by_size = getattr(self.config, "shift_by_tokens", "off") != "off"
-        if not fields and self.data.bucket_shapes and by_size:
-            return {}  # The size is not known.
-        own = self.sized(fields) if fields else self
-        return {**labels, "timestep": own.timesteps_of(rng)}
+    def sized(self: Kind, fields: Fields) -> Kind:
+        """This objective for samples of the size of `fields`, which are of one bucket.
+
+        Raises UserError for a size of no bucket.
+        """
+        data = self.data
+        if not data.bucket_shapes:
+            return self
+        if not self.by_size:
+            # All at once: the compiler reads the cache.
+            pairs = zip(data.bucket_shapes, data.bucket_text or repeat(0), strict=False)
+            sizes = {(shape[1:], tokens) for shape, tokens in pairs}
+            self.by_size.update({size: self.resized(*size) for size in sorted(sizes)})
+        size = tuple(fields["latent"].shape[2:])
+        tokens = fields["text"].shape[1] if data.bucket_text else 0
+        found: Kind | None = self.by_size.get((size, tokens))
+        if found is None:
+            text = f" and {tokens} text tokens" if tokens else ""
+            raise UserError(
+                f"[data] a batch has latents of {' x '.join(map(str, size))}{text}, which is no "
+                "bucket's size. Let every step take the samples of one bucket."
+            )
+        return found
+
+    def resized(self: Kind, size: Sequence[int], text_tokens: int = 0) -> Kind:
+        """The objective for other latents and, unless it is 0, captions of another length."""
+        condition = self.condition
+        if text_tokens and isinstance(condition, Captions):
+            condition = dataclasses.replace(condition, tokens=text_tokens)
+        return dataclasses.replace(
+            self,
+            model=resized_model(self.model, size, text_tokens),
+            condition=condition,
+        )
+
+    def at_size(self: Kind, *size: int) -> Kind:
+        """The objective for latents of another size, [h, w] or [f, h, w].
+
+        Raises UserError if the network cannot.
+        """
+        if not isinstance(self.model, SizedModel):
+            raise UserError(
+                f"[model] name={show(self.model.name)} has no at_size: it draws samples of "
+                f"{list(self.model.sample_shape)} only. Leave the size out, or take a model that "
+                "has it."
+            )
+        return self.resized(size)
+
+    def with_text(self: Kind, given: Given) -> Kind:
+        """The objective for conditions with the text of `given`, see `by_text_length`."""
+        if "text" not in given or (tokens := given["text"].shape[1]) == self.model_text_tokens:
+            return self
+        if tokens not in self.by_text:
+            self.by_text[tokens] = self.resized(self.model.sample_shape[1:], tokens)
+        found: Kind = self.by_text[tokens]
+        return found
+
+    def drawn_specs(self) -> Sequence[ModelSpec]:
+        """See `Objective.drawn_specs`: a spec per caption length, at the model's own latent size.
+
+        Lengths are multiples of `text_multiple`; () if all captions have one length.
+        """
+        multiple = text_multiple(self.model)
+        if not multiple:
+            return ()
+        size, outputs = self.model.sample_shape[1:], self.config.output_channels(self.channels)
+        tokens = range(multiple, self.model_text_tokens + 1, multiple)
+        return [resized_model(self.model, size, each).spec(outputs) for each in tokens]
+
+    @property
+    def channels(self) -> int:
+        """Channels of a latent: a token holds its patch as (p, p, channels)."""
+        return self.model.sample_shape[0]
+
+    @property
+    def num_real_tokens(self) -> int:
+        """Tokens of a latent, without padding."""
+        if isinstance(self.model, PaddedModel):
+            return self.model.num_real_tokens
+        return self.model.token_shape[0]
+
+    @property
+    def num_classes(self) -> int:
+        """Classes of a network with labels. Raises UserError for one with captions."""
+        if isinstance(self.model, LabelledModel):
+            return self.model.num_classes
+        raise UserError(
+            f"[model] name={show(self.model.name)} takes captions, not classes. Give it prompts."
+        )
+
+    @property
+    def draws_clips(self) -> bool:
+        """True if samples are clips of several frames; those of one are drawn as pictures."""
+        return has_clips(self.model) and self.model.sample_shape[1] > 1
+
+    @property
+    def captions(self) -> Captions | None:
+        """The condition of a network that takes captions, else None."""
+        return self.condition if isinstance(self.condition, Captions) else None
+
+    @property
+    def model_text_tokens(self) -> int:
+        """Tokens of the text that the model takes; 0 without captions."""
+        return self.captions.tokens if self.captions else 0
+
+    @property
+    def most_sampling_steps(self) -> int | None:
+        """Maximum number of sampling steps; None for no limit."""
+        return None
+
+    @property
+    def shift(self) -> float | None:
+        """The shift of a flow's times (arXiv:2403.03206 eq. 23); None without a flow."""
+        return None
+
+    def shift_in(self, steps: int) -> float | None:
+        """The shift in sampling with so many steps; that of training unless a subclass differs."""
+        return self.shift
+
+    @property
+    def times_depend_on_size(self) -> bool:
+        """True if the timestep of a sample depends on the size of its latent."""
+        return False
+
+    def noise_level(self, timestep: float) -> float:
+        """0 (data) to 1 (noise) at a timestep in the network's unit."""
+        return timestep / self.last_timestep
+
+    def validation_timesteps(self, bins: int) -> dict[str, float]:
+        """The middles of equal bins, rounded to whole timesteps; key "t125" is timestep 125."""
+        width = (self.last_timestep + 1) / bins
+        middles = [round((number + 0.5) * width) for number in range(bins)]
+        return {f"t{middle}": float(middle) for middle in middles}
 
     def inspect(self, fields: Fields) -> None:
         """Refuse a std below 0, and references and masks of another size than their latents."""
@@ -515,31 +420,89 @@ class Diffusion(Objective, ABC):
                     f"{list(size)}. Store both in one size."
                 )
 
-    def evaluations(self, batch: Batch, rng: SampleRNG) -> dict[str, Prepared]:
-        """The batch, without condition dropout, at the middle timestep of every bin."""
-        own, found = self.sized(batch.fields), dict[str, Prepared]()
-        clean = own.clean_tokens(batch.fields, rng)
-        noise = rng.normal("noise", tuple(clean.shape[1:]))
-        given = own.condition.given(batch.fields) | own.references(batch.fields)
-        for name, middle in self.validation_timesteps(VALIDATION_BINS).items():
-            timestep = torch.full_like(batch.weight, middle)
-            found[name] = own.corrupted(batch, clean, timestep, noise, given)
-        return found
+    def describe(self, fields: Fields, rng: SampleRNG) -> dict[str, Tensor]:
+        """The timestep in the network's unit and, if fields were read, the label."""
+        labels = {"label": fields["label"]} if "label" in self.takes and fields else {}
+        if not fields and self.data.bucket_shapes and self.times_depend_on_size:
+            return {}
+        own = self.sized(fields) if fields else self
+        return {**labels, "timestep": own.timesteps_of(rng)}
 
     def hints(self, source: Source) -> Sequence[str]:
         """Warn about latents of an unusual scale, and about prompts that were cut."""
         line = scale_hint(source, self.data, self.channels)
-        return (*(() if line is None else (line,)), *self.opened.notes)
+        return (*(() if line is None else (line,)), *self.shown.prompts.notes)
 
     def imported(self, sampling: SamplingConfig) -> Mapping[str, object]:
         """The network of [repa]; the sampler, if [sampling] every turns previews on."""
         from titan_dit.diffusion import drawing
 
-        network = self.opened.features
+        network = self.frozen.features
         found: dict[str, object] = {"repa": network.name} if network else {}
         if not sampling.every:
             return found
         return {**found, "sampling": drawing.sampler_of(self.config, sampling.sampler)}
+
+    def aligned(self: Kind, repa: RepaConfig) -> Kind:
+        """See `Objective.aligned`."""
+        grid, found = token_grid(self.model), self.data.features
+        if repa.network is not None and found is None:
+            self.frozen.features = network = open_features(repa.network, self.data, grid)
+            found = network.facts
+        check_features(found, grid, repa)
+        return dataclasses.replace(self, repa=repa)
+
+    def open_text(self, text: TextConfig) -> None:
+        """Load the text encoder of [text]. Raises UserError if the data do not fit."""
+        if self.captions is None or not self.captions.is_online:
+            return super().open_text(text)
+        self.frozen.open_text(text, self.data)
+
+    def place_frozen(self, placement: Placement, flops_per_sample: int) -> Sequence[str]:
+        """See `Objective.place_frozen`."""
+        return self.frozen.place(placement, flops_per_sample)
+
+    def collect(self, batch: Batch) -> Batch:
+        """See `Objective.collect`: embed captions, compute or leave out features."""
+        if self.frozen.text is None and not self.repa.block:
+            return batch
+        return self.frozen.collect(batch, self.repa)
+
+    def collected(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
+        """See `Objective.collected`."""
+        return self.frozen.collected(fields, self.data)
+
+    def readings(self) -> Mapping[str, float]:
+        """See `Objective.readings`."""
+        return self.frozen.readings()
+
+    def check_preview(self, sampling: SamplingConfig, generation: GenerationConfig) -> None:
+        """See `Objective.check_preview` and `previews.check`."""
+        from titan_dit.diffusion import previews
+
+        previews.check(self, sampling)
+
+    def open_drawing(
+        self, sampling: SamplingConfig, source: Source, on_first: OnFirst, folder: Path
+    ) -> None:
+        """See `Objective.open_drawing` and `previews.prompts_of`."""
+        from titan_dit.diffusion import previews, row_conditions
+
+        self.shown.source = source
+        if self.captions and sampling.every:
+            data, tokens = self.data, self.captions.tokens
+            rows = row_conditions.rows_to_show(self, source)
+            self.shown.prompts = on_first(
+                lambda: previews.prompts_of(sampling, data, tokens, source, folder, rows)
+            )
+            previews.shown(self, sampling)
+
+    def remember(self, folder: Path) -> None:
+        """Write the prompts' embeddings, for `open_drawing`."""
+        from titan_dit.diffusion import previews
+
+        if self.shown.prompts.key:
+            previews.write_prompts(folder, self.shown.prompts)
 
     def preview(
         self,
@@ -553,67 +516,27 @@ class Diffusion(Objective, ABC):
 
         With [sampling] vae they are decoded.
         """
-        from titan_dit.diffusion import drawing
+        from titan_dit.diffusion import previews
 
-        decodes = self.decoder(sampling, share.device) if sampling.vae else nullcontext()
-        with decodes as vae:
-            return drawing.preview(forward, self, sampling, seed, share, vae)
+        return previews.preview(forward, self, sampling, seed, share)
 
     def picture_size(self, sampling: SamplingConfig) -> int:
-        """Height of a latent, times the autoencoder's factor.
+        """See `validation.evaluation.DrawsPictures`."""
+        from titan_dit.diffusion import scored
 
-        Raises UserError for pictures that are not square, and for a [sampling] vae that does not
-        fit.
-        """
-        self.check_autoencoder(sampling)
-        _, height, width = self.model.sample_shape
-        if height != width:
-            raise UserError(
-                f"[fid] compares squares, but the network draws samples of {height} x {width} "
-                "(height x width). Set [fid] every = 0."
-            )
-        if self.data.value_range is not None:
-            return height
-        if not sampling.vae:
-            raise UserError(
-                "[fid] needs pictures, but the run trains on latents: set [sampling] vae, "
-                "the autoencoder that decodes them."
-            )
-        return height * self.autoencoder(sampling).facts.factor
+        return scored.picture_size(self, sampling)
 
     def knows_classes(self, like: Mapping[str, int]) -> bool:
-        """True if all keys of `like` are classes of the data, by name or number.
+        """See `validation.evaluation.DrawsPictures`."""
+        from titan_dit.diffusion import scored
 
-        True of a network that takes captions: it is asked for no classes.
-        """
-        from titan_dit.diffusion import drawing
-
-        if self.captions:
-            return True
-        names = self.data.class_names
-        return drawing.labels_like(like, 1, self.num_classes, names) is not None
+        return scored.knows_classes(self, like)
 
     def picture_conditions(self, num: int, like: Mapping[str, int]) -> Conditions:
-        """Labels in the proportions of `like`; evenly over all classes if one is unknown.
+        """See `validation.evaluation.DrawsPictures`."""
+        from titan_dit.diffusion import scored
 
-        Of a network that takes captions: those of rows evenly spaced over the data.
-        """
-        from titan_dit.diffusion import drawing
-
-        if self.captions:
-            assert self.opened.source is not None
-            return drawing.captions_of_rows(self, self.opened.source, num)
-        classes = self.num_classes
-        found = drawing.labels_like(like, num, classes, self.data.class_names)
-        spread = drawing.spread_labels(num, list(range(classes))) if found is None else found
-
-        def labels(numbers: Int64[Tensor, " b"]) -> Given:
-            return {"labels": spread.to(numbers.device)[numbers]}
-
-        if self.data.reference is None:
-            return labels
-        assert self.opened.source is not None
-        return drawing.with_references(self, self.opened.source, num, labels)
+        return scored.conditions(self, num, like)
 
     def pictures(
         self,
@@ -624,102 +547,13 @@ class Diffusion(Objective, ABC):
         batches: Iterable[Int64[Tensor, " b"]],
         share: DataShare,
     ) -> Iterator[tuple[UInt8[Tensor, "b h w 3"], Bool[Tensor, " b"]]]:
-        """Draw pictures, decoded if they are latents, and whether each sample is finite."""
-        # Imported late: the benchmarks train on machines without Pillow.
-        from titan_dit.diffusion import drawing
-        from titan_dit.pictures import output
+        """See `validation.evaluation.DrawsPictures`."""
+        from titan_dit.diffusion import scored
 
-        value_range = self.data.value_range
-        with ExitStack() as stack:
-            vae: Autoencoder | None = None
-            for numbers in batches:
-                if vae is None and not value_range:
-                    vae = stack.enter_context(self.decoder(sampling, numbers.device))
-                of_batch = conditions(numbers)
-                samples = drawing.samples(forward, self, sampling, seed, of_batch, numbers, share)
-                finite = samples.isfinite().flatten(1).all(1)
-                if vae is None:
-                    yield output.to_pixels(samples, value_range), finite
-                else:
-                    yield vae.decode(samples).permute(0, 2, 3, 1), finite
-
-    def check_preview(self, sampling: SamplingConfig, generation: GenerationConfig) -> None:
-        """Check [sampling] vae, and that prompts are given to a network that takes them."""
-        # Imported late: the benchmarks train on machines without Pillow.
-        from titan_dit.pictures import library
-
-        self.check_autoencoder(sampling)
-        if self.draws_clips:
-            library.video("[sampling] every: a preview of clips")
-        if not self.captions and (sampling.prompts or sampling.text_encoder):
-            key = "prompts" if sampling.prompts else "text_encoder"
-            raise UserError(
-                f"[sampling] {key} is for networks that take captions, but [model] "
-                f"name={show(self.model.name)} takes classes. Leave it out."
-            )
-        if sampling.text_encoder and not sampling.prompts:
-            raise UserError(
-                "[sampling] text_encoder has no effect without prompts. Set prompts, or leave it "
-                "out: previews show captions of [data]."
-            )
-
-    def open_drawing(
-        self, sampling: SamplingConfig, source: Source, on_first: OnFirst, folder: Path
-    ) -> None:
-        """Embed the prompts of previews, on one rank and on the CPU: memory of GPUs stays free.
-
-        A run that goes on reads their embeddings from its `folder`: its encoder may be gone.
-        """
-        from titan_dit.diffusion import drawing
-
-        self.opened.source = source
-        if self.captions and sampling.every:
-            data, tokens = self.data, self.captions.tokens
-            rows = drawing.rows_to_show(self, source)
-            found = on_first(
-                lambda: drawing.prompts_of(sampling, data, tokens, source, folder, rows)
-            )
-            self.opened.rows = found.rows
-            self.opened.prompts, self.opened.fields = found.prompts, found.fields
-            self.opened.notes, self.opened.key = found.notes, found.key
-            drawing.shown(self, sampling)
-
-    def remember(self, folder: Path) -> None:
-        """Write the prompts' embeddings, for `open_drawing`."""
-        from titan_dit.diffusion import drawing
-
-        if self.opened.key:
-            drawing.write_prompts(folder, self.opened)
-
-    def check_autoencoder(self, sampling: SamplingConfig) -> None:
-        """Load [sampling] vae; UserError if it did not make the data's latents."""
-        if sampling.vae:
-            self.autoencoder(sampling).check_fits(self.data, "[sampling] vae", self.channels)
-
-    @contextmanager
-    def decoder(self, sampling: SamplingConfig, device: torch.device) -> Iterator[Autoencoder]:
-        """The autoencoder of [sampling] vae, on `device` within the block and on the CPU after."""
-        vae = self.autoencoder(sampling)
-        vae.module.to(device)
-        try:
-            yield vae
-        finally:
-            vae.module.cpu()
-
-    def autoencoder(self, sampling: SamplingConfig) -> Autoencoder:
-        """The autoencoder of [sampling] vae, on the CPU; loaded once."""
-        from titan_dit.pictures import autoencoder
-
-        assert sampling.vae
-        if sampling.vae not in self.autoencoders:
-            on_cpu = torch.device("cpu")
-            self.autoencoders[sampling.vae] = autoencoder.load(
-                sampling.vae, on_cpu, "[sampling] vae"
-            )
-        return self.autoencoders[sampling.vae]
+        return scored.pictures(forward, self, sampling, seed, conditions, batches, share)
 
 
-def to_model_units(
+def drawn_latents(
     stored: Shaped[Tensor, "b k *size"], facts: LatentFacts, channels: int, rng: SampleRNG
 ) -> Float[Tensor, "b c *size"]:
     """(stored - shift) * scale in fp32; with a stored mean and std, the latent is drawn first.
@@ -761,7 +595,7 @@ def scale_hint(source: Source, facts: LatentFacts, channels: int, num: int = 64)
     stored = source.read([rows[i * len(rows) // num] for i in range(num)])["latent"]
     check_std(stored, facts, channels)
     rng = SampleRNG(0, torch.arange(num))
-    std = to_model_units(stored, facts, channels, rng).std().item()
+    std = drawn_latents(stored, facts, channels, rng).std().item()
     if 1 / 3 < std < 3 or num * stored[0].numel() < 1000:
         return None
     if std < 1 and not stored.is_floating_point():

@@ -49,6 +49,11 @@ class RectifiedFlow(Diffusion):
         return self.config.time_scale
 
     @property
+    def times_depend_on_size(self) -> bool:
+        """True if the shift of times depends on the number of tokens."""
+        return self.config.shift_by_tokens != "off"
+
+    @property
     def to_data(self) -> bool:
         """True if the network's time runs from noise to data."""
         return self.config.direction == "to_data"

@@ -98,7 +98,7 @@ class DiffusionConfig(ObjectiveConfig):
 
     def text_multiple(self, model: ModelConfig) -> int:
         """The model's, see `ObjectiveConfig`."""
-        from titan_dit.diffusion.fits import text_multiple
+        from titan_dit.diffusion.base import text_multiple
 
         return text_multiple(model)
 
@@ -110,7 +110,7 @@ class DiffusionConfig(ObjectiveConfig):
 
     def takes_clips(self, model: ModelConfig) -> bool:
         """See `ObjectiveConfig.takes_clips`."""
-        from titan_dit.diffusion.fits import has_clips
+        from titan_dit.diffusion.base import has_clips
 
         return has_clips(model)
 
