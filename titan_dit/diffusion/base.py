@@ -68,7 +68,7 @@ class LatentModel(Protocol):
 
 @runtime_checkable
 class SizedModel(Protocol):
-    """What a model that takes latents of any size has besides."""
+    """Interface of a model that can take latents of any size."""
 
     def at_size(self, *size: int) -> Any:
         """The same network for latents of another size: equal parameters, other tokens.
@@ -79,7 +79,7 @@ class SizedModel(Protocol):
 
 @runtime_checkable
 class UnsizedModel(Protocol):
-    """What a `SizedModel` has besides that may be given no size, and takes it from the data."""
+    """Interface of a `SizedModel` whose size may be unset; it is then taken from the data."""
 
     @property
     def has_size(self) -> bool:
@@ -91,7 +91,7 @@ class UnsizedModel(Protocol):
 
 @runtime_checkable
 class PaddedModel(Protocol):
-    """What a model has besides whose `tokenize` pads: tokens behind the real ones have no loss."""
+    """Interface of a model whose `tokenize` pads; padding tokens have no loss."""
 
     @property
     def num_real_tokens(self) -> int:
@@ -100,11 +100,11 @@ class PaddedModel(Protocol):
 
 @runtime_checkable
 class TextGroupedModel(Protocol):
-    """What a model has besides whose captions are padded to a multiple of tokens, by bucket."""
+    """Interface of a model that pads captions to a multiple of tokens, per bucket."""
 
     @property
     def text_multiple(self) -> int:
-        """The multiple; 0: all captions are padded to `text_tokens`, which is one of its own."""
+        """Caption lengths are multiples of it, as `text_tokens` is; 0: all have `text_tokens`."""
 
     def with_text_tokens(self, tokens: int) -> Any:
         """The same network for captions of `tokens` tokens: equal parameters, other positions."""
@@ -112,7 +112,7 @@ class TextGroupedModel(Protocol):
 
 @runtime_checkable
 class TextPaddedModel(Protocol):
-    """What a model has besides that takes captions with padding of one kind only."""
+    """Interface of a model that accepts only one kind of caption padding."""
 
     @property
     def text_padding(self) -> Literal["removed", "kept"]:
@@ -121,7 +121,7 @@ class TextPaddedModel(Protocol):
 
 @runtime_checkable
 class ConditionedModel(Protocol):
-    """What a model has besides that is given further channels: the input `condition` [b, n, d_k].
+    """Interface of a model with extra input channels: the input `condition` [b, n, d_k].
 
     It holds their tokens, as `tokenize` cuts them; zeros mean that nothing is given.
     """
@@ -133,7 +133,7 @@ class ConditionedModel(Protocol):
 
 @runtime_checkable
 class ReferencedModel(Protocol):
-    """What a model has besides that attends to a second picture: the input `reference` [b, n, d].
+    """Interface of a model that attends to a reference picture: the input `reference` [b, n, d].
 
     It holds the tokens of a latent of the sample's own size and channels.
     """
@@ -145,7 +145,7 @@ class ReferencedModel(Protocol):
 
 @runtime_checkable
 class LabelledModel(Protocol):
-    """What a model with class labels has besides: its input `labels` is int64 [b]."""
+    """Interface of a class-conditional model: the input `labels`, int64 [b]."""
 
     @property
     def num_classes(self) -> int:
@@ -154,7 +154,7 @@ class LabelledModel(Protocol):
 
 @runtime_checkable
 class CaptionedModel(Protocol):
-    """What a model with captions has besides: its inputs `text` [b, m, d], `text_length` [b]."""
+    """Interface of a caption-conditional model: inputs `text` [b, m, d], `text_length` [b]."""
 
     @property
     def text_tokens(self) -> int:

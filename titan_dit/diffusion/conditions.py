@@ -1,7 +1,7 @@
 """Conditions: what a network knows of a sample, and what it takes in its place without it.
 
-A condition is a mapping of named inputs of the network, each with a row per sample. Dropping it in
-training, and guidance, exchange whole rows by those of `null`.
+A `Condition` turns stored fields into named inputs of the network (`Given`), each with a row per
+sample. Dropout in training, and guidance, replace whole rows by those of `null`.
 """
 
 from __future__ import annotations
