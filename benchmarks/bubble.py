@@ -31,7 +31,7 @@ from titan_dit.execution import Output
 from titan_dit.objectives.base import Prepared
 from titan_dit.parallel.p2p_groups import P2PGroups
 from titan_dit.pipeline.events import PipelineEvent, unmarked
-from titan_dit.pipeline.pipelined import PipelinedExecutor, Planned
+from titan_dit.pipeline.pipelined import PipelinedExecutor, PipelineParts, Planned
 from titan_dit.pipeline.runtimes import Runtime
 from titan_dit.pipeline.schedules.placement import pipeline_order, rank_of_stage, stages_of_rank
 from titan_dit.pipeline.schedules.schedule import Kind, neighbours, schedule_of
@@ -167,21 +167,23 @@ def run_case(case: Case, rank: int, repeats: int) -> Ran:
         [rank_of_stage(case.schedule, stage, case.num_ranks) for stage in range(last + 1)],
     )
     links.open(neighbours(stage_ranks))
-    given = (
-        parts,
-        links,
-        case.order,
-        stage_ranks,
-        Shapes(stream=stream, predictions=stream, losses=torch.empty(shape[:2], device="meta")),
-        mean,
-        1,
-        torch.device("cpu"),
-        torch.float32,
+    given = PipelineParts(
+        parts=parts,
+        p2p=links,
+        order=case.order,
+        stage_ranks=stage_ranks,
+        shapes=Shapes(
+            stream=stream, predictions=stream, losses=torch.empty(shape[:2], device="meta")
+        ),
+        loss=mean,
+        microbatch_size=1,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
     )
     runtime = Runtime("", torch_class(schedule_of(case.schedule)))
     executors: dict[str, PipelinedExecutor] = {
-        "own": PipelinedExecutor(*given),  # type: ignore[arg-type]
-        "torch": TorchExecutor(*given, runtime=runtime),
+        "own": PipelinedExecutor(given),
+        "torch": TorchExecutor(given, runtime=runtime),
     }
     tokens = torch.randn(rows, TOKENS, WIDTH)
     prepared = Prepared({"tokens": tokens}, {"x": tokens}, torch.ones(rows), float(rows))

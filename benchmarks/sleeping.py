@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from titan_dit.models.base import Stream
 from titan_dit.parallel.p2p_groups import P2PGroups
 from titan_dit.pipeline.events import PipelineEvent
-from titan_dit.pipeline.pipelined import PipelinedExecutor, Planned
+from titan_dit.pipeline.pipelined import PipelinedExecutor, PipelineParts, Planned
 from titan_dit.pipeline.run_time import DecidingExecutor, Decisions, Links
 from titan_dit.pipeline.schedules.placement import pipeline_order, rank_of_stage, stages_of_rank
 from titan_dit.pipeline.schedules.schedule import Action, Kind, neighbours
@@ -221,14 +221,24 @@ class Contender:
             losses=torch.empty(SHAPE[:2], device="meta"),
         )
         order = self.order(num_ranks, num_microbatches)
-        place = torch.device("cpu"), torch.float64
-        given = parts, links, order, ranks, shapes, mean, 1, *place
+        device = torch.device("cpu")
+        given = PipelineParts(
+            parts=parts,
+            p2p=links,
+            order=order,
+            stage_ranks=ranks,
+            shapes=shapes,
+            loss=mean,
+            microbatch_size=1,
+            device=device,
+            dtype=torch.float64,
+        )
         if self.memory is None:
-            return PipelinedExecutor(*given)  # type: ignore[arg-type]
-        opened, _ = open_transport(links, ranks, stream, place[0], transport, "")
+            return PipelinedExecutor(given)
+        opened, _ = open_transport(links, ranks, stream, device, transport, "")
         alone = Decisions([torch.distributed.get_rank()])
         late: Any = LateTransport(opened)
-        return DecidingExecutor(*given, memory=self.memory, links=Links(late, "", alone))
+        return DecidingExecutor(given, memory=self.memory, links=Links(late, "", alone))
 
 
 def prepare_step(executor: PipelinedExecutor, seconds: Seconds, delay: float) -> Watch:

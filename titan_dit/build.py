@@ -375,30 +375,30 @@ def whole_token_executor(
     if mesh.sizes.pp == 1:
         return LocalExecutor(parts[0], loss, plan.microbatch_size)
     # Lazy imports: most runs have no pipeline.
-    from titan_dit.pipeline.pipelined import PipelinedExecutor
+    from titan_dit.pipeline.pipelined import PipelinedExecutor, PipelineParts
 
-    given = (
-        parts,
-        mesh.p2p,
-        plan.order(plan.num_microbatches),
-        plan.stage_ranks,
-        shapes_of(plan),
-        loss,
-        plan.microbatch_size,
-        device,
-        plan.dtype,
+    given = PipelineParts(
+        parts=parts,
+        p2p=mesh.p2p,
+        order=plan.order(plan.num_microbatches),
+        stage_ranks=plan.stage_ranks,
+        shapes=shapes_of(plan),
+        loss=loss,
+        microbatch_size=plan.microbatch_size,
+        device=device,
+        dtype=plan.dtype,
     )
     if not plan.decides_at_run_time:
         notes = [f"pipeline: {plan.runtime.line}"]
         if not plan.runtime.torch:
-            return PipelinedExecutor(*given, notes=notes)
+            return PipelinedExecutor(given, notes)
         from titan_dit.pipeline.torch_runtime import TorchExecutor
 
-        return TorchExecutor(*given, runtime=plan.runtime, notes=notes)
+        return TorchExecutor(given, runtime=plan.runtime, notes=notes)
     from titan_dit.pipeline.run_time import DecidingExecutor
 
     assert links
-    return DecidingExecutor(*given, memory=plan.pipeline.memory, links=links)
+    return DecidingExecutor(given, memory=plan.pipeline.memory, links=links)
 
 
 def shapes_of(plan: RunPlan) -> Shapes:

@@ -57,7 +57,7 @@ from titan_dit.recovery import kept_keys, resume, run_identity
 from titan_dit.system.launched_as import LaunchedAs
 from titan_dit.validation.validation_set import (
     ValidationSet,
-    losses_with_averages,
+    Validator,
     open_checked,
     open_set,
 )
@@ -463,16 +463,15 @@ class OpenedRun:
         seed = config.job.seed
         scores = self.evaluation is not None and due(config.fid.every)
         if self.validation_set and (due(config.validation.every) or not scores):
-            found |= losses_with_averages(
-                self.validation_set,
-                self.objective,
-                executor,
-                share,
-                ema,
-                alive,
-                seed,
+            found |= Validator(
+                chosen=self.validation_set,
+                objective=self.objective,
+                executor=executor,
+                share=share,
+                seed=seed,
                 batch_sizes=rows_of_a_rank(self.plan, self.source),
-            )
+                alive=alive,
+            ).losses_with_averages(ema)
         if self.evaluation and scores:
             with ema.swapped_in():
                 found |= self.evaluation.scores(
@@ -605,7 +604,7 @@ def open_run(run: JobConfig, world: World, stage: int = 0, *, goes_on: bool = Fa
         objective=objective,
         sample_order=sample_order,
         validation_set=open_checked(
-            config.validation, config.data, source, held_out, job, job.folder, world, config.text
+            config.validation, config.data, source, held_out, job, world, config.text
         ),
         evaluation=open_evaluation(config, objective, world.device),
         identity=run_identity.Identity(

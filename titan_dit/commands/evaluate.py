@@ -56,7 +56,7 @@ from titan_dit.scores.pictures import Pictures
 from titan_dit.scores.reference import Reference
 from titan_dit.scores.score import Statistics
 from titan_dit.trained_model import device_of, load_trained
-from titan_dit.validation.validation_set import PREFIX, ValidationSet, losses, open_set
+from titan_dit.validation.validation_set import PREFIX, ValidationSet, Validator, open_set
 
 ALL = "all"
 AS_DATA = "the captions of the data"
@@ -488,15 +488,14 @@ def evaluate(options: EvaluateFlags, keys: Sequence[str], world: World) -> dict[
     saved = Weights(path, record, options.weights, options.decay)
     saved.load(tensors)
     share = DataShare(world.device, mesh.data_rank, mesh.sizes.data, mesh.gather_over_data)
-    found = losses(
-        chosen,
-        objective,
-        built.executor,
-        share,
-        alive=lambda: None,
+    found = Validator(
+        chosen=chosen,
+        objective=objective,
+        executor=built.executor,
+        share=share,
         seed=config.job.seed,
         batch_sizes=rows_of_a_rank(plan, source),
-    )
+    ).losses()
     about = {"checkpoint": str(path), "step": record["step"], "weights": saved.what}
     where = {"samples": len(chosen.rows), "layout": str(mesh.sizes), "device": world.device.type}
     return about | where | found

@@ -8,6 +8,7 @@ for the messages that each one needs. `Deciding` (run_time.py): by what has arri
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -250,35 +251,43 @@ class Planned:
 P = TypeVar("P", bound=Planned)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PipelineParts:
+    """What an executor of a pipeline needs on this rank."""
+
+    parts: Mapping[int, Model]
+    """Stage -> the part of the model, of this rank's stages."""
+    p2p: P2PGroups
+    """The open groups between neighbours."""
+    order: Order
+    stage_ranks: Sequence[int]
+    """The pipeline rank of every stage."""
+    shapes: Shapes
+    loss: TokenLoss
+    microbatch_size: int
+    device: torch.device
+    dtype: torch.dtype
+    """The compute dtype, see `TiedWeights`."""
+
+
 class PipelinedExecutor(Executor):
-    """Runs this rank's stages of a pipeline; the groups `p2p` between neighbours are open."""
+    """Runs this rank's stages of a pipeline."""
 
     mark: Mark = staticmethod(unmarked)
     """Called at the events of every pass, see `pipeline/events.py`."""
 
-    def __init__(
-        self,
-        parts: Mapping[int, Model],
-        p2p: P2PGroups,
-        order: Order,
-        stage_ranks: Sequence[int],
-        shapes: Shapes,
-        loss: TokenLoss,
-        microbatch_size: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        notes: Sequence[str] = (),
-    ) -> None:
-        """`dtype`: the compute dtype, see `TiedWeights`. `notes`: see `Executor`."""
-        self.p2p, self.order, self.stage_ranks = p2p, order, stage_ranks
-        self.shapes, self.loss, self.device = shapes, loss, device
-        self.microbatch_size, self.notes = microbatch_size, notes
-        count = len(stage_ranks)
+    def __init__(self, given: PipelineParts, notes: Sequence[str] = ()) -> None:
+        """`notes`: see `Executor`."""
+        self.p2p, self.order, self.stage_ranks = given.p2p, given.order, given.stage_ranks
+        self.shapes, self.loss, self.device = given.shapes, given.loss, given.device
+        self.microbatch_size, self.notes = given.microbatch_size, notes
+        count = len(self.stage_ranks)
         self.stages = {
-            index: Stage(part, index, count, shapes.stream) for index, part in sorted(parts.items())
+            index: Stage(part, index, count, self.shapes.stream)
+            for index, part in sorted(given.parts.items())
         }
-        self.channels = channels(order, stage_ranks)
-        self.tied = TiedWeights(parts, stage_ranks, p2p, dtype)
+        self.channels = channels(self.order, self.stage_ranks)
+        self.tied = TiedWeights(given.parts, self.stage_ranks, self.p2p, given.dtype)
 
     def run(self, prepared: Prepared, loss_scale: Tensor | None = None) -> Tensor:
         """See `Executor.step`. Ranks without the last stage return 0."""

@@ -9,7 +9,6 @@ import select
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,13 @@ import torch.distributed as dist
 from titan_dit.models.base import Stream
 from titan_dit.parallel.p2p_groups import named, opened
 from titan_dit.pipeline.events import Mark, PipelineEvent
-from titan_dit.pipeline.pipelined import Loop, Microbatches, PipelinedExecutor, reduce_gradients
+from titan_dit.pipeline.pipelined import (
+    Loop,
+    Microbatches,
+    PipelinedExecutor,
+    PipelineParts,
+    reduce_gradients,
+)
 from titan_dit.pipeline.schedules.decider import Decider, Waiting
 from titan_dit.pipeline.schedules.schedule import Action, Kind, inputs_of
 from titan_dit.pipeline.transports.base import Transport
@@ -34,15 +39,9 @@ POLL_S = 5e-5
 class DecidingExecutor(PipelinedExecutor):
     """Runs training passes in run-time order; passes without backward keep the planned one."""
 
-    def __init__(
-        self,
-        *planned: Any,
-        memory: float,
-        links: Links,
-    ) -> None:
-        """`planned`: the arguments of `PipelinedExecutor`; `memory`: see `Decider`."""
-        super().__init__(*planned)
-        self.notes = [links.line]
+    def __init__(self, given: PipelineParts, *, memory: float, links: Links) -> None:
+        """`memory`: see `Decider`."""
+        super().__init__(given, [links.line])
         self.memory, self.links = memory, links
         self.transport, self.decisions = links.transport, links.decisions
 

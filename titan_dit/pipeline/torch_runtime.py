@@ -12,7 +12,13 @@ from typing import Any
 
 from titan_dit.config.section import UserError
 from titan_dit.models.base import Stream
-from titan_dit.pipeline.pipelined import Loop, Microbatches, PipelinedExecutor, Planned
+from titan_dit.pipeline.pipelined import (
+    Loop,
+    Microbatches,
+    PipelinedExecutor,
+    PipelineParts,
+    Planned,
+)
 from titan_dit.pipeline.runtimes import Runtime
 from titan_dit.pipeline.schedules.schedule import Action, num_microbatches_of
 from titan_dit.pipeline.schedules.torch_classes import (
@@ -26,10 +32,11 @@ from titan_dit.pipeline.schedules.torch_classes import (
 class TorchExecutor(PipelinedExecutor):
     """Runs training passes by a schedule of torch's."""
 
-    def __init__(self, *planned: Any, runtime: Runtime, notes: Sequence[str] = ()) -> None:
-        """`planned`: the arguments of `PipelinedExecutor`, with the order of the runtime."""
-        super().__init__(*planned)
-        self.notes = notes
+    def __init__(
+        self, given: PipelineParts, *, runtime: Runtime, notes: Sequence[str] = ()
+    ) -> None:
+        """`given`: with the order of the runtime."""
+        super().__init__(given, notes)
         assert runtime.torch
         self.num_microbatches, self.posts = num_microbatches_of(self.order), runtime.posts
         self.driven = [

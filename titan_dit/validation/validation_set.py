@@ -234,20 +234,19 @@ def open_checked(
     source: Source,
     held_out: Sequence[int],
     job: JobSection,
-    folder: Path,
     world: World,
     text: TextConfig,
 ) -> ValidationSet | None:
     """`open_set` plus the overlap check against the training set. Collective.
 
-    `folder` is the run directory, which stores a passed check.
+    The run directory stores a passed check.
     """
     found = open_set(config, data, source, held_out, job, text)
     if found is None or not config.path:
         return found
     digests = {"data": source.facts.digest, "validation": found.source.facts.digest}
     compared = digests | {"samples": len(found.rows)}
-    file = folder / COMPARED
+    file = job.folder / COMPARED
     # Compared as text: a truncated file differs, and the rows are checked again.
     is_known = file.is_file() and file.read_text() == text_of(compared)
     # Rank 0's view decides: a shared disk may show a file to some ranks only.
@@ -256,40 +255,85 @@ def open_checked(
     return replace(found, compared=compared)
 
 
-def losses(
-    chosen: ValidationSet,
-    objective: Objective,
-    executor: Executor,
-    share: DataShare,
-    alive: Callable[[], None],
-    *,
-    seed: int,
-    batch_sizes: Mapping[str, int],
-) -> dict[str, float]:
-    """Mean loss over all rows, the objective's summary, and the losses of evaluations and terms.
+@dataclass(frozen=True, kw_only=True)
+class Validator:
+    """The losses of a network on the samples of a validation set; collective.
 
-    Of data in buckets also the loss of each. Each data rank evaluates its share of a bucket in
-    batches of at most its size in `batch_sizes`, by the bucket's name. Sample i has sample number
-    i, so its random draws are the same every time and in every layout. `alive` is called after each
-    batch.
+    Each data rank evaluates its share of a bucket. Sample i has sample number i, so its random
+    draws are the same every time and in every layout.
     """
-    parts: Sums = {}
-    terms: Sums = {}
-    named: dict[str, float] = {}
-    groups = by_bucket(chosen)
-    for bucket, numbers in groups.items():
-        name = chosen.source.bucket_names[bucket]
-        size = batch_sizes[name if name in batch_sizes else ""]
-        found = bucket_sums(chosen, numbers, objective, executor, share, alive, seed, size)
-        if len(groups) > 1:
-            named[f"{LOSS}_{key_of(name)}"] = mean_of(means_of(found[0]))
-        parts, terms = added(parts, found[0]), added(terms, found[1])
-    means = means_of(parts)
-    shown = means | means_of(terms)
-    named = {f"{LOSS}_{name}": v for name, v in shown.items() if name} | named
-    summary = objective.summary(means, chosen.source.facts)
-    others = {f"{PREFIX}{name}": value for name, value in summary.items()}
-    return {LOSS: mean_of(means), **others, **named}
+
+    chosen: ValidationSet
+    objective: Objective
+    executor: Executor
+    share: DataShare
+    seed: int
+    batch_sizes: Mapping[str, int]
+    """Name of each bucket -> the most samples of a batch; "" for data of one shape."""
+    alive: Callable[[], None] = lambda: None
+    """Called after each batch."""
+
+    def losses(self) -> dict[str, float]:
+        """Mean loss over all rows, the objective's summary, losses of evaluations and terms.
+
+        Of data in buckets also the loss of each.
+        """
+        source, sizes = self.chosen.source, self.batch_sizes
+        parts: Sums = {}
+        terms: Sums = {}
+        named: dict[str, float] = {}
+        groups = by_bucket(self.chosen)
+        for bucket, places in groups.items():
+            name = source.bucket_names[bucket]
+            found = self.sums(places, sizes[name if name in sizes else ""])
+            if len(groups) > 1:
+                named[f"{LOSS}_{key_of(name)}"] = mean_of(means_of(found[0]))
+            parts, terms = added(parts, found[0]), added(terms, found[1])
+        means = means_of(parts)
+        shown = means | means_of(terms)
+        named = {f"{LOSS}_{name}": v for name, v in shown.items() if name} | named
+        summary = self.objective.summary(means, source.facts)
+        others = {f"{PREFIX}{name}": value for name, value in summary.items()}
+        return {LOSS: mean_of(means), **others, **named}
+
+    def losses_with_averages(self, ema: EMA) -> dict[str, float]:
+        """`losses` of the weights; for each EMA, too, with names that end in _ema_DECAY."""
+        found = self.losses()
+        for average in ema.averages:
+            with ema.swapped_in(average):
+                own = self.losses()
+            found |= {f"{name}_ema_{average}": loss for name, loss in own.items()}
+        return found
+
+    def sums(self, places: Sequence[int], batch_size: int) -> tuple[Sums, Sums]:
+        """(sums of the evaluations, sums of their terms) over the rows at places of the set."""
+        chosen, objective, share = self.chosen, self.objective, self.share
+        count = -(-len(places) // share.num_ranks)
+        if len(chosen.source.bucket_rows) > 1:
+            batch_size = min(batch_size, count)  # A bucket may have few rows.
+        parts: dict[str, list[Tensor]] = {}
+        terms: dict[str, list[Tensor]] = {}
+        for first in range(0, count, batch_size):
+            # Fixed batch size: equal counts on every rank, no recompilation. Padding past the end
+            # of the share or the places is cut off below.
+            begin = share.rank * count + first
+            numbers = [places[min(begin + i, len(places) - 1)] for i in range(batch_size)]
+            pairs = [(i, chosen.rows[i]) for i in numbers]
+            inspect, device = objective.inspect, share.device
+            batch = loader.load_samples(chosen.source, pairs, inspect, device, len(pairs))
+            rng = SampleRNG(self.seed, batch.sample_numbers)
+            for name, prepared in objective.evaluations(objective.collect(batch), rng).items():
+                per_token = self.executor.evaluate(prepared)
+                parts.setdefault(name, []).append(sums_of(per_token, prepared))
+                for term, its in objective.validated_terms(per_token, prepared.targets).items():
+                    terms.setdefault(term, []).append(sums_of(its, prepared))
+            self.alive()
+
+        def whole(found: Mapping[str, Sequence[Tensor]]) -> Sums:
+            joined = {name: torch.cat(tuple(each))[:count] for name, each in found.items()}
+            return {name: share.gather(each)[: len(places)].sum(0) for name, each in joined.items()}
+
+        return whole(parts), whole(terms)
 
 
 def key_of(bucket: str) -> str:
@@ -324,67 +368,6 @@ def by_bucket(chosen: ValidationSet) -> dict[int, list[int]]:
     bucket, found = bucket_of(chosen.source), dict[int, list[int]]()
     for place, row in enumerate(chosen.rows):
         found.setdefault(bucket(row), []).append(place)
-    return found
-
-
-def bucket_sums(
-    chosen: ValidationSet,
-    places: Sequence[int],
-    objective: Objective,
-    executor: Executor,
-    share: DataShare,
-    alive: Callable[[], None],
-    seed: int,
-    batch_size: int,
-) -> tuple[Sums, Sums]:
-    """(sums of the evaluations, sums of their terms) over the rows at some places of the set."""
-    count = -(-len(places) // share.num_ranks)
-    if len(chosen.source.bucket_rows) > 1:
-        batch_size = min(batch_size, count)  # A bucket may have few rows.
-    parts: dict[str, list[Tensor]] = {}
-    terms: dict[str, list[Tensor]] = {}
-    for first in range(0, count, batch_size):
-        # Fixed batch size: equal counts on every rank, no recompilation. Padding past the end of
-        # the share or the places is cut off below.
-        begin = share.rank * count + first
-        numbers = [places[min(begin + i, len(places) - 1)] for i in range(batch_size)]
-        pairs = [(i, chosen.rows[i]) for i in numbers]
-        inspect, device = objective.inspect, share.device
-        batch = loader.load_samples(chosen.source, pairs, inspect, device, len(pairs))
-        rng = SampleRNG(seed, batch.sample_numbers)
-        for name, prepared in objective.evaluations(objective.collect(batch), rng).items():
-            per_token = executor.evaluate(prepared)
-            parts.setdefault(name, []).append(sums_of(per_token, prepared))
-            for term, its in objective.validated_terms(per_token, prepared.targets).items():
-                terms.setdefault(term, []).append(sums_of(its, prepared))
-        alive()
-
-    def whole(found: Sequence[Tensor]) -> Tensor:
-        return share.gather(torch.cat(tuple(found))[:count])[: len(places)].sum(0)
-
-    both = ({name: whole(found) for name, found in each.items()} for each in (parts, terms))
-    return next(both), next(both)
-
-
-def losses_with_averages(
-    chosen: ValidationSet,
-    objective: Objective,
-    executor: Executor,
-    share: DataShare,
-    ema: EMA,
-    alive: Callable[[], None],
-    seed: int,
-    batch_sizes: Mapping[str, int],
-) -> dict[str, float]:
-    """`losses` of the weights; for each EMA, too, with names that end in _ema_DECAY."""
-
-    def measured() -> dict[str, float]:
-        return losses(chosen, objective, executor, share, alive, seed=seed, batch_sizes=batch_sizes)
-
-    found = measured()
-    for average in ema.averages:
-        with ema.swapped_in(average):
-            found |= {f"{name}_ema_{average}": loss for name, loss in measured().items()}
     return found
 
 
