@@ -126,17 +126,11 @@ CASES = {
     },
     "joint_dit": {
         2: [
-            (DP, {}, JOINT),
-            (TP, {}, TALL),
             (PLAIN, {}, JOINT),
             (CP, {}, TALL),
             (ULYSSES, {}, JOINT),
-            (PP, schedule("1f1b"), TALL),
             (PP, schedule("zbv_zero_bubble"), JOINT),
             (DP, {}, TWO_SIZES),
-            (TP, {}, TWO_SIZES),
-            (CP, {}, TWO_SIZES),
-            (PP, FOLDED, TWO_SIZES),
             (PP, schedule("interleaved_zero_bubble", 2, order="run_time", memory=1.5), TWO_SIZES),
             (TP, {}, EDITS),
             (CP, {}, EDITS),
@@ -146,16 +140,10 @@ CASES = {
             (TP | CP, {}, TWO_SIZES),
             (PP | ULYSSES, FOLDED, TALL),
         ],
-        8: [(PP | TP | CP, FOLDED, TWO_SIZES, "selective")],
     },
-    "z_image": {
-        2: [(TP, {}, Z_SIZES), (CP, {}, Z_SIZES), (PP, FOLDED, Z_SIZES)],
-        4: [(PLAIN | CP, {}, Z_SIZES, "selective")],
-    },
+    "z_image": {2: [(TP, {}, Z_SIZES), (CP, {}, Z_SIZES), (PP, FOLDED, Z_SIZES)]},
     "flux2": {
         2: [
-            (TP, {}, FLUX_SIZES),
-            (CP, {}, FLUX_SIZES),
             (PP, FOLDED, FLUX_SIZES),
             (TP, {}, FLUX_EDITS),
             (CP, {}, FLUX_EDITS),
@@ -170,7 +158,7 @@ CASES = {
             (TP, {}, FIRST_FRAMES),
             (CP, {}, FIRST_FRAMES),
         ],
-        4: [({"tp": 4}, {}, FRAMES), (PLAIN | ULYSSES, {}, FRAMES, "selective")],
+        4: [({"tp": 4}, {}, FRAMES)],
     },
 }
 # The whole grid, for ./run_tests.sh --long.
@@ -280,6 +268,7 @@ LONG = {
         ],
         4: [
             (TP | CP, {}, Z_SIZES, "full"),
+            (PLAIN | CP, {}, Z_SIZES, "selective"),
             (TP | PP, schedule("dualpipev"), Z_SIZES),
             (DP | TP, {}, Z_SIZES, "selective"),
             (DP | CP, {}, Z_SIZES),
@@ -291,6 +280,8 @@ LONG = {
     },
     "flux2": {
         2: [
+            (TP, {}, FLUX_SIZES),
+            (CP, {}, FLUX_SIZES),
             (ULYSSES, {}, FLUX_SIZES),
             (DP, {}, FLUX_SIZES),
             (COPIES, {}, RELEASED),
@@ -332,6 +323,7 @@ LONG = {
             ({"cp": 4}, {}, FRAMES),
             ({"cp": 4, "cp_method": "ulysses"}, {}, FRAMES),
             (TP | CP, {}, FRAMES, "full"),
+            (PLAIN | ULYSSES, {}, FRAMES, "selective"),
             (TP | PP, schedule("dualpipev"), FRAMES),
             (DP | TP, {}, FRAMES, "selective"),
             (DP | CP, {}, FRAMES),
@@ -347,6 +339,12 @@ LONG = {
     },
     "joint_dit": {
         2: [
+            (DP, {}, JOINT),
+            (TP, {}, TALL),
+            (PP, schedule("1f1b"), TALL),
+            (TP, {}, TWO_SIZES),
+            (CP, {}, TWO_SIZES),
+            (PP, FOLDED, TWO_SIZES),
             (COPIES, {}, TWO_SIZES),
             (CP, {}, JOINT, "full"),
             (PP, schedule("dualpipev"), TALL),
@@ -371,6 +369,7 @@ LONG = {
             ({"pp": 4}, FOLDED, TWO_SIZES),
         ],
         8: [
+            (PP | TP | CP, FOLDED, TWO_SIZES, "selective"),
             (PP | TP | ULYSSES, schedule("zbv_zero_bubble"), TWO_SIZES, "attention"),
             (PP | DP | CP, schedule("1f1b"), TWO_SIZES, "full"),
             (DP | CP | TP, {}, TWO_SIZES),
