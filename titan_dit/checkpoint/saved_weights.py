@@ -23,7 +23,7 @@ from titan_dit.config.training import LoRAConfig
 from titan_dit.models import lora, quantized
 from titan_dit.models.quantized import WeightCodes
 from titan_dit.ranks.process_group import Ranks
-from titan_dit.ranks.shards import as_shard
+from titan_dit.ranks.shards import as_shard, local
 
 CPU = torch.device("cpu")
 
@@ -264,11 +264,6 @@ def rms_of(errors: Iterable[Mapping[str, Error]]) -> float:
 def is_matrix_of_block(name: str, shape: torch.Size) -> bool:
     """True if a parameter may be a quantised one."""
     return name.startswith("blocks.") and len(shape) == 2
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def like(target: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:

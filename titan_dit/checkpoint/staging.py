@@ -8,9 +8,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from titan_dit.ranks.shards import as_shard
+from titan_dit.ranks.shards import as_shard, local
 
 TensorTree: TypeAlias = Mapping[str, Any]
 """Nested dicts of tensors; a DTensor is saved and loaded by its local shards."""
@@ -44,7 +43,7 @@ class Staging:
     def copy(self, tensors: TensorTree) -> TensorTree:
         """Copy this rank's shards synchronously; the result is valid until the next call."""
         originals = list(leaves(tensors))
-        shards = [t.to_local() if isinstance(t, DTensor) else t for t in originals]
+        shards = [local(original) for original in originals]
         on_device = any(shard.is_cuda for shard in shards)
         layout = [(shard.shape, shard.dtype) for shard in shards]
         if layout != self.layout:

@@ -24,10 +24,10 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 
 from titan_dit.config.layout import ParallelConfig, PrecisionConfig
 from titan_dit.models.base import Model, exact_modules
+from titan_dit.ranks.shards import local
 
 DTYPES = {
     "fp64": torch.float64,
@@ -192,7 +192,7 @@ def unit_sizes(num_blocks: int, parameters: float, size: int | None) -> tuple[in
 
 def count_parameters(block: nn.Module) -> int:
     """Parameters of a block on a tp rank; two bytes of a quantised weight count as one."""
-    own = [p.to_local() if isinstance(p, DTensor) else p for p in block.parameters()]
+    own = [local(parameter) for parameter in block.parameters()]
     return sum(p.numel() if p.is_floating_point() else p.numel() // 2 for p in own)
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titan_dit.models.base import Model
 from titan_dit.models.initializers import Independent, Initializer
-from titan_dit.ranks.shards import own_indices
+from titan_dit.ranks.shards import local, own_indices
 
 CPU = torch.device("cpu")
 
@@ -82,19 +82,19 @@ def put(target: Tensor, full: Tensor) -> None:
 
 def draw(target: Tensor, initializer: Independent, key: int) -> None:
     """Draw the elements that this rank holds."""
-    local = target.to_local() if isinstance(target, DTensor) else target
+    own = local(target)
     if initializer.distribution == "one":
-        local.fill_(initializer.scale(target.shape))
+        own.fill_(initializer.scale(target.shape))
         return
-    if not local.numel():
+    if not own.numel():
         return
     if not target.ndim:
         draw(target.view(1), initializer, key)
         return
     rows, *columns = (own_indices(target, dim) for dim in range(target.ndim))
     inner = sum(columns, start=torch.zeros_like(rows[:1]))
-    num_rows = max(1, chunk_size(local.device) // inner.numel())
-    for part, first in zip(torch.split(local, num_rows), torch.split(rows, num_rows), strict=True):
+    num_rows = max(1, chunk_size(own.device) // inner.numel())
+    for part, first in zip(torch.split(own, num_rows), torch.split(rows, num_rows), strict=True):
         drawn = initializer.values(target.shape, key, (first + inner).flatten())
         part.copy_(drawn.view_as(part))
 

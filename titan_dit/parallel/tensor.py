@@ -46,6 +46,7 @@ from titan_dit.models.base import Model, Stream, kind_of
 from titan_dit.models.layers import JoinedRotary, NormOverHeads
 from titan_dit.models.sample_dropout import SampleDropout
 from titan_dit.models.vocabulary import Vocabulary
+from titan_dit.ranks.shards import local
 
 Styles = Mapping[str, ParallelStyle]
 
@@ -184,14 +185,14 @@ def local_shapes(
 
 def enter(stream: Stream, mesh: DeviceMesh, plan: TensorPlan) -> Stream:
     """Convert the stream's whole plain tensors to the placements in `plan.stream`."""
-    local = []
+    parts = []
     for tensor, placement in zip(stream, plan.stream, strict=True):
         if is_token_first(placement, plan):
             tensor = batch_first(split(token_first(tensor), mesh, 0))
         elif isinstance(placement, Shard):
             tensor = split(tensor, mesh, placement.dim)
-        local.append(tensor)
-    return wrap(tuple(local), mesh, plan)
+        parts.append(tensor)
+    return wrap(tuple(parts), mesh, plan)
 
 
 def leave(stream: Stream, mesh: DeviceMesh, plan: TensorPlan) -> Stream:
@@ -240,7 +241,7 @@ def wrap(stream: Stream, mesh: DeviceMesh, plan: TensorPlan) -> Stream:
 
 def unwrap(stream: Stream) -> Stream:
     """The inverse of `wrap`."""
-    return tuple(t.to_local() if isinstance(t, DTensor) else t for t in stream)
+    return tuple(local(tensor) for tensor in stream)
 
 
 def split(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
@@ -489,7 +490,7 @@ class SummedNorm(ParallelStyle):
                 norm.register_parameter(name, nn.Parameter(own))
 
         module.total = partial(total_over_ranks, mesh=device_mesh)
-        module.own = own_shard
+        module.own = local
         return distribute_module(module, device_mesh, shard)
 
 
@@ -500,11 +501,6 @@ def total_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
     # Two steps: a gradient that is a partial sum would pass the redistribution as it is.
     whole = DTensor.from_local(total, mesh, [Replicate()], run_check=False)
     return whole.to_local(grad_placements=[Partial()])
-
-
-def own_shard(parameter: Tensor) -> Tensor:
-    """This rank's shard of a parameter."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def shard_logits(model: nn.Module, mesh: DeviceMesh) -> None:

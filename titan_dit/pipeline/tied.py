@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_dit.models.base import Model
 from titan_dit.parallel.p2p_groups import P2PGroups
+from titan_dit.ranks.shards import local
 
 
 class TiedWeights:
@@ -101,11 +101,6 @@ def copies_of(part: Model) -> dict[str, nn.Parameter]:
     if part.embed is not None or part.head is None:
         return {}
     return {name: part.get_parameter(copy) for copy, name in part.tied.items()}
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def taken(copy: nn.Parameter) -> Tensor:

@@ -10,6 +10,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; another tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def own_indices(target: Tensor, dim: int) -> Tensor:
     """This rank's indices along a dim times the dim's stride, to add to those of other dims.
 

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titan_dit.config.operation import FaultsConfig
 from titan_dit.parallel.mesh import Mesh, axes
 from titan_dit.ranks.failure import Disruption
 from titan_dit.ranks.process_group import Ranks
+from titan_dit.ranks.shards import local
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> integers of that size."""
@@ -93,8 +93,8 @@ def digest(tensor: Tensor) -> Tensor:
     A sum of elements times odd factors, one for each position, modulo 2**64: a change of a single
     element always changes it.
     """
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    bits = local.detach().reshape(-1).view(BITS[local.element_size()])
+    own = local(tensor)
+    bits = own.detach().reshape(-1).view(BITS[own.element_size()])
     # What a CPU's caches hold; up to this size torch uses one thread.
     size = 2**15 if bits.device.type == "cpu" else 2**22
     factors = (torch.arange(min(size, len(bits)), device=bits.device) * ODD).bitwise_or_(1)
