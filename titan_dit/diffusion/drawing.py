@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
@@ -41,7 +41,7 @@ from titan_dit.diffusion.guidance import (
 )
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.diffusion.samplers import from_diffusers
-from titan_dit.diffusion.samplers.base import Sampler, Settings
+from titan_dit.diffusion.samplers.base import Sampler, Settings, chosen
 from titan_dit.diffusion.sections import DiffusionConfig
 from titan_dit.objectives.base import DataShare, Forward, Preview
 from titan_dit.pictures.autoencoder import Autoencoder
@@ -359,13 +359,13 @@ def generate(
     seed: int,
     sampler: Sampler,
     steps: int,
-    eta: float = 0.0,
     shift: float | None = None,
     guidance: Guidance = Guidance(),  # noqa: B008 - frozen.
     noise: Float[Tensor, "b n d"] | None = None,
     null: Given | None = None,
     share: DataShare | None = None,
     low: LowExpert | None = None,
+    **settings: Any,
 ) -> Float[Tensor, "b n d"]:
     """Draw one sample per row of a condition, as tokens.
 
@@ -373,7 +373,8 @@ def generate(
     the number of ranks. `noise`: initial noise instead of the seed's. `shift`: of a flow's times;
     None takes that of training. `null`: a condition of each sample to guide away from, in place of
     none. `share`: the data ranks that hold the network together and draw as many samples each.
-    `low`: the network below a noise level; `forward` is the one from there up.
+    `low`: the network below a noise level; `forward` is the one from there up. `settings`: further
+    fields of the sampler's `Settings`, such as `eta`.
     """
     device = numbers.device
     if null is None:
@@ -407,10 +408,10 @@ def generate(
             rng.normal("sample", shape) if noise is None else noise[rows],
             Settings(
                 steps,
-                eta,
-                lambda step: rng.normal(f"sample/{step}", shape),
+                fresh=lambda step: rng.normal(f"sample/{step}", shape),
                 shift=(objective.shift_in(steps) or 1.0) if shift is None else shift,
                 keys=lambda: rng.keys("sample/keys"),
+                **settings,
             ),
         )
         return {"drawn": drawn}
@@ -437,10 +438,10 @@ def samples(
         seed=seed,
         sampler=sampler_of(objective.config, sampling.sampler),
         steps=sampling.steps,
-        eta=sampling.eta,
         shift=sampling.shift,
         guidance=guidance_of(sampling),
         share=share,
+        **chosen(sampling),
     )
     return objective.data.to_stored_units(objective.model.detokenize(tokens))
 
