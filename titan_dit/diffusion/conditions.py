@@ -1,7 +1,7 @@
 """Conditions: what a network knows of a sample, and what it takes in its place without it.
 
-A condition is a mapping of named inputs of the network, each with a row per sample. Dropping it in
-training, and guidance, exchange whole rows by those of `null`.
+A `Condition` turns stored fields into named inputs of the network, a row per sample (`Given`).
+Dropping them in training, and guidance, exchange whole rows by those of `null`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NO_LABEL = -1
 
 Given: TypeAlias = Mapping[str, Tensor]
-"""A condition of b samples: the network's inputs by name, each [b, ...]."""
+"""What is known of b samples: the network's inputs by name, each [b, ...]."""
 Conditions: TypeAlias = Callable[[Int64[Tensor, " b"]], Given]
 """Numbers of samples -> their conditions, on the device of the numbers."""
 
