@@ -3,8 +3,9 @@
 import re
 import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType
 
+import pytest
 import torch
 from commands import ROOT
 from torch import Tensor, nn
@@ -23,16 +24,25 @@ from titan_dit.pipeline.schedules.schedule import Kind, Program, Schedule
 from titan_dit.rng import SampleRNG
 
 
-def run(page, **given):
-    """What the first block of a page defines."""
-    text = (ROOT / "docs" / "adding" / page).read_text()
-    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
-    code = re.sub(r"^    (?=dp_far|\"\"\")", "", code, flags=re.MULTILINE)
-    exec(code, found := {"__name__": "own", **given})
-    return found
+@pytest.fixture
+def run(monkeypatch):
+    """Run the first block of a page as the module `own`; returns what it defines."""
+
+    def run_block(page, **given):
+        text = (ROOT / "docs" / "adding" / page).read_text()
+        code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+        # Fields of classes that are there: of this module here.
+        code = re.sub(r"^    (?=dp_far|\"\"\")", "", code, flags=re.MULTILINE)
+        module = ModuleType("own")
+        vars(module).update(given)
+        monkeypatch.setitem(sys.modules, "own", module)
+        exec(code, vars(module))
+        return vars(module)
+
+    return run_block
 
 
-def test_the_dataset_reads_the_same_rows_in_every_process():
+def test_the_dataset_reads_the_same_rows_in_every_process(run):
     found = run(
         "dataset.md", dataclass=dataclass, DataConfig=DataConfig, PositiveInt=PositiveInt,
         Source=Source, LatentFacts=LatentFacts, SampleRNG=SampleRNG, torch=torch, Tensor=Tensor,
@@ -48,7 +58,7 @@ def test_the_dataset_reads_the_same_rows_in_every_process():
     assert torch.equal(source.read([5])["latent"], read["latent"][1:])
 
 
-def test_the_model_predicts_tokens_and_has_gradients_in_every_block():
+def test_the_model_predicts_tokens_and_has_gradients_in_every_block(run):
     found = run(
         "model.md", dataclass=dataclass, DiTConfig=DiTConfig, DiT=DiT, nn=nn, MLP=MLP,
         modulate=modulate, scaled_add=scaled_add,
@@ -68,16 +78,15 @@ def test_the_model_predicts_tokens_and_has_gradients_in_every_block():
     assert all(p.grad is not None and p.grad.any() for p in model.blocks.parameters())
 
 
-def test_the_schedule_is_proven_right(monkeypatch):
-    found = run("schedule.md", Kind=Kind, Program=Program, Schedule=Schedule)
-    monkeypatch.setitem(sys.modules, "own_schedule", SimpleNamespace(**found))
+def test_the_schedule_is_proven_right(run):
+    run("schedule.md", Kind=Kind, Program=Program, Schedule=Schedule)
     for p in (1, 2, 4):
         for m in (1, 3, 8):
-            order = pipeline_order("own_schedule:EAGER_1F1B", num_ranks=p, num_microbatches=m)
+            order = pipeline_order("own:EAGER_1F1B", num_ranks=p, num_microbatches=m)
             proof.check(order, num_stages=p, num_microbatches=m)
 
 
-def test_the_axis_has_the_roles_of_the_pages_table():
+def test_the_axis_has_the_roles_of_the_pages_table(run):
     found = run("mesh-axis.md", Dim=Dim, axis=axis)
     roles = found["dp_far"].metadata
     page = (ROOT / "docs" / "adding" / "mesh-axis.md").read_text()
