@@ -1,14 +1,20 @@
 """The last line of a dry run: a layout with fewer axes that fits the same device."""
 
+import math
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 from tiny import tiny_config
 from unchecked import unchecked
 
 from titan_dit.config import catalog, config_file
+from titan_dit.config.layout import ParallelConfig
 from titan_dit.config.section import UserError
 from titan_dit.dry_run import report, simpler
 from titan_dit.dry_run.command import dry_run
+from titan_dit.parallel import mesh
+from titan_dit.parallel.mesh import AxisSizes
 from titan_dit.plan import resolve
 
 GIB = 2**30
@@ -54,6 +60,29 @@ def test_the_flags_name_the_candidate_and_keep_batch_and_microbatch():
     assert found.flags == "--parallel.dp_shard -1 --parallel.pp 1 --training.microbatch_size 1"
     assert found.plan.microbatch_size == plan.microbatch_size == 1
     assert found.plan.global_batch_size == plan.global_batch_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class SixAxes(AxisSizes):
+    dp_far: int = mesh.axis(samples=True, copies=True, loss=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SixKeys(ParallelConfig):
+    dp_far: int = 1
+
+
+def test_an_axis_that_is_not_dropped_keeps_its_ranks(monkeypatch):
+    """docs/adding/mesh-axis.md: a sixth axis is two fields, and `simpler` has no row of it."""
+    config, plan = planned(4, parallel={"pp": 2}, training={"microbatch_size": 4})
+    monkeypatch.setattr(mesh, "AxisSizes", SixAxes)
+    monkeypatch.setattr(simpler, "LARGEST_SHARD", 2)
+    six = SixKeys(**{**vars(config.parallel), "dp_far": 2})
+    plan = replace(plan, sizes=mesh.solve(six, 8), world_size=8)
+    found = simpler.without(replace(config, parallel=six), plan, ["pp"])
+    assert (found.parallel.dp_replicate, found.parallel.dp_far) == (2, 2)
+    assert math.prod(vars(mesh.solve(found.parallel, 8)).values()) == 8
+    assert found.training.microbatch_size == 2
 
 
 def test_async_tp_is_dropped_with_tp():

@@ -8,6 +8,7 @@ from made_up_counts import counts_of
 from tiny import tiny_config
 
 from titan_dit.config.section import UserError
+from titan_dit.parallel.mesh import AXES
 from titan_dit.planner import step
 from titan_dit.planner.candidates import Space
 from titan_dit.planner.choice import preferred
@@ -30,7 +31,6 @@ from titan_dit.planner.search import (
 MODEL = CostModel(counts=counts_of)
 SMALL = {"hidden_size": 512, "num_layers": 4, "num_heads": 4, "latent_size": 64}
 LAYERS = SMALL["num_layers"]
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 def space_of(gpus=4, device=None, fixed=(), **sections):

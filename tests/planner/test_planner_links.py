@@ -7,10 +7,9 @@ import pytest
 from hand_made import EASY, easy
 
 from titan_dit.config.section import UserError
-from titan_dit.parallel.mesh import AxisSizes
+from titan_dit.parallel.mesh import AXES, AxisSizes
 from titan_dit.planner.hardware import device_of, names
 from titan_dit.planner.links import (
-    AXES,
     FLATTENED,
     Network,
     axes_of,

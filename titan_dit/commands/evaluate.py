@@ -35,6 +35,7 @@ from titan_dit.data.manifest import file_digest
 from titan_dit.diffusion import row_conditions
 from titan_dit.diffusion.base import has_clips
 from titan_dit.diffusion.objective import Diffusion
+from titan_dit.diffusion.samplers.base import chosen
 from titan_dit.objectives.base import DataShare, Placement
 from titan_dit.observe import console
 from titan_dit.opening import (
@@ -391,7 +392,7 @@ def given_pictures(options: EvaluateFlags) -> Pictures:
 def about_run(job: Job, labels: str) -> dict[str, Any]:
     """Origin of the drawn pictures, as JSON: checkpoint, sampler, guidance, labels."""
     record = read_record(job.run.path)
-    kept = ("cfg_scale", "cfg_channels", "cfg_interval", "cfg_rescale", "eta")
+    kept = ("cfg_scale", "cfg_channels", "cfg_interval", "cfg_rescale")
     return {
         "checkpoint": str(job.run.path),
         "step": record["step"],
@@ -399,6 +400,7 @@ def about_run(job: Job, labels: str) -> dict[str, Any]:
         "sampler": job.sampler_name,
         "sampling_steps": job.flags.steps,
         **{name: getattr(job.flags, name) for name in kept},
+        **chosen(job.flags),
         "guide": job.guide and str(job.guide.path),
         "labels": labels,
         "seed": job.flags.seed,

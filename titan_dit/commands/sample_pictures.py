@@ -42,8 +42,7 @@ from titan_dit.diffusion import conditions, drawing
 from titan_dit.diffusion.conditions import Given
 from titan_dit.diffusion.guidance import Guidance, LowExpert
 from titan_dit.diffusion.objective import Diffusion
-from titan_dit.diffusion.samplers import ode
-from titan_dit.diffusion.samplers.base import Sampler
+from titan_dit.diffusion.samplers.base import Sampler, chosen
 from titan_dit.execution import Output, first_of
 from titan_dit.interop.tensor_file import not_finite, write_tensors
 from titan_dit.observe import console
@@ -137,7 +136,7 @@ class Job:
     def plan(self) -> dict[str, Any]:
         """Everything that the bits of the samples depend on."""
         flags = self.flags
-        keys = ("seed", "sampler", "steps", "eta", "cfg_scale", "cfg_channels")
+        keys = ("seed", "sampler", "steps", "cfg_scale", "cfg_channels", "cfg_rescale")
         more: dict[str, Any] = {}  # Parts of older versions go on.
         if self.captions:
             more["captions"] = digest(self.captions.identity.encode())
@@ -152,7 +151,8 @@ class Job:
             "weights": self.run.weights,
             "batch_size": self.batch_size,
             "suffix": self.out.suffix,
-            **{key: getattr(flags, key) for key in (*keys, "cfg_rescale")},
+            **{key: getattr(flags, key) for key in keys},
+            **chosen(flags),
             "guide": self.guide and identity(self.guide),
             "cfg_interval": list(flags.cfg_interval),
             "shift": self.diffusion.shift_in(flags.steps) if flags.shift is None else flags.shift,
@@ -373,12 +373,12 @@ def drawn(job: Job, rows: range, report: Callable[[int], None]) -> dict[str, Ten
         seed=job.flags.seed,
         sampler=job.sampler,
         steps=job.flags.steps,
-        eta=job.flags.eta,
         shift=job.flags.shift,
         guidance=job.guidance,
         noise=None if job.noise is None else model.tokenize(job.noise[at].to(device)),
         null=null,
         low=low and dataclasses.replace(low, predict=calls.counted(low.predict)),
+        **chosen(job.flags),
     )
     samples = job.diffusion.data.to_stored_units(model.detokenize(tokens))
     check_finite(job, rows, samples, "samples")
@@ -507,6 +507,6 @@ class Calls:
 
 def progressed(progress: ProgressLine, first: int, size: int, job: Job, calls: int) -> None:
     """Show the samples done: those before this batch, and the batch's share by network calls."""
-    # Heun evaluates the network twice in a step; of a sampler from outside it is not known.
-    evaluations = job.flags.steps * (2 if job.sampler is ode.heun else 1)
+    # A sampler from outside may not say how often it calls the network.
+    evaluations = job.flags.steps * getattr(job.sampler, "evaluations", 1)
     progress(first + size * min(calls, evaluations) // evaluations)

@@ -147,7 +147,7 @@ SAID = {
     "image_size resolution": "Set --model.latent_size, of the autoencoder's latents: 32 for images "
     "of 256 pixels and Stable Diffusion's.",
     "dataset": "The data is --data.name latents --data.path FOLDER.",
-    "optimizer": "It is --optimizer.name, adamw or muon.",
+    "optimizer": "It is --optimizer.name, such as adamw, adamw8bit or muon.",
     "resume": "A run resumes by the same command; another checkpoint is --checkpoint.resume PATH.",
     "seq_len seq_length seqlen max_position_embeddings": "Set sequence_length of [model] and "
     "[data]; a DiT's tokens follow from [model] latent_size and patch_size.",
@@ -207,7 +207,7 @@ VALUES = {
     "fp16": "float16 torch.float16 16-mixed fp16-mixed half",
     "fp32": "float32 float torch.float32 tf32 no",
     "fp64": "float64 double",
-    "adamw": "adam adamw8bit",
+    "adamw": "adam",
     "rectified_flow": "flow_matching flow fm sit rf transport",
     "ddpm": "diffusion gaussian gaussian_diffusion",
     "latents": "latent imagenet imagefolder folder npy",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from titan_dit.config.catalog import SCHEDULES
 from titan_dit.config.section import (
@@ -61,6 +61,8 @@ class ParallelConfig(Section):
 ScheduleName = Annotated[str, OneOf(tuple(SCHEDULES), class_prefix="schedule")]
 """A pipeline schedule, also in torch's spelling: "Interleaved1F1B"."""
 
+TransportName: TypeAlias = Literal["auto", "process_group", "shared_memory", "nixl"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig(Section):
@@ -83,7 +85,7 @@ class PipelineConfig(Section):
     runs an order of `pipeline plan` or torch. All give the same gradients (docs/pipelines.md)."""
     memory: Annotated[float, Bound(least=1, most=1e6)] = 1.0
     """run_time: activations that a rank may hold, in units of the planned order's peak."""
-    transport: Literal["auto", "process_group", "shared_memory", "nixl"] = "auto"
+    transport: TransportName = "auto"
     """run_time: how streams travel between ranks. auto takes shared memory within a host; between
     hosts nixl (RDMA, an extra) if it is installed, else the process group."""
     network: str | None = None

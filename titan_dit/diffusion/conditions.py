@@ -21,7 +21,7 @@ from titan_dit.data.base import Fields, Source
 NO_LABEL = -1
 
 Given: TypeAlias = Mapping[str, Tensor]
-"""A condition of b samples: the network's inputs by name, each [b, ...]."""
+"""What is known of b samples: the network's inputs by name, each [b, ...]."""
 Conditions: TypeAlias = Callable[[Int64[Tensor, " b"]], Given]
 """Numbers of samples -> their conditions, on the device of the numbers."""
 

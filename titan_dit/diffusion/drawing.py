@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
@@ -26,7 +26,7 @@ from titan_dit.diffusion.guidance import (
 )
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.diffusion.samplers import from_diffusers
-from titan_dit.diffusion.samplers.base import Sampler, Settings
+from titan_dit.diffusion.samplers.base import Sampler, Settings, chosen
 from titan_dit.diffusion.sections import DiffusionConfig
 from titan_dit.diffusion.text_lengths import by_text_length
 from titan_dit.objectives.base import DataShare, Forward
@@ -147,13 +147,13 @@ def generate(
     seed: int,
     sampler: Sampler,
     steps: int,
-    eta: float = 0.0,
     shift: float | None = None,
     guidance: Guidance = Guidance(),  # noqa: B008 - frozen.
     noise: Float[Tensor, "b n d"] | None = None,
     null: Given | None = None,
     share: DataShare | None = None,
     low: LowExpert | None = None,
+    **settings: Any,
 ) -> Float[Tensor, "b n d"]:
     """Draw one sample per row of a condition, as tokens.
 
@@ -161,7 +161,8 @@ def generate(
     the number of ranks. `noise`: initial noise instead of the seed's. `shift`: of a flow's times;
     None takes that of training. `null`: a condition of each sample to guide away from, in place of
     none. `share`: the data ranks that hold the network together and draw as many samples each.
-    `low`: the network below a noise level; `forward` is the one from there up.
+    `low`: the network below a noise level; `forward` is the one from there up. `settings`: further
+    fields of the sampler's `Settings`, such as `eta`.
     """
     device = numbers.device
     if null is None:
@@ -195,10 +196,10 @@ def generate(
             rng.normal("sample", shape) if noise is None else noise[rows],
             Settings(
                 steps,
-                eta,
-                lambda step: rng.normal(f"sample/{step}", shape),
+                fresh=lambda step: rng.normal(f"sample/{step}", shape),
                 shift=(objective.shift_in(steps) or 1.0) if shift is None else shift,
                 keys=lambda: rng.keys("sample/keys"),
+                **settings,
             ),
         )
         return {"drawn": drawn}
@@ -225,10 +226,10 @@ def samples(
         seed=seed,
         sampler=sampler_of(objective.config, sampling.sampler),
         steps=sampling.steps,
-        eta=sampling.eta,
         shift=sampling.shift,
         guidance=guidance_of(sampling),
         share=share,
+        **chosen(sampling),
     )
     return objective.data.to_stored_units(objective.model.detokenize(tokens))
 

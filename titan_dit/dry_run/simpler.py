@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from titan_dit.config.layout import as_planned
 from titan_dit.config.section import UserError, show
 from titan_dit.dry_run.report import DEVICES_GIB, GIB, USABLE
 from titan_dit.opening import plan_run
+from titan_dit.parallel.mesh import FILL, axes
 from titan_dit.plan import RunPlan
 
 GPUS = ("A100, H100, 80 GB", "H200, 141 GB", "MI300X, 192 GB", "B300, 288 GB")
@@ -26,6 +27,8 @@ GPUS = ("A100, H100, 80 GB", "H200, 141 GB", "MI300X, 192 GB", "B300, 288 GB")
 LARGEST_SHARD = 128
 """Maximum FSDP ranks of a candidate; with more data ranks it has replicas (HSDP). A ring of n ranks
 takes n - 1 hops, and each rank's part of a block gets too small to fill a link."""
+REPLICAS = "dp_replicate"
+"""The axis that takes the data ranks beyond `LARGEST_SHARD`."""
 DROPPED = ("pp", "tp", "cp")
 """Axes in the order in which they are dropped."""
 
@@ -99,29 +102,35 @@ def candidates(config: JobConfig, plan: RunPlan) -> Iterator[Candidate]:
 
 
 def without(config: JobConfig, plan: RunPlan, dropped: list[str]) -> JobConfig:
-    """The config with these axes at 1; their ranks go to the data axes.
+    """The config with these axes at 1; their ranks go to dp_shard and dp_replicate.
 
     The microbatch size stays, or becomes a divisor of it that divides a rank's smaller share.
     """
-    kept = plan.sizes.model
-    for axis in dropped:
-        kept //= getattr(plan.sizes, axis)
-    ranks = plan.world_size // kept
-    cp = 1 if "cp" in dropped else plan.sizes.cp
-    most = max(1, LARGEST_SHARD // cp)
+    kept = {axis: size for axis, size in asdict(plan.sizes).items() if axis not in dropped}
+    for axis in (FILL, REPLICAS):
+        del kept[axis]
+    ranks = plan.world_size // math.prod(kept.values())
+    most = max(1, LARGEST_SHARD // product(kept, "fsdp"))
     shard = next(size for size in range(min(ranks, most), 0, -1) if ranks % size == 0)
     sizes: dict[str, Any] = dict.fromkeys(dropped, 1)
-    sizes |= {"dp_replicate": ranks // shard, "dp_shard": -1}
+    sizes |= {REPLICAS: ranks // shard, FILL: -1}
     if "tp" in dropped:
         sizes["async_tp"] = False
     pipeline = as_planned(config.pipeline) if "pp" in dropped else config.pipeline
-    size = math.gcd(plan.microbatch_size, plan.global_batch_size // ranks)
+    size = math.gcd(
+        plan.microbatch_size, plan.global_batch_size // (ranks * product(kept, "samples"))
+    )
     return replace(
         config,
         parallel=replace(config.parallel, **sizes),
         pipeline=pipeline,
         training=config.training.with_microbatches(size),
     )
+
+
+def product(sizes: Mapping[str, int], role: str) -> int:
+    """Product of the sizes of the axes with a role."""
+    return math.prod(size for axis, size in sizes.items() if axis in axes(role))
 
 
 def word(value: object) -> str:

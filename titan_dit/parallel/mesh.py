@@ -78,6 +78,10 @@ def axes(role: str, *, has: bool = True) -> tuple[str, ...]:
     return tuple(f.name for f in fields(AxisSizes) if f.metadata[role] == has)
 
 
+AXES = tuple(f.name for f in fields(AxisSizes))
+"""Names of all axes, in mesh order."""
+
+
 def solve(config: ParallelConfig, world_size: int, resuming: bool = False) -> AxisSizes:
     """Resolve dp_shard=-1; on resume, `refit`. checks/ compares the product with the world size."""
     sizes = {f.name: getattr(config, f.name) for f in fields(AxisSizes)}

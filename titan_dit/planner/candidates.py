@@ -25,7 +25,7 @@ from titan_dit.config.layout import (
 from titan_dit.config.section import UserError
 from titan_dit.dry_run.simpler import word
 from titan_dit.opening import bucket_facts, plan_run
-from titan_dit.parallel.mesh import AxisSizes
+from titan_dit.parallel.mesh import AXES, FILL, AxisSizes, axes
 from titan_dit.parallel.tensor import TensorPlan
 from titan_dit.pipeline.schedules.schedule import schedule_of
 from titan_dit.plan import RunPlan, resolve, with_buckets
@@ -43,8 +43,11 @@ RECIPE = "tensorwise"
 """The float8 recipe that is tried besides the config's: it reads memory least often."""
 
 
+DATA_AXES = axes("samples")
+
+
 class Candidate(NamedTuple):
-    """A layout: one value for each key of `KEYS`."""
+    """A layout: one value for each key of `KEYS`. The first are the axes, in mesh order."""
 
     pp: int
     dp_replicate: int
@@ -63,16 +66,28 @@ class Candidate(NamedTuple):
     @property
     def sizes(self) -> AxisSizes:
         """The mesh of this layout."""
-        return AxisSizes(**dict(zip(self._fields[:5], self[:5], strict=True)))
+        return AxisSizes(**dict(zip(AXES, self.per_axis, strict=True)))
+
+    @property
+    def per_axis(self) -> tuple[int, ...]:
+        """Ranks of each axis, in mesh order."""
+        found: tuple[Any, ...] = self[: len(AXES)]
+        return found
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks that read different samples."""
+        return math.prod(getattr(self, axis) for axis in DATA_AXES)
 
     @property
     def num_axes(self) -> int:
         """Number of mesh axes above 1."""
-        return sum(size > 1 for size in self[:5])
+        return sum(size > 1 for size in self.per_axis)
 
 
+PARALLEL_KEYS = (*AXES, "cp_method", "sequence_parallel", "reshard_after_forward")
 SECTIONS = {
-    "parallel": Candidate._fields[:8],
+    "parallel": PARALLEL_KEYS,
     "pipeline": ("schedule", "virtual_stages"),
     "training": ("microbatch_size",),
     "activation_checkpoint": ("mode",),
@@ -171,7 +186,7 @@ class Space:
 
     def parallel_of(self, candidate: Candidate) -> ParallelConfig:
         """[parallel] of a layout."""
-        key = candidate[:8]
+        key = candidate[: len(PARALLEL_KEYS)]
         if key not in self._parallel:
             given: dict[str, Any] = dict(zip(SECTIONS["parallel"], key, strict=True))
             if candidate.tp == 1:
@@ -259,8 +274,20 @@ class Space:
     def _start(self, tp: int, cp: int, method: str, sequence: bool) -> Candidate:
         """A split of tensors and tokens; all other ranks are shards."""
         return Candidate(
-            *(1, 1, self.gpus // tp // cp, cp, tp, method, sequence, "auto"),
-            *("1f1b", 1, 1, "none", "off"),
+            **{
+                **dict.fromkeys(AXES, 1),
+                "dp_shard": self.gpus // tp // cp,
+                "cp": cp,
+                "tp": tp,
+            },
+            cp_method=method,
+            sequence_parallel=sequence,
+            reshard_after_forward="auto",
+            schedule="1f1b",
+            virtual_stages=1,
+            microbatch_size=1,
+            mode="none",
+            float8="off",
         )
 
     def _methods(self, cp: int) -> Collection[str]:
@@ -293,7 +320,7 @@ class Space:
 
     def _pipelines(self, mesh: Candidate) -> Iterator[Candidate]:
         """Schedules, stages per rank and microbatch sizes."""
-        share = self.unit // (mesh.dp_replicate * mesh.dp_shard)
+        share = self.unit // mesh.num_data_ranks
         most = max(1, MAX_TOKENS * mesh.cp // self.base.spec.num_attended_tokens)
         free = [size for size in divisors(share) if size <= most]
         sizes = self._options("training.microbatch_size", free)
@@ -327,7 +354,7 @@ class Space:
     def _formats(self, staged: Candidate) -> Iterator[Candidate]:
         """Recomputation, float8, and whether gathered parameters are kept after forward."""
         read = staged.pp > 1, staged.schedule, staged.tp, staged.cp, staged.sequence_parallel
-        passes = self.base.global_batch_size // (staged.dp_shard * staged.dp_replicate)
+        passes = self.base.global_batch_size // staged.num_data_ranks
         passes //= staged.microbatch_size
         for mode in self._options("activation_checkpoint.mode", MODES):
             for recipe in self._recipes():
@@ -358,7 +385,7 @@ class Space:
 
 def all_on_dp_shard(parallel: ParallelConfig) -> ParallelConfig:
     """[parallel] with all ranks on dp_shard, whatever was given."""
-    sizes = {"dp_replicate": 1, "dp_shard": -1, "tp": 1, "cp": 1, "pp": 1, "async_tp": False}
+    sizes = {**dict.fromkeys(AXES, 1), FILL: -1, "async_tp": False}
     return replace(parallel, **sizes)  # type: ignore[arg-type]
 
 

@@ -196,13 +196,15 @@ class StageShape(NamedTuple):
     is_last: bool
 
 
-REPLICA_AXIS = "dp_replicate"
-"""The axis of replicas."""
-
-
 def shard_axis(sizes: AxisSizes) -> str:
     """The name of FSDP's group in the dry run's traffic."""
     return " x ".join(a for a in axes("fsdp") if a == FILL or getattr(sizes, a) > 1)
+
+
+def replica_axis(sizes: AxisSizes) -> str:
+    """The name of the replicas' group in the dry run's traffic."""
+    names = axes("copies")
+    return " x ".join([a for a in names if getattr(sizes, a) > 1] or names)
 
 
 @dataclass(frozen=True)
@@ -291,14 +293,14 @@ class DataParallel:
     def reductions(self, unit: FSDPUnit) -> Iterator[Message]:
         """The messages of one reduction of a unit's gradients."""
         whole = unit.trained * self.gradient_bytes
-        shards, copies = self.shards, self.plan.sizes.dp_replicate
+        shards, copies = self.shards, self.plan.sizes.product("copies")
         if whole and shards > 1:
             times, name = (2, "all-reduce") if self.splits == 1 else (1, "reduce-scatter")
             sent = times * (shards - 1) / shards * whole
             yield Message(shard_axis(self.plan.sizes), name, sent)
         if whole and copies > 1:
             sent = 2 * (copies - 1) / copies * whole / self.splits
-            yield Message(REPLICA_AXIS, "all-reduce", sent)
+            yield Message(replica_axis(self.plan.sizes), "all-reduce", sent)
 
     @property
     def on_host(self) -> bool:
@@ -340,9 +342,9 @@ class DataParallel:
 
     def reduce_s(self, unit: FSDPUnit) -> Reduction:
         """Seconds of one reduction of a unit."""
-        took = dict.fromkeys((True, False), 0.0)
+        took, replicas = dict.fromkeys((True, False), 0.0), replica_axis(self.plan.sizes)
         for message in self.reductions(unit):
-            took[message.axis == REPLICA_AXIS] += self.links.seconds(message)
+            took[message.axis == replicas] += self.links.seconds(message)
         stored = self.copy_s(self.stored(unit))
         return Reduction(shards=took[False], copies=took[True], stored=stored)
 
@@ -350,7 +352,7 @@ class DataParallel:
     def is_apart(self) -> bool:
         """True if FSDP's group and the replicas use different links."""
         shard = self.links.group(shard_axis(self.plan.sizes))
-        return shard.nodes == 1 and self.links.group(REPLICA_AXIS).nodes > 1
+        return shard.nodes == 1 and self.links.group(replica_axis(self.plan.sizes)).nodes > 1
 
     def overlap(self) -> Overlap:
         """New timelines of a rank."""
@@ -391,7 +393,7 @@ class DataParallel:
         added = float((count - 1) * (cast + 2 * held))
         if count > 1 and cast != held:
             added += (cast + held) * (1 - 1 / self.splits)
-        is_sent = self.on_host or self.shards * self.plan.sizes.dp_replicate > 1
+        is_sent = self.on_host or self.shards * self.plan.sizes.product("copies") > 1
         kept = cast if count == 1 else held
         into = kept + held if is_sent else 0
         return gathered * unit.parameters, (added + into) * unit.trained

@@ -18,16 +18,11 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 from titan_dit.config.section import UserError
-from titan_dit.parallel.mesh import AxisSizes
+from titan_dit.parallel.mesh import AXES, AxisSizes, axes
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.work import Message
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-FLATTENED = {
-    "all": AXES,
-    "data": ("dp_replicate", "dp_shard"),
-    "loss": ("pp", "dp_replicate", "dp_shard", "cp"),
-}
+FLATTENED = {"all": AXES, "data": axes("samples"), "loss": axes("loss")}
 """Groups over several axes, as `parallel.mesh.Mesh` opens them; "a x b" is one, too."""
 
 

@@ -143,7 +143,7 @@ def busy_of(known: KnownSplits, sample: Candidate, plan: RunPlan, device: Device
 def floor_of(busy: Busy, candidate: Candidate, model: RunPlan) -> float:
     """Lower bound of a step in seconds: the mean over ranks, or the chain through the last rank."""
     layers, batch = model.spec.num_layers, model.global_batch_size
-    count = batch / (candidate.dp_replicate * candidate.dp_shard * candidate.microbatch_size)
+    count = batch / (candidate.num_data_ranks * candidate.microbatch_size)
     block, pp = busy.forward + busy.backward, candidate.pp
     mean = count * (layers * block + busy.ends) / pp
     if pp == 1 or not model.spec.alike:
@@ -174,8 +174,7 @@ def least_bytes(counts: Counts, coarse: Candidate, fine: Candidate, model: RunPl
     if fine.pp > 1:
         shared = fine.dp_shard * fine.cp > 1
         held += model.dtype.itemsize * elements if shared and fine.float8 == "off" else 0.0
-        data = fine.dp_replicate * fine.dp_shard
-        count = model.global_batch_size / (data * fine.microbatch_size)
+        count = model.global_batch_size / (fine.num_data_ranks * fine.microbatch_size)
         v_shaped = schedule_of(fine.schedule).v_shaped
         flights = 1.0 if v_shaped else min(fine.pp, count)
         if shared and count > fine.pp and not v_shaped:
@@ -310,7 +309,7 @@ class SearchResult:
 
 def mesh_key(candidate: Candidate) -> tuple[object, ...]:
     """Key of a row of the table: the sizes of the axes, and the cp method."""
-    return (*candidate[:5], candidate.cp_method if candidate.cp > 1 else "")
+    return (*candidate.per_axis, candidate.cp_method if candidate.cp > 1 else "")
 
 
 def memory_key(candidate: Candidate) -> object:
@@ -498,7 +497,7 @@ class Search:
     def _fits_with_one_sample(self, candidate: Candidate) -> bool:
         """False if microbatches of one sample do not fit: then no larger one does."""
         least = candidate._replace(microbatch_size=1)
-        share = self.batch // (candidate.dp_replicate * candidate.dp_shard)
+        share = self.batch // candidate.num_data_ranks
         # A single microbatch accumulates no gradients: it may fit where smaller ones do not.
         is_single = candidate.microbatch_size == share
         if least == candidate or is_single or "training.microbatch_size" in self.space.fixed:

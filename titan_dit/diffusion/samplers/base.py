@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from jaxtyping import Int64
 from torch import Tensor
@@ -41,6 +41,28 @@ class Settings:
         return self.fresh(step)
 
 
+CHOSEN = ("eta",)
+"""Fields of `Settings` that are keys of [sampling] and flags of `sample` by the same name. All that
+draws, and all that records how it was drawn, reads this list."""
+
+
+def chosen(settings: object) -> dict[str, Any]:
+    """The fields `CHOSEN` of [sampling], or of the flags of `sample`, by name."""
+    return {name: getattr(settings, name) for name in CHOSEN}
+
+
 Sampler: TypeAlias = Callable[[Any, Tensor, Settings], Tensor]
 """(process, noise [b, n, d], settings) -> samples [b, n, d]; the process is the network as wrapped
 by `Diffusion.process`."""
+
+Function = TypeVar("Function", bound=Sampler)
+
+
+def evaluates(number: int) -> Callable[[Function], Function]:
+    """Say how often a sampler calls the network in a step, for progress lines; others: once."""
+
+    def named(sampler: Any) -> Any:
+        sampler.evaluations = number
+        return sampler
+
+    return named

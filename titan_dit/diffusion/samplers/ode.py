@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from titan_dit.diffusion.samplers.base import Settings
+from titan_dit.diffusion.samplers.base import Settings, evaluates
 
 Velocity: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(x [b, n, d], t [b]) -> dx/dt [b, n, d]."""
@@ -38,6 +38,7 @@ def euler(velocity: Velocity, noise: Float[Tensor, "b n d"], settings: Settings)
     return x
 
 
+@evaluates(2)
 def heun(velocity: Velocity, noise: Float[Tensor, "b n d"], settings: Settings) -> Tensor:
     """Second order, two evaluations in every step, the last too (cf. arXiv:2206.00364 alg. 1)."""
     x, line = noise, times(noise, settings)

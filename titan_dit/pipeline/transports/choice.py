@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
+from titan_dit.config.layout import TransportName
 from titan_dit.config.section import UserError
 from titan_dit.models.base import Stream
 from titan_dit.parallel.p2p_groups import P2PGroups
@@ -22,11 +23,12 @@ from titan_dit.pipeline.transports.nixl_agent import Agent
 from titan_dit.pipeline.transports.nixl_device import DeviceNixlReceiver, DeviceNixlSender
 from titan_dit.pipeline.transports.shared_memory import SharedReceiver, SharedSender
 
-Name: TypeAlias = Literal["auto", "process_group", "shared_memory", "nixl"]
 Ends: TypeAlias = tuple[Callable[[End], Sender], Callable[[End], Receiver]]
 
 
-def ends_of(name: Name, peer: Peer, device: torch.device, agent: Agent | None) -> tuple[str, Ends]:
+def ends_of(
+    name: TransportName, peer: Peer, device: torch.device, agent: Agent | None
+) -> tuple[str, Ends]:
     """(name of the transport to another rank, its sender and receiver); equal on both ranks.
 
     `agent`: None if not every rank has nixl.
@@ -46,7 +48,7 @@ def ends_of(name: Name, peer: Peer, device: torch.device, agent: Agent | None) -
 
 
 def agent_of(
-    name: Name,
+    name: TransportName,
     network: str | None,
     device: torch.device,
     peers: Iterable[Peer],
@@ -79,7 +81,7 @@ def open_transport(
     stage_ranks: Sequence[int],
     stream: Stream,
     device: torch.device,
-    name: Name,
+    name: TransportName,
     network: str | None,
 ) -> tuple[Transport, str]:
     """The transport of this rank and the console line of all ranks. Collective along pp.
