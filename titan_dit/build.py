@@ -299,7 +299,7 @@ def run_executor(
     drawn = {shapes_of_spec(spec): spec for spec in objective.drawn_specs()}
 
     def make(shapes: InputShapes) -> Executor | None:
-        """The executor for inputs that are drawn with, when they first come."""
+        """Build the executor for shapes that only sampling uses; None for unknown shapes."""
         if shapes not in drawn:
             return None
         own = replace(plan, spec=drawn[shapes], buckets=())

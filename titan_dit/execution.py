@@ -166,7 +166,8 @@ class BucketedExecutor(Executor):
     ) -> None:
         """`by_shapes`: shapes of the inputs -> the executor of such buckets.
 
-        `make`: that of other shapes, which are drawn with; None if they are unknown.
+        `make`: builds the executor for shapes that only sampling uses; returns None for unknown
+        shapes.
         """
         self.by_shapes, self.make = dict(by_shapes), make
         notes = (note for each in by_shapes.values() for note in each.notes)

@@ -389,7 +389,10 @@ class Trainer:
         self.collector.restore()  # Data workers are forked again and inherit its state.
 
     def validate(self) -> Row:
-        """Validation losses of the weights and of every EMA; scores of drawn pictures."""
+        """Validation losses of the weights and every EMA, and scores of pictures, whichever is due.
+
+        Pictures are drawn with the first EMA.
+        """
         with self.paused("validating") as alive:
             return self.opened.measured(self.executor, self.data_share, self.ema, self.due, alive)
 

@@ -112,7 +112,10 @@ def commit(
 
 
 def clean_up(final: Location) -> None:
-    """Delete the files of a failed save; ignore errors."""
+    """Delete the uncommitted files of a save of `final`; a folder with a manifest stays.
+
+    Ignores errors.
+    """
     with contextlib.suppress(Exception):
         store = store_of(final)
         aside = store.aside(final)

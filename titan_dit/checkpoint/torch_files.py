@@ -242,7 +242,7 @@ OPCODES = (
 
 
 class Name:
-    """An imported name, which stands for a class or a dtype."""
+    """Stand-in for an allowed global of a pickle (a class or a dtype); nothing is imported."""
 
     __slots__ = ("is_class", "name")
 

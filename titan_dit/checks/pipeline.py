@@ -71,9 +71,10 @@ def check_file(plan: RunPlan, order: Order) -> None:
 
 
 def check_same_file(plan: RunPlan, gather: Callable[[str], list[str]]) -> None:
-    """Refuse an order file that differs between hosts: messages carry no names. Collective.
+    """Raise UserError if the order file differs between hosts. Collective.
 
-    `gather`: all-gather of a value over the ranks. All ranks have the same [pipeline] order.
+    Pipeline messages have no tags, only a sequence. `gather`: all-gather of a value over the ranks.
+    All ranks have the same [pipeline] order.
     """
     if not plan.order_file:
         return

@@ -163,8 +163,11 @@ def check_base(source: str, run: SavedNetwork, given: Mapping[str, Any]) -> None
         )
 
 
-def read_adapter(source: Path, target: Path, options: ConvertFlags) -> None:
-    """Write a checkpoint of a base's weights with adapters beside them, or added to them."""
+def import_adapter(source: Path, target: Path, options: ConvertFlags) -> None:
+    """Import an adapter file as a checkpoint: the weights of --base and the adapters.
+
+    With --merge the adapters are merged into the weights. Raises UserError.
+    """
     base = options.base
     if not base:
         raise UserError(f"--input {source} is an adapter. Name the run of its weights with --base.")
@@ -794,7 +797,7 @@ def main(options: ConvertFlags) -> None:
     if isinstance(source, URL) or writes:
         export(source, target, options)
     elif kind is ADAPTERS:
-        read_adapter(source, target, options)
+        import_adapter(source, target, options)
     elif kind is DIFFUSERS:
         read_diffusers(source, target, options)
     elif kind is TRANSFORMERS:
@@ -854,7 +857,10 @@ def say_base(run: SavedNetwork) -> None:
 
 
 def changed(held: Tensor, base: Weights, name: str) -> Error:
-    """Squares of a weight's difference to another run's, and of that; raises UserError."""
+    """(sum of (held - base)^2, sum of base^2) over a weight's elements.
+
+    Raises UserError if `base` has no such weight of this shape.
+    """
     if name not in base.names or base.shape(name) != held.shape:
         raise UserError(f"{base.path} has no {name} of this shape. Name another run.")
     whole = torch.empty_like(held)

@@ -237,7 +237,7 @@ def of_samples(scoring: Scoring) -> None:
 
 
 def hint_of_formats(drawn: Pictures, real: Reference) -> str | None:
-    """A console warning if one set was compressed with loss and the other was not, or otherwise."""
+    """Console warning if the two sets have different file formats; None if equal or unknown."""
     if not isinstance(real, Pictures) or not drawn.formats or not real.formats:
         return None
     if drawn.formats == real.formats:

@@ -559,7 +559,7 @@ class DataTokenizeFlags(Flags):
 
     @property
     def made_tokenizer(self) -> str:
-        """The tokenizer.json that is made of --vocab-file."""
+        """Path of the tokenizer.json made from --vocab-file."""
         return f"{self.out}_tokenizer.json"
 
     def derived(self) -> Iterator[tuple[str, str, FromHome]]:

@@ -1,4 +1,7 @@
-"""What --labels, --noise, --vae and --guide of `sample` and `evaluate` name."""
+"""Inputs of `sample` and `evaluate` by flag.
+
+Labels, prompts, noise, VAE, --guide, --low, --reference.
+"""
 
 from __future__ import annotations
 

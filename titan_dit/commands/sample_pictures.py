@@ -87,11 +87,11 @@ class Job:
     low: TrainedModel | None
     """The network of --low."""
     expert: LowExpert | None
-    """What it predicts, and where."""
+    """The prediction, noise-level boundary and guidance scale of `low`."""
     labels: Int64[Tensor, " n"]
     """The class of each sample, -1 without one; the number of its prompt, or of its row."""
     captions: CaptionSource | None
-    """What is drawn of a network that takes captions."""
+    """Captions to draw; None for a class-conditional network."""
     noise: Float[Tensor, "n c *size"] | None
     vae: Autoencoder | None
     reference: Given

@@ -144,7 +144,10 @@ def num_gpus(environment: Mapping[str, str]) -> int:
 
 
 def num_ranks(environment: Mapping[str, str], gpus: int, cores: int) -> int:
-    """Return NGPU, else one rank per GPU, else min(cores, 2) on the CPU."""
+    """Return NGPU, else one rank per GPU, else min(cores, 2) on the CPU.
+
+    Raises UserError unless NGPU is a whole number above 0.
+    """
     given = environment.get("NGPU")
     if not given:
         return gpus or min(cores, 2)

@@ -108,7 +108,7 @@ class FromHome:
         return os.path.expanduser(path)  # noqa: PTH111
 
     def broken_by(self, path: str) -> str | None:
-        """Message about a wrong path; None if it is right."""
+        """Error text for a path with a NUL character; else None."""
         return "holds a NUL character. Remove it" if "\0" in path else None
 
 

@@ -45,9 +45,10 @@ TEXT_DTYPES = {
 }
 """Dtypes of stored embeddings of captions."""
 CONDITION_DROPOUT = "condition_dropout"
-"""Field of a sample, float32: the dropout of its dataset; OF_THE_RUN for that of [objective]."""
+"""Field of a sample, float32: the condition dropout of its dataset."""
 OF_THE_RUN = -1.0
-"""In place of a dropout. Finite, as all stored values of a healthy sample are."""
+"""Value of CONDITION_DROPOUT that stands for [objective] condition_dropout; finite, because
+non-finite values mark a bad sample."""
 ONLINE = "none"
 """In place of a dtype: captions are token ids, which the encoder embeds while the run trains."""
 IDS = Field(torch.int32, (None,))
@@ -393,13 +394,13 @@ class LatentFacts(DataFacts):
         )
 
     def to_model_units(self, stored: Float[Tensor, "b c *size"]) -> Float[Tensor, "b c *size"]:
-        """Apply shift and scale."""
+        """(stored - shift) * scale, per channel."""
         if (self.scale, self.shift) == (1.0, 0.0):
             return stored
         return (stored - spread(self.shift, stored)) * spread(self.scale, stored)
 
     def to_stored_units(self, samples: Float[Tensor, "b c *size"]) -> Float[Tensor, "b c *size"]:
-        """Undo scale and shift, and clamp to `value_range` if there is one."""
+        """Inverse: samples / scale + shift, clamped to `value_range` if set."""
         stored = samples / spread(self.scale, samples) + spread(self.shift, samples)
         return stored if self.value_range is None else stored.clamp(*self.value_range)
 

@@ -306,7 +306,7 @@ class MixedLatents(Source):
                 )
 
     def as_ids(self) -> MixedLatents:
-        """See `Source.as_ids`; a set without captions stays as it is."""
+        """See `Source.as_ids`; a dataset without captions is unchanged."""
         if self.facts.text is None:
             return super().as_ids()
         given: Any = [source.as_ids() if source.facts.text else source for source in self.sources]

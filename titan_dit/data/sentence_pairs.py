@@ -173,7 +173,10 @@ def survey(section: SentencePairs) -> PairSurvey:
 def check_spans(
     section: SentencePairs, parts: Sequence[TokenPart], spans: Sequence[Numbers]
 ) -> None:
-    """Refuse a part without a sample: every weighted one must have one, else one of all."""
+    """Raise UserError if a file's part has no sample.
+
+    With weights every file's training part needs one, else at least one file.
+    """
     empty = [part.prefix for part, own in zip(parts, spans, strict=True) if not len(own)]
     if empty and ((section.weights and not section.part) or len(empty) == len(parts)):
         raise UserError(

@@ -253,7 +253,10 @@ def survey(section: Tokens) -> TokenSurvey:
 
 
 def check_windows(section: Tokens, parts: Sequence[TokenPart]) -> None:
-    """Refuse a part without a window: every weighted one must have one, else one of all."""
+    """Raise UserError if a file's part has no window.
+
+    With weights every file's training part needs one, else at least one file.
+    """
     short = [part for part in parts if not part.windows(section.sequence_length)]
     if short and ((section.weights and not section.part) or len(short) == len(parts)):
         raise UserError(

@@ -84,7 +84,7 @@ def is_id(number: object) -> bool:
 
 
 def kinds_of(part: Any) -> Iterator[str]:
-    """Types of a pre-tokenizer and of its parts."""
+    """Yield the "type" of a pre-tokenizer and, recursively, of its parts; "" if missing."""
     if isinstance(part, dict):
         yield part.get("type", "")
         for inner in part.get("pretokenizers", ()):

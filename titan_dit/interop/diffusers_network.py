@@ -188,7 +188,7 @@ def class_for(values: Mapping[str, Any]) -> type[Counterpart] | None:
 
 
 def class_for_model(config: Any) -> type[Counterpart] | None:
-    """The class for a [model] section; None for one of a class of one's own, and for others."""
+    """The counterpart of a [model] section; None for a user's own class and a model without one."""
     kind = class_of(config.name) if config.name in NETWORKS else None
     return kind if kind and type(config) is kind.trained_on else None
 

@@ -179,7 +179,7 @@ def groups(found: list[Leaf]) -> Iterator[Group]:
 
 
 def group_of(group: list[Leaf]) -> Group:
-    """(outline of some tensors, function that makes them)."""
+    """(outline, make) of a group; `make` computes a source that several leaves share once."""
 
     def make() -> TensorTree:
         made: dict[tuple[int, str], Tensor] = {}

@@ -142,7 +142,10 @@ def parts_of(layouts: Mapping[str, Same], theirs: str) -> dict[str, Part]:
 
 
 def whole(layouts: Mapping[str, Same], theirs: str, pairs: Mapping[str, Pair]) -> Pair:
-    """A and B of their weight, of which several of ours are ranges; 0 in those not adapted."""
+    """(A, B) of diffusers' weight `theirs`, joined from our adapters of its ranges.
+
+    0 in ranges without one.
+    """
     parts = parts_of(layouts, theirs)
     sizes = [part.size for part in parts.values()]
     if next(iter(parts.values())).dim == 0:
@@ -350,7 +353,11 @@ def check_config(file: AdapterFile, unsupported: Sequence[str]) -> None:
 
 
 def scale_of(name: str, rank: int, config: Mapping[str, Any], where: str) -> float:
-    """Alpha / rank that a config states for a layer. UserError if it contradicts the tensors."""
+    """The scale in a peft config: lora_alpha / r, with use_rslora lora_alpha / sqrt(r).
+
+    1 without a config. Raises UserError for a bad r or alpha, or an r that is not the tensors'
+    rank.
+    """
     if not config:
         return 1.0
     stated = of_module("r", "rank_pattern", name, config)
@@ -377,7 +384,11 @@ def of_module(key: str, pattern: str, name: str, config: Mapping[str, Any]) -> A
 
 
 def layers_of(file: AdapterFile, found: Counterpart) -> Iterator[tuple[Rows, LayerAdapter, float]]:
-    """Yield the layers of diffusers that an adapter is of, the adapter, and its scale."""
+    """Yield (diffusers' layers that an adapter changes, the adapter, its scale).
+
+    Raises UserError for text-encoder adapters, duplicates, layers that are not linear, or no
+    adapter.
+    """
     by_layer: dict[str, dict[str, str]] = {}
     for name in file.tensors:
         layer, part = adapter_kinds.part_of(name)

@@ -276,7 +276,10 @@ def to_theirs(
 def to_ours(
     layouts: Mapping[str, Same], theirs: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
 ) -> OnDemand:
-    """Our fp32 tensors, computed from theirs on demand. `parameters`: ours on the meta device."""
+    """Our parameters in fp32, converted lazily from the other format's tensors `theirs`.
+
+    `parameters`: ours, on the meta device, for the shapes.
+    """
 
     def get(name: str) -> Tensor:
         parts = (theirs[part].float() for part in needed(layouts[name]))

@@ -51,9 +51,9 @@ def image_rotary(side: SideInputs) -> Float[Tensor, "_ 2 p"]:
 
 
 def predicted(tokens: Float[Tensor, "b _ d"], side: SideInputs) -> Float[Tensor, "b n d"]:
-    """The tokens of the picture, without those of a reference behind them, which are as many.
+    """The first half of the tokens if a reference follows the picture, else all.
 
-    Of a cp rank's slice, too: it holds the same share of both.
+    Also valid on a cp slice, which holds the same share of both.
     """
     if "reference_rotary" not in side:
         return tokens

@@ -108,7 +108,8 @@ class TextToImageConfig(Section):
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Rows and columns of a picture's tokens; of a clip its frames before them."""
+        """(rows, columns) of a picture's tokens; networks of clips return (frames, rows, columns).
+        """
         height, width = self.sides
         return height // self.shape[3], width // self.shape[3]
 

@@ -177,9 +177,10 @@ class Objective:
         return {}
 
     def drawn_specs(self) -> Sequence[ModelSpec]:
-        """The network for shapes of inputs that are drawn with, beside those of the data's buckets.
+        """Specs of the network for input shapes that only sampling uses; () if none.
 
-        Of data in buckets only.
+        Such as other caption lengths. Used with bucketed data only: an executor for each is built
+        on first use.
         """
         return ()
 
@@ -326,6 +327,9 @@ def missing_members(thing: object, protocol: type) -> str:
 
 
 def lacks(model: object, protocol: type) -> str:
-    """Part of a message about a [model] section that does not fit: the members that it lacks."""
+    """Clause ": it has no a, b" of an error, for the members of `protocol` that `model` lacks.
+
+    "" if none.
+    """
     missing = missing_members(model, protocol)
     return f": it has no {missing}" if missing else ""

@@ -210,10 +210,9 @@ def codes_of(bits: str, is_signed: bool, device: torch.device) -> Codes:
     from torchao.optim import subclass_4bit, subclass_8bit
 
     def least(codes: Tensor, values: Tensor) -> Tensor:
-        """Codes of a second moment, of which none but that of 0 stands for 0.
+        """Codes of a second moment in which only an exact 0 gets code 0.
 
-        A weight whose first moment lives longer would take steps of first moment / eps. torchao's
-        table of 4 bits has no 0.
+        A rounded 0 would make the step first moment / eps. torchao's 4-bit table has no 0.
         """
         return codes if is_signed else torch.where(values > 0, codes.clamp(min=1), codes)
 

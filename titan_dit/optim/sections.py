@@ -59,9 +59,9 @@ class OptimizerConfig(Named):
         raise NotImplementedError
 
     def num_moments(self, name: str, shape: Sequence[int]) -> float:
-        """fp32 tensors of a parameter's shape that its state takes as much memory as.
+        """Size of a parameter's optimizer state, in fp32 tensors of its shape (AdamW: 2).
 
-        What cannot fit is refused by it.
+        Memory checks use it.
         """
         return 1
 

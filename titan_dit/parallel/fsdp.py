@@ -133,9 +133,9 @@ def shard_exact(
 ) -> None:
     """Shard the modules of `Model.exact` as one unit, gathered from a forward to its backward.
 
-    A unit has one format, so these cannot be in those of their blocks. Hooks inside of blocks would
-    break compiled ones: the model's forward gathers the unit, and the end of the backward, where
-    FSDP2 reduces what no hook has, its gradients.
+    A unit has one dtype, so these modules cannot join their blocks' units. Hooks inside compiled
+    blocks would break the graph: the model's pre-forward hook gathers the unit, FSDP2's
+    end-of-backward callback reduces its gradients.
     """
     if not (exact := exact_modules(model)):
         return

@@ -218,10 +218,11 @@ def on_shards(
     outputs: int,
     product: Callable[[Tensor], Tensor],
 ) -> DTensor:
-    """A linear layer's `product` of a tp rank's part of `x`, as a DTensor.
+    """Apply `product` to this tp rank's part of `x`; return the output as a DTensor.
 
-    `placement`: that of the weight [outputs, inputs]. Shard(0), column-parallel: a rank has some of
-    the outputs. Shard(1), row-parallel: some of the inputs, and the result is a partial sum.
+    `placement`: of the weight [outputs, inputs]. Shard(0), column-parallel: x replicated, output
+    Shard(-1). Shard(1), row-parallel: x Shard(-1), output Partial. Replicate: both replicated.
+    `outputs`: the global output dim, for uneven shards.
     """
     last = x.ndim - 1
     given: list[Placement] = [Shard(last) if placement == Shard(1) else Replicate()]

@@ -54,12 +54,12 @@ class AxisSizes:
 
     @property
     def data(self) -> int:
-        """Ranks that read different samples."""
+        """Ranks that process different samples: dp_replicate x dp_shard."""
         return self.product("samples")
 
     @property
     def model(self) -> int:
-        """Ranks that work on the same samples."""
+        """Ranks that process the same samples: pp x cp x tp."""
         return self.product("samples", has=False)
 
     @property

@@ -114,7 +114,7 @@ class HostBuffers:
         return buffer
 
     def give(self, buffer: Tensor) -> None:
-        """Take a buffer back. Copies into it start behind those out of it: one stream has both."""
+        """Return a buffer for reuse. No wait: copies in and out run on one stream, in order."""
         self.free.setdefault(buffer.numel(), []).append(buffer)
 
 
@@ -221,9 +221,9 @@ class Offload:
         self.ahead = ahead
         self.link, self.buffers = Link(), HostBuffers()
         self.running: Saved | None = None
-        """That of the block whose forward runs."""
+        """What the block whose forward runs has saved."""
         self.last: weakref.ref[Saved] | None = None
-        """That of the block before it."""
+        """What the last block that began its forward has saved."""
         self.leaving: list[weakref.ref[Saved]] = []
         """Blocks whose copies to the host may be under way."""
         self.arriving: list[weakref.ref[Saved]] = []

@@ -69,7 +69,10 @@ NO_OFFSET = Offset(0.0, 0.0, 0.0)
 
 
 def fastest(trips: Sequence[tuple[int, int, int]]) -> Offset:
-    """The offset by the fastest of (sent, answered on the other clock, received) round trips."""
+    """The clock offset in ns from the round trip with the least delay, taken at its middle.
+
+    `trips`: (sent, answered on the other clock, received).
+    """
     sent, answered, received = min(trips, key=lambda trip: trip[2] - trip[0])
     middle = (sent + received) / 2
     return Offset(middle, answered - middle, received - sent)

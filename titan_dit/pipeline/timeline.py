@@ -596,7 +596,7 @@ def whole(
 
 
 def timeline_lines(timeline: Timeline, suspects: Suspects) -> list[str]:
-    """The whole text."""
+    """Lines of the text file: header, prediction, table, ms per link, suspects."""
     first, last = timeline.first_step, timeline.last_step
     head = (
         f"pipeline timeline, steps {first} to {last}: {len(timeline.ranks)} ranks, "

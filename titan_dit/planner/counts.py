@@ -52,7 +52,10 @@ Line: TypeAlias = Callable[[float, float], float]
 
 
 def interpolated(first: Trace, second: Trace, sizes: tuple[int, int], size: int) -> Trace:
-    """The trace of `size` samples, which may lie beyond `sizes`, those of the two traces."""
+    """The trace of `size` samples, linear in the size, which may lie outside `sizes`.
+
+    `sizes`: samples of the two traces.
+    """
     share = (size - sizes[0]) / (sizes[1] - sizes[0])
 
     def line(one: float, two: float) -> float:

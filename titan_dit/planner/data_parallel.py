@@ -214,7 +214,7 @@ class DataParallel:
     links: Network
     runtime: Runtime
     copies_take_time: bool = True
-    """False: those of [offload] parameters between host and device take none."""
+    """False: copies of [offload] parameters between host and device take no time."""
 
     @cached_property
     def shards(self) -> int:

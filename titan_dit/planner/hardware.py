@@ -227,7 +227,7 @@ def item_hint(hint: Any) -> Any:
 
 
 def missing(key: str, prefix: str) -> str:
-    """The error for a missing key, with the example device's value."""
+    """Error text for a missing key, with the example device's value."""
     example: Any = toml_text.parse(FOLDER / f"{EXAMPLE}.toml")
     if prefix:
         example = example[prefix.strip("[] ")]

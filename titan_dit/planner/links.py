@@ -88,7 +88,7 @@ class Network:
         return self._cost(axis).group
 
     def seconds(self, message: Message) -> float:
-        """Seconds of a message on its group."""
+        """Seconds of a collective or send on its axis's slowest group; 0 on a group of one rank."""
         axis, operation, nbytes = message
         if axis == "pp" and operation == "send":
             stages = range(self.sizes.pp - 1)

@@ -213,16 +213,17 @@ class KeptBlocks:
         each = [kind for kind, count in blocks for _ in range(count)]
         self.count, self.ahead = len(each), ahead or 0
         self.whole = [0.0, *accumulate(counts.blocks[kind].kept for kind in each)]
-        """Bytes of the first blocks."""
+        """[i]: bytes of the first i blocks."""
         self.moved = [0.0, *accumulate(moved[kind] for kind in each)]
-        """Those of them that are copied to the host."""
+        """[i]: bytes of the first i blocks that [offload] copies to the host."""
 
     def before(self, number: int) -> float:
-        """Bytes of the blocks before block `number` while it runs; of the head, their count."""
+        """Bytes of the blocks before block `number` while it runs; `number` = `count` is the head.
+        """
         return self.whole[number] - self.moved[max(0, number - self.ahead)]
 
     def during(self, number: int) -> float:
-        """These and the block's own."""
+        """`before`, with the block's own bytes."""
         return self.before(number) + self.whole[number + 1] - self.whole[number]
 
     @property
@@ -442,7 +443,10 @@ def highest_of_schedule(
 
 @lru_cache(maxsize=4096)
 def exceeded(schedule: str, pp: int, microbatches: int, virtual_stages: int) -> tuple[bool, ...]:
-    """By pipeline rank: True if the rank before it never holds less."""
+    """Per pipeline rank: True if each of its highest states is covered by one of the rank before.
+
+    The memory of such a rank need not be computed.
+    """
     flights = highest_of_schedule(schedule, pp, microbatches, virtual_stages)
     return tuple(
         rank > 0 and all(any(_is_above(other, own) for other in flights[rank - 1]) for own in each)
@@ -1023,7 +1027,10 @@ def in_flight(plan: RunPlan) -> tuple[tuple[tuple[InFlight, ...], ...], tuple[fl
 
 
 def exceeded_ranks(plan: RunPlan) -> frozenset[int]:
-    """Pipeline ranks that never hold more than the rank before; empty for an order from a file."""
+    """Pipeline ranks that never hold more than the rank before.
+
+    Empty for an order from a file and for a run-time order.
+    """
     if plan.order_of_file is not None or plan.decides_at_run_time:
         return frozenset()
     order = plan.pipeline.schedule, plan.sizes.pp, plan.num_microbatches
@@ -1060,7 +1067,7 @@ class DeviceMemory:
 
 
 def on_device(held: Mapping[StorageKind, float]) -> float:
-    """The sum of a rank's bytes that are in the memory of its device."""
+    """Bytes in device memory: the sum of `held` without HOST."""
     return sum(size for kind, size in held.items() if kind is not StorageKind.HOST)
 
 

@@ -175,7 +175,7 @@ def round_of(plan: RunPlan) -> int:
 def program(
     schedule: str, num_ranks: int, virtual_stages: int, num_microbatches: int
 ) -> tuple[CompiledAction, ...]:
-    """The compiled order of a schedule; cached, because a search plays it with many times."""
+    """The compiled order of a schedule. Cached: a search replays it with many durations."""
     return compiled(
         pipeline_order(
             schedule,

@@ -158,11 +158,12 @@ def floor_of(busy: Busy, candidate: Candidate, model: RunPlan) -> float:
 
 
 def least_bytes(counts: Counts, coarse: Candidate, fine: Candidate, model: RunPlan) -> float:
-    """Lower bound of the first pipeline rank's bytes: its weights, and what forward keeps.
+    """Lower bound of the device bytes of the first pipeline rank.
 
-    The counts are those of a coarser split with the same recomputation. In a pipeline FSDP
-    keeps the gathered weights. Except in V-shaped schedules, the first rank begins with a
-    forward for each rank.
+    The sum of fp32 weights, sharded (none with [offload] parameters), and the activations of
+    min(pp, microbatches) forwards, of one in V-shaped schedules. With pp > 1 and FSDP also the
+    gathered weights, unless float8, and with more microbatches than pp, not V-shaped, as many bytes
+    of unreduced gradients. `counts`: of the coarser split `coarse` with the same recomputation.
     """
     blocks = counts.blocks.values()
     # Of several kinds, the first stage may hold any number.

@@ -298,7 +298,10 @@ class Transport:
         return any(ready.get(peer.socket.fileno(), 0) & select.POLLIN for peer in self.watched)
 
     def stir(self) -> bool:
-        """Read all notices, send what can go; True if a message has arrived or gone. No waiting."""
+        """Read notices, send messages that have credit, collect arrivals. Never blocks.
+
+        True if any message arrived or left.
+        """
         for peer in self.watched:
             peer.write()
         for peer in self.peers.values():
@@ -337,7 +340,7 @@ class Transport:
             self.go_on()
 
     def go_on(self) -> None:
-        """Sleep unless something has arrived or gone."""
+        """Make progress once; if nothing arrived or left, wait for a notice."""
         if not self.stir():
             self.sleep(math.inf)
 
