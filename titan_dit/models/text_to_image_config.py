@@ -108,8 +108,7 @@ class TextToImageConfig(Section):
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """(rows, columns) of a picture's tokens; networks of clips return (frames, rows, columns).
-        """
+        """(rows, columns) of a picture's tokens; of a clip's (frames, rows, columns)."""
         height, width = self.sides
         return height // self.shape[3], width // self.shape[3]
 

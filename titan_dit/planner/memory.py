@@ -218,7 +218,7 @@ class KeptBlocks:
         """[i]: bytes of the first i blocks that [offload] copies to the host."""
 
     def before(self, number: int) -> float:
-        """Bytes of the blocks before block `number` while it runs; `number` = `count` is the head.
+        """Bytes of the blocks before block `number` while it runs; `number` == `count`: the head.
         """
         return self.whole[number] - self.moved[max(0, number - self.ahead)]
 
