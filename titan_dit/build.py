@@ -359,7 +359,7 @@ def executor_of(
         executor = SlicedExecutor(executor, mesh.axis("cp"), dims, slicing)
     executor.sum_over_data, executor.spec = mesh.sum_over_data, spec
     if plan.repa.block:
-        executor.with_side_losses = partial(repa.weighted, plan.repa)
+        executor.with_side_inputs = partial(repa.weighted, plan.repa)
     return executor
 
 

@@ -106,10 +106,11 @@ class Executor(ABC):
     score: Callable[[TokenLoss, Output, Prepared], Scored] = staticmethod(scored)
     """`scored` as training calls it; compiled with [compile] objective."""
 
-    with_side_losses: Callable[[Prepared, Tensor | None], Prepared] = staticmethod(
+    with_side_inputs: Callable[[Prepared, Tensor | None], Prepared] = staticmethod(
         lambda prepared, loss_scale: prepared
     )
-    """Add what the objective's modules in the model take, given a step's batch and `loss_scale`."""
+    """Add the context that the objective's modules in the model need, given a batch and
+    `loss_scale`."""
 
     notes: Sequence[str] = ()
     """Console lines about the executor, such as its transport."""
@@ -127,7 +128,7 @@ class Executor(ABC):
             # A tensor: reading it would synchronise. In fp64: fp32 counts only to 16.7 million.
             total = self.sum_over_data(prepared.weight.sum(dtype=torch.float64))
             prepared = replace(prepared, total_tokens=total)
-        return self.run(self.with_side_losses(prepared, loss_scale), loss_scale)
+        return self.run(self.with_side_inputs(prepared, loss_scale), loss_scale)
 
     def for_inputs(self, inputs: Tensors) -> Executor:
         """The executor that runs such inputs."""
@@ -341,7 +342,7 @@ class SlicedExecutor(Executor):
 
     def run(self, prepared: Prepared, loss_scale: Tensor | None = None) -> Tensor:
         """See `Executor.step`: the loss is this slice's share."""
-        return self.inner.step(self.sliced(prepared), loss_scale)
+        return self.inner.run(self.sliced(prepared), loss_scale)
 
     def predict(self, inputs: Tensors, static: Tensors, context: Tensors = NOTHING) -> Tensor:
         """See `Executor.predict`. Predictions are all-gathered over cp."""

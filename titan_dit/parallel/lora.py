@@ -182,10 +182,10 @@ def update(x: Tensor, a: Tensor, b: Tensor, scale: float, drop: Drop) -> Tensor:
     """Return scale * (x A.T) B.T, for whole tensors or for a tp rank's shards."""
     if isinstance(a, DTensor) and isinstance(b, DTensor):
         return sharded(x, a, b, scale, drop)
-    return plain(drop(x, 0), a, b, scale)
+    return low_rank_product(drop(x, 0), a, b, scale)
 
 
-def plain(
+def low_rank_product(
     x: Float[Tensor, "*n i"], a: Float[Tensor, "r i"], b: Float[Tensor, "o r"], scale: float
 ) -> Float[Tensor, "*n o"]:
     """Return scale * (x A.T) B.T."""
@@ -193,7 +193,10 @@ def plain(
 
 
 def sharded(x: Tensor, a: DTensor, b: DTensor, scale: float, drop: Drop) -> DTensor:
-    """`plain` on a tp rank's parts. `x` and the result are DTensors, placed as the layer's."""
+    """`low_rank_product` on a tp rank's parts.
+
+    `x` and the result are DTensors, placed as the layer's.
+    """
     grads: dict[str, Any] = {"a": [Replicate()], "b": [Replicate()]}
     placement: Placement = Replicate()
     first = 0
@@ -206,7 +209,7 @@ def sharded(x: Tensor, a: DTensor, b: DTensor, scale: float, drop: Drop) -> DTen
     own_b = b.to_local(grad_placements=grads["b"])
 
     def product(own: Tensor) -> Tensor:
-        return plain(drop(own, first), own_a, own_b, scale)
+        return low_rank_product(drop(own, first), own_a, own_b, scale)
 
     return on_shards(x, a.device_mesh, placement, b.shape[0], product)
 

@@ -218,8 +218,7 @@ class KeptBlocks:
         """[i]: bytes of the first i blocks that [offload] copies to the host."""
 
     def before(self, number: int) -> float:
-        """Bytes of the blocks before block `number` while it runs; `number` == `count`: the head.
-        """
+        """Bytes of the blocks before block `number` while it runs; `count` stands for the head."""
         return self.whole[number] - self.moved[max(0, number - self.ahead)]
 
     def during(self, number: int) -> float:

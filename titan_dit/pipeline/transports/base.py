@@ -260,12 +260,12 @@ class Transport:
         outgoing.sender.made(message.microbatch)
         outgoing.waiting.append((message.microbatch, whole))
         if not outgoing.push():  # Its credit may be here, unread.
-            self.stir()
+            self.poll()
 
     def arrived(self) -> list[Action]:
         """Posted messages that have come in since the last call; sends what can go. No waiting."""
         if not self.fresh:
-            self.stir()
+            self.poll()
         found, self.fresh = self.fresh, []
         return found
 
@@ -277,7 +277,7 @@ class Transport:
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self.fresh:
             left = deadline - time.monotonic()
-            if left <= 0 or self.sleep(left) or self.stir():
+            if left <= 0 or self.sleep(left) or self.poll():
                 return
 
     def sleep(self, seconds: float) -> bool:
@@ -297,7 +297,7 @@ class Transport:
         ready = dict(poll.poll(None if seconds == math.inf else seconds * 1e3))
         return any(ready.get(peer.socket.fileno(), 0) & select.POLLIN for peer in self.watched)
 
-    def stir(self) -> bool:
+    def poll(self) -> bool:
         """Read notices, send messages that have credit, collect arrivals. Never blocks.
 
         True if any message arrived or left.
@@ -325,7 +325,7 @@ class Transport:
         """The tensors of a posted message; waits for it if it has not arrived."""
         assert message in self.posted, f"{message} was not posted"
         while message not in self.here:
-            self.go_on()
+            self.wait_for_progress()
         self.here.remove(message)
         self.posted.remove(message)
         return self.receivers[self.lane_of(message)].take(message.microbatch)
@@ -333,15 +333,15 @@ class Transport:
     def flush(self) -> None:
         """Wait until everything sent has left. At the end of a pass, before any collective."""
         while any(out.waiting for out in self.outgoing.values()):
-            self.go_on()
+            self.wait_for_progress()
         for out in self.outgoing.values():
             out.sender.flush()
         while any(peer.has_backlog for peer in self.peers.values()):
-            self.go_on()
+            self.wait_for_progress()
 
-    def go_on(self) -> None:
+    def wait_for_progress(self) -> None:
         """Make progress once; if nothing arrived or left, wait for a notice."""
-        if not self.stir():
+        if not self.poll():
             self.sleep(math.inf)
 
     def close(self) -> None:
