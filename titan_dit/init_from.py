@@ -253,7 +253,7 @@ def check_trained(
 
 
 def text_in(data: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the embeddings of captions mean; None without any, and if it was not recorded."""
+    """Facts of the text encoder of a checkpoint's data; None without one, or if not recorded."""
     text = data.get("text")
     if not text or not text["kind"]:
         return None

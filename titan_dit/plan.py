@@ -214,7 +214,7 @@ class RunPlan:
 
     @cached_property
     def runtime(self) -> Runtime:
-        """What runs the pipeline, and why. Raises UserError if [pipeline] runtime cannot."""
+        """The executor of the pipeline, and why. Raises UserError if [pipeline] runtime cannot."""
         # Lazy import: of torch.distributed.pipelining.
         from titan_dit.pipeline.runtimes import choose
 
@@ -273,7 +273,8 @@ class RunPlan:
 def resolve(config: JobConfig, world_size: int, resuming: bool = False) -> RunPlan:
     """The plan of a run on `world_size` ranks; `resuming`: see `RunPlan`.
 
-    Of data in buckets the plan of the largest one, which [model] describes: see `with_buckets`.
+    With data in buckets this is the plan of the largest one, which [model] describes: see
+    `with_buckets`.
     """
     sizes = solve(config.parallel, world_size, resuming)
     spec = config.objective.model_spec(config.model)

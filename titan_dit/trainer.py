@@ -61,7 +61,10 @@ if TYPE_CHECKING:
 
 
 class HandedOn(NamedTuple):
-    """What a stage leaves in its process for the next one; the rest is in its checkpoint."""
+    """Objects that a stage leaves in its process for the next one.
+
+    All else is in its checkpoint.
+    """
 
     mesh: Mesh
     stop: StopRequest

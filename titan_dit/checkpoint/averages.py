@@ -73,7 +73,7 @@ class Snapshots(Checkpoints):
         )
 
     def forget_after(self, step: int) -> None:
-        """Delete the snapshots after `step`, from which the run goes on. Collective.
+        """Delete the snapshots after `step`, at which the run resumes. Collective.
 
         Raises UserError on every rank if one cannot be deleted: it would count as a snapshot of the
         repeated steps.

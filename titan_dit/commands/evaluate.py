@@ -60,7 +60,7 @@ from titan_dit.validation.validation_set import PREFIX, ValidationSet, losses, o
 
 ALL = "all"
 AS_DATA = "the captions of the data"
-"""What results say of the labels of a run that takes captions."""
+"""Value of `labels` in the results of a run that takes captions."""
 DRAWS = "evaluation"
 """Name of the drawn pictures, if no output is named."""
 

@@ -720,14 +720,14 @@ class PredictFlags(Flags):
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
     input: Annotated[FilePath, Aliases("--inputs")]
     """FILE.safetensors with `x` [b, c, h, w], `t` [b] (0-based timesteps, as in the original) and
-    `y` [b] (labels; -1 or the number of classes is unconditional), or of a network that takes
-    captions `text` [b, m, d] and `text_length` [b]. With `noise` of x's shape, x is
-    the clean latents, and the objective computes the network's noisy input at t. Of a language
-    model `tokens` [b, n], n up to sequence_length; of a BERT also `types` [b, n], else 0, and
-    after training on pairs `lengths` [b], else n."""
+    `y` [b] (labels; -1 or the number of classes is unconditional). A network that takes captions
+    has `text` [b, m, d] and `text_length` [b] in place of `y`. With `noise` of x's shape, x is the
+    clean latents, and the objective computes the network's noisy input at t. A language model has
+    `tokens` [b, n], n up to sequence_length; a BERT also `types` [b, n], else 0, and after training
+    on pairs `lengths` [b], else n."""
     out: OutputPath
     """FILE.safetensors for `out` [b, c_out, h, w], the prediction and then any learned sigma. With
-    `noise`, also the loss per sample and its terms, `loss_mse`, ... [b]. Of a language model the
+    `noise`, also the loss per sample and its terms, `loss_mse`, ... [b]. A language model gives the
     logits [b, n, vocabulary]."""
     weights: Literal["ema", "model"] = "ema"
     """EMA or model (non-averaged) weights."""
@@ -794,7 +794,7 @@ class CommonFlags(Flags):
     of each prompt, or 1 text."""
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Pictures: the caption to draw; give it again for more. "" is the empty prompt. Text: what to
-    continue. Empty begins a document. Of a run without a tokenizer, token ids."""
+    continue. Empty begins a document. Token ids if the run has no tokenizer."""
     seed: Annotated[int, Bound(least=0, below=2**63)] = 0
     """Sample i depends only on (seed, i), not on the batch size."""
     step: NonNegativeInt | None = None
@@ -852,7 +852,7 @@ class PictureFlags(DrawingFlags, CommonFlags):
 
     noise: FilePath | None = None
     """FILE.safetensors with the initial `noise` [n, c, h, w] and `labels` [n] (-1 or the number of
-    classes is unconditional); replaces --num, --labels and the seed's noise. Of a network that
+    classes is unconditional); replaces --num, --labels and the seed's noise. For a network that
     takes captions `noise` alone, n as many as --num of each prompt."""
     prompts: FilePath | None = None
     """Text file of captions to draw, one per line, UTF-8; a blank line is refused."""

@@ -336,9 +336,9 @@ def described(job: Job) -> str:
 
 
 def hint_of_units(job: Job) -> str | None:
-    """A console warning if the latents may have been scaled before they were stored.
+    """Console warning if the latents may have been scaled before they were stored, else None.
 
-    It decodes stored latents. Those of fast-DiT are scaled already, and no manifest says so.
+    It decodes stored latents. The latents of fast-DiT are scaled already, and no manifest says so.
     """
     data, vae = job.diffusion.data, job.vae
     if vae is None or data.vae or (data.scale, data.shift) != (1.0, 0.0):

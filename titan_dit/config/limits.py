@@ -36,7 +36,7 @@ def advice(flag: str = "") -> str:
 
 
 def fix(found: int, limit: int) -> str:
-    """What to do about data of size `found` above `limit`, which is `raised`."""
+    """Advice for an error about data of size `found` above `limit`, which is `raised`."""
     factor = -(-found * raised(1) // max(1, limit))
     if factor > MOST:
         return "Correct it."

@@ -179,13 +179,13 @@ class TextFacts:
     """The hidden state: 0 is the token embeddings; that of the last layer is the encoder's output,
     with its final norm. Several lie side by side in a token's embedding."""
     template: str
-    """What the encoder reads, with {} for the caption."""
+    """Text that the encoder reads, with {} for the caption."""
     width: int
     """Elements of a token's embedding."""
     tokens: int
     """Maximum tokens of a caption with its template; samples are padded to it."""
     padding: Padding = "removed"
-    """What is behind a caption's last token."""
+    """Treatment of the padding behind a caption's last token."""
     dtype: str = "float16"
     """Dtype of the stored embeddings; ONLINE if token ids are stored."""
     null: str = ""
@@ -321,8 +321,8 @@ class LatentFacts(DataFacts):
     text: TextFacts | None = None
     """The encoder of the captions; None if no embeddings are stored."""
     text_digest: str = ""
-    """SHA-256 of the embeddings' contents; `digest` is that of the latents and labels alone, so
-    that a run on labels goes on when captions are added."""
+    """SHA-256 of the embeddings' contents. `digest` is of the latents and labels alone, so that a
+    run on labels resumes when captions are added."""
     text_source: str = ""
     """Folder or name of the text encoder when the captions were encoded; "" if not known."""
     repeats: tuple[int, ...] = ()
@@ -332,7 +332,7 @@ class LatentFacts(DataFacts):
     condition_dropouts: tuple[float | None, ...] = ()
     """Dropout of each dataset's conditions; None for that of [objective]."""
     reference: ReferenceFacts | None = None
-    """What the field `reference` holds; None without references."""
+    """Description of the field `reference`; None without references."""
     mask_mean: float | None = None
     """Mean of all masks, 0 to 255: the field `mask` weighs the loss. None without masks."""
 

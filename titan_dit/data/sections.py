@@ -193,7 +193,7 @@ class Latents(DataConfig):
     def bucket_counts(self, text_multiple: int = 0) -> Mapping[BucketShape, int]:
         """See `DataConfig.bucket_counts`; reads the manifests, and the lengths of captions.
 
-        Of several datasets the samples of an epoch, without regard to held-out rows.
+        For several datasets the counts are samples of an epoch, held-out rows included.
         """
         from titan_dit.data.latent_facts import clip_of
         from titan_dit.data.manifest import SHARD_FORMATS, read_json, read_manifest

@@ -73,8 +73,8 @@ class Awaited(dist.Work):
 def await_sends(p2p: P2PGroups) -> None:
     """Make the works of sent messages report their completion.
 
-    Those of gloo and of the fake process group never do, so all sent tensors would be held until
-    the end of a pass. NCCL's do, once the receiver has got the message.
+    The works of gloo and of the fake process group never do, so all sent tensors would be held
+    until the end of a pass. NCCL's do, once the receiver has got the message.
     """
     send: Any = p2p.send
 
@@ -103,7 +103,7 @@ class RankReport:
     idle: float
     """Pipeline bubble: share of the step spent waiting for other stages, in the planned order."""
     notes: tuple[str, ...] = ()
-    """What a run says of its layers."""
+    """Console lines of a run about its layers."""
 
 
 @dataclass(frozen=True)

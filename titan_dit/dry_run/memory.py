@@ -49,7 +49,7 @@ class StorageKind(StrEnum):
     TEMPORARY = "temporary"
     """Allocated in backward, recomputation, the optimizer or the EMA."""
     HOST = "host"
-    """What [offload] holds in host memory; no device memory."""
+    """Tensors that [offload] holds in host memory; no device memory."""
 
 
 STATE = (

@@ -1,9 +1,8 @@
-"""What the tensors of one layer in a file of adapters do to its weight W.
+"""The change that the tensors of one layer in an adapter file make to its weight W.
 
 LoRA (arXiv:2106.09685) adds scale B A; LoKr (LyCORIS, arXiv:2309.14859) scale w1 x w2, a Kronecker
 product; LoHa (arXiv:2108.06098) scale (w1_a w1_b) * (w2_a w2_b), element by element. The scale is
 alpha / rank. DoRA (arXiv:2402.09353) then gives each row, or each column, of the sum a norm.
-
 `low_rank` has the same effect as A and B, where there are such. `merged` is exact for all kinds.
 """
 
@@ -143,7 +142,7 @@ class LayerAdapter:
         return value / self.rank
 
     def change(self, device: str = "cpu") -> Float64[Tensor, "o i"]:
-        """What is added to the weight, before the scale and DoRA's norms."""
+        """The change of the weight, before the scale and DoRA's norms."""
         parts = {name: tensor.to(device).double() for name, tensor in self.parts.items()}
         if A in parts:
             return parts[B] @ parts[A]

@@ -276,7 +276,8 @@ class TextToImage(Counterpart):
 
     config: TextToImageConfig
     prompts: ClassVar[Prompts | None] = None
-    """None: the facts of an import's text encoder are placeholders."""
+    """The pipeline's embedding of prompts; None if the facts of an import's text encoder are
+    placeholders."""
     direction: ClassVar[str]
     """[objective] direction of the released weights."""
     by_tokens: ClassVar[str] = "exponential"
@@ -344,7 +345,10 @@ class TextToImage(Counterpart):
         return objective | shift_of(given, self.by_tokens)
 
     def facts(self, vae: Autoencoder | None, scale: float | None) -> LatentFacts:
-        """See `Counterpart.facts`. Those of the text encoder are placeholders, see `text_of`."""
+        """See `Counterpart.facts`. The text encoder's facts are placeholders, see `text_of`.
+
+        Raises UserError if the autoencoder has other channels than the network.
+        """
         c = self.config.in_channels
         if vae is not None and vae.channels != c:
             raise UserError(

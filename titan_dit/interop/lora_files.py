@@ -75,7 +75,7 @@ class AdapterFile(NamedTuple):
 
     tensors: Mapping[str, Tensor]
     config: Mapping[str, Any]
-    """Of peft; {} without one."""
+    """peft's config; {} without one."""
     where: str
     """Its name, for messages."""
 

@@ -99,7 +99,7 @@ class RowsOfQKV(Same):
 class SplitQKV(Same):
     """Linear layers of queries, keys and values; ours is one of outputs [heads, 3, head_dim].
 
-    Of keys and values alone for two names.
+    With two names: of keys and values alone.
     """
 
     heads: int

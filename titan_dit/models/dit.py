@@ -28,7 +28,10 @@ from titan_dit.models.layers import (
 
 
 class Embed(nn.Module):
-    """Inputs to the stream: tokens [b, n, d], and SiLU of the embedding [b, d] of timestep and label."""
+    """Inputs to the stream: tokens [b, n, d] and the embedding [b, d], after its SiLU.
+
+    The embedding is of timestep and label.
+    """
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()

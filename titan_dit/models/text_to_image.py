@@ -1,4 +1,4 @@
-"""What networks that take captions share: how they are put together from their parts."""
+"""The assembly of networks that take captions, from their embed, blocks and head."""
 
 from __future__ import annotations
 

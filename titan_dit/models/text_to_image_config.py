@@ -1,4 +1,4 @@
-"""What the [model] sections of networks that take captions share. Imports torch late.
+"""Base class of the [model] sections of networks that take captions. Imports torch late.
 
 In most of them caption and picture are two tensors of tokens in the stream, which attention joins:
 context and sequence parallelism slice each by itself.

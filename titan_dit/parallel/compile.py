@@ -1,7 +1,6 @@
-"""torch.compile: block by block, and of the objective.
+"""torch.compile: block by block, and `prepare` and the loss of the objective in training.
 
-All blocks share one graph, so it is compiled once. Of the objective `prepare` and the loss in
-training.
+All blocks share one graph, so it is compiled once.
 """
 
 from __future__ import annotations

@@ -165,8 +165,8 @@ def units(blocks: Sequence[nn.Module], size: int | None) -> list[list[nn.Module]
     """Consecutive blocks, `size` to a unit; None takes sizes that double from 1 up to LARGEST_UNIT.
 
     The first all-gather of a step and its last reduce-scatter overlap with no work. Both belong to
-    the first unit, so it is the smallest. Those of later units overlap with the work on the units
-    before them.
+    the first unit, so it is the smallest. The collectives of later units overlap with the work on
+    the units before them.
     """
     largest = max((count_parameters(block) for block in blocks), default=1)
     ends = itertools.accumulate(unit_sizes(len(blocks), largest, size), initial=0)

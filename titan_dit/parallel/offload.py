@@ -87,7 +87,7 @@ class Link:
 
 
 def wait(event: torch.cuda.Event | None) -> None:
-    """Let the current stream wait for a copy; the host goes on."""
+    """Let the current stream wait for a copy, without blocking the host."""
     if event is not None:
         torch.cuda.current_stream().wait_event(event)
 
@@ -163,7 +163,7 @@ class Storage:
 
 
 class Saved:
-    """What one call of a block saves. Autograd's handles keep it alive."""
+    """The tensors that one call of a block saves. Autograd's handles keep it alive."""
 
     def __init__(self, state: Offload, before: Saved | None, stays: set[int]) -> None:
         """`before`: that of the block before it. `stays`: storages to leave alone, by address."""
@@ -221,9 +221,9 @@ class Offload:
         self.ahead = ahead
         self.link, self.buffers = Link(), HostBuffers()
         self.running: Saved | None = None
-        """What the block whose forward runs has saved."""
+        """Saved tensors of the block whose forward runs."""
         self.last: weakref.ref[Saved] | None = None
-        """What the last block that began its forward has saved."""
+        """Saved tensors of the last block that began its forward."""
         self.leaving: list[weakref.ref[Saved]] = []
         """Blocks whose copies to the host may be under way."""
         self.arriving: list[weakref.ref[Saved]] = []
@@ -262,7 +262,10 @@ class Offload:
             one.leave()
 
     def use(self, saved: Saved) -> None:
-        """The backward of a block begins or goes on: fetch it and the blocks before it."""
+        """Fetch a block's tensors and those of the `ahead` blocks before it.
+
+        Called in its backward.
+        """
         if self.arriving and self.arriving[0]() is saved:
             return
         wanted = [saved]
@@ -283,7 +286,7 @@ class Offload:
 
 
 def alive(references: Iterable[weakref.ref[Saved]]) -> list[Saved]:
-    """What still exists of these."""
+    """The referenced objects that still exist."""
     return [found for reference in references if (found := reference()) is not None]
 
 

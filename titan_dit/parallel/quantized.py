@@ -79,7 +79,7 @@ def product_of(codes: WeightCodes) -> Callable[[Tensor, Tensor, Tensor | None], 
 
 
 def part_of_bias(bias: Tensor | None, placement: Placement, ranks: int) -> Tensor | None:
-    """What a tp rank adds to its product: its outputs' bias, or its share of a sum over ranks."""
+    """The bias in a tp rank's product: its outputs' part, or its share of a sum over ranks."""
     if not isinstance(bias, DTensor):
         return bias
     if placement == Shard(1):

@@ -62,7 +62,7 @@ class Messages(Protocol):
 
 
 class Microbatches(NamedTuple):
-    """What a pass computes."""
+    """The inputs of a pass, and the function of its outputs."""
 
     inputs: Sequence[Mapping[str, Tensor]]
     """Inputs of the first stage, by microbatch."""

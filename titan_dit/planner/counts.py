@@ -212,9 +212,9 @@ class Rehearsals:
         return *split_key(plan), plan.precision, self.in_float8(plan)
 
     def in_float8(self, plan: RunPlan) -> frozenset[str]:
-        """Names of the linears in float8, which depend on the tokens of a microbatch.
+        """Names of the linears in float8 in one block of each kind.
 
-        Those of one block of each kind.
+        They depend on the tokens of a microbatch.
         """
         precision, size = plan.precision, plan.microbatch_size
         if precision.float8 == "off":

@@ -91,11 +91,11 @@ class Device:
     launch_us: NonNegativeFloat
     """Host time of one kernel."""
     host_gb_per_s: NonNegativeFloat = 0.0
-    """What copies between a GPU and pinned memory of its host reach, in each direction; 0: not
+    """Bandwidth of copies between a GPU and its host's pinned memory, in each direction; 0: not
     known, and [offload] has no price."""
     host_memory_gb_per_s: NonNegativeFloat = 0.0
-    """What the CPUs of a node reach of the bandwidth of its memory, bytes read plus written. A full
-    node's ranks share it evenly. 0: not known, and [offload] parameters has no price."""
+    """Measured memory bandwidth of a node's CPUs, bytes read plus written. A full node's ranks
+    share it evenly. 0: not known, and [offload] parameters has no price."""
     efficiency: Efficiency
     overhead: Overhead
     error: Fraction

@@ -66,10 +66,10 @@ class MeasuredStep:
 
 
 def measured_run(run: Path, flag: str = "--run", trust: bool = False) -> MeasuredStep:
-    """The steps of a run: the median over its rows. UserError, with `flag`, without metrics.
+    """The median step of a run's rows; of a run resumed on other ranks, of the rows since then.
 
-    Of a run that was resumed on other ranks, those since then. `trust`: import the modules that its
-    config names.
+    `trust`: import the modules that its config names. Raises UserError, with `flag`, without
+    metrics.
     """
     tables_file, metrics_file = run / run_files.CONFIG, run / run_files.METRICS
     if not tables_file.is_file():

@@ -48,7 +48,8 @@ class OptimizerState:
     embed: float = 2.0
     """Tensors of the optimizer per trained element of embed; AdamW has two."""
     block: float = 2.0
-    """That of the blocks; the mean if they are of several kinds."""
+    """Tensors of the optimizer per trained element of the blocks; the mean if they are of several
+    kinds."""
     head: float = 2.0
     averages: int = 0
     """Number of EMAs; each holds all elements."""
@@ -201,9 +202,9 @@ class Sharding:
 
 
 class KeptBlocks:
-    """What consecutive blocks keep of a microbatch on the device, in bytes.
+    """Bytes that consecutive blocks keep of a microbatch on the device.
 
-    With [offload] activations those of `ahead` blocks and the running one are there, see
+    With [offload] activations the tensors of `ahead` blocks and of the running one are there, see
     `parallel.offload`. A block saves its input, which `Part.kept` counts for the part before it:
     embed keeps as much as the first of these blocks saves.
     """
@@ -583,7 +584,7 @@ class StageParts:
 
     @cached_property
     def of_blocks(self) -> KeptBlocks:
-        """What its blocks keep of a microbatch."""
+        """Bytes that its blocks keep of a microbatch."""
         return KeptBlocks(self.counts, self.blocks, self.ahead)
 
     @cached_property

@@ -188,7 +188,8 @@ class Part:
     tensors: int
     """Parameter tensors."""
     on_host: Work = field(default_factory=Work)
-    """What of `update` the host does with [offload] parameters: clipping, optimizer, EMA."""
+    """Part of `update` that runs on the host with [offload] parameters: clipping, optimizer,
+    EMA."""
     allocated: AllocatedBytes | None = None
     """Bytes at every moment, whose maxima the peaks are; None if not known."""
     quantized: float = 0.0

@@ -59,7 +59,7 @@ class DrawsPictures(Protocol):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What draws pictures, the feature network, and the features of the reference."""
+    """Scores drawn pictures: by the feature network, against the features of the reference."""
 
     objective: DrawsPictures
     config: FIDConfig

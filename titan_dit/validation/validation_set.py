@@ -171,7 +171,7 @@ def open_set(
 def check_alike(where: str, other: Source, source: Source) -> None:
     """Raise UserError unless fields, units and classes equal the training data's.
 
-    Of data in buckets some buckets are enough, and its captions may be shorter.
+    Data in buckets may have only some of the buckets, and shorter captions.
     """
     ours, its = fields_by_bucket(source), fields_by_bucket(other)
     several = len(ours) > 1
@@ -268,7 +268,7 @@ def losses(
 ) -> dict[str, float]:
     """Mean loss over all rows, the objective's summary, and the losses of evaluations and terms.
 
-    Of data in buckets also the loss of each. Each data rank evaluates its share of a bucket in
+    For data in buckets also the loss of each. Each data rank evaluates its share of a bucket in
     batches of at most its size in `batch_sizes`, by the bucket's name. Sample i has sample number
     i, so its random draws are the same every time and in every layout. `alive` is called after each
     batch.

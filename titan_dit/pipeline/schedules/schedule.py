@@ -166,7 +166,7 @@ def channels(order: Order, stage_ranks: Sequence[int]) -> Channels:
 
 
 class Call(NamedTuple):
-    """What a rank's host does next in a step."""
+    """One call of a rank's host in a step."""
 
     what: Literal["run", "receive", "send"]
     """Compute an action; post the receive of a message; send one."""

@@ -374,7 +374,10 @@ LONGEST = 200
 
 @lru_cache(maxsize=8)
 def from_file(file: OrderFile) -> ScheduleClass:
-    """What makes the schedule that runs the order of a file, with its messages if it has them."""
+    """Return a function that makes torch's schedule of a file's order.
+
+    With its messages, if the file has them.
+    """
     rows = file.cells
     if file.has_messages and hasattr(torch_schedules, "WAIT_SEND_F"):  # New in torch 2.15.
         sends = ([cell for cell in row if "SEND" in cell] for row in rows)

@@ -209,10 +209,10 @@ class Transport:
         ends: list[Sender | Receiver] = [*senders.values(), *receivers.values()]
         idle = Sender.progress, Receiver.progress
         self.working = [end for end in ends if type(end).progress not in idle]
-        """Ends that must be called to go on."""
+        """Ends whose copies progress only while they are called."""
         self.every = ends
         self.stream: Stream | None = None
-        """The tensors between two stages; None: those of the start."""
+        """The tensors between two stages; None before the first `use`."""
         names = {(e.lane.kind, e.lane.stage): i for i, e in self.ends().items()}
         self.names: dict[tuple[Kind, int], int] = names
         self.posted: set[Action] = set()
