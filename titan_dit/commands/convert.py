@@ -127,7 +127,7 @@ def write_adapter(target: Path, run: SavedNetwork, options: ConvertFlags) -> Non
 
 
 def check_target(target: Path, form: str | None) -> None:
-    """Refuse an --out that is no file or folder as the format of adapters has."""
+    """Raise UserError for an --out that is no file or folder as the format of adapters has."""
     is_file = target.suffix == ".safetensors"
     if form in FILE_FORMATS and not is_file:
         raise UserError(
@@ -141,7 +141,10 @@ def check_target(target: Path, form: str | None) -> None:
 
 
 def check_base(source: str, run: SavedNetwork, given: Mapping[str, Any]) -> None:
-    """Refuse adapters of a run whose other weights are not those of `given`, its [checkpoint]."""
+    """Raise UserError for adapters of a run whose other weights are not those of its `init`.
+
+    `given`: its [checkpoint] table.
+    """
     whole = "Export the whole network, without --format."
     if changed := given.get("reinitialize"):
         raise UserError(
@@ -820,7 +823,7 @@ def kind_of(source: Location) -> Kind:
 
 
 def check_flags(options: ConvertFlags, flags: tuple[str, ...], use: str) -> None:
-    """Refuse the flags of another use."""
+    """Raise UserError for the flags of another use."""
     for name in FLAGS:
         if getattr(options, name) not in (None, False, "") and name not in flags:
             raise UserError(f"--{name.replace('_', '-')} is not a flag of {use}. Leave it out.")

@@ -88,7 +88,7 @@ def main(options: EmaFlags) -> None:
 
 
 def check_target(target: Location) -> None:
-    """Refuse to replace anything but what a killed `ema` has left."""
+    """Raise UserError if --out exists, unless it is what a killed `ema` has left."""
     store = store_of(target)
     names, left = store.names(target), store.names(store.aside(target))
     if store.has(target) or MANIFEST in names or (names and store.renames):

@@ -98,7 +98,7 @@ def is_of_data(key: str) -> bool:
 
 
 def check_outputs(options: EvaluateFlags) -> None:
-    """Refuse names of results before anything is drawn."""
+    """Raise UserError for wrong names of results, before anything is drawn."""
     for name in ("out", "save_samples", "save_reference"):
         value = getattr(options, name)
         if not value:
@@ -533,7 +533,7 @@ def validation_set(
 
 
 def check_held_out(path: Location, record: Mapping[str, Any], num: int, source: Source) -> None:
-    """Refuse rows of [data] that the run has trained on."""
+    """Raise UserError for rows of [data] that the run has trained on."""
     before = config_file.of_record(record).get("validation", {})
     of_run = 0 if before.get("path") else before.get("samples", 0)
     if not of_run:

@@ -69,7 +69,7 @@ def named(options: Section, keys: Sequence[str] = ()) -> list[tuple[str, str]]:
 
 
 def check(options: Section, keys: Sequence[str] = ()) -> None:
-    """Refuse an output that is an input of the same command, or another output."""
+    """Raise UserError for an output that is an input of the same command, or another output."""
     every = list(paths(options, keys))
     written = [each for each in every if isinstance(each.rule, Written)]
     for at, output in enumerate(written):

@@ -87,7 +87,7 @@ def print_choice(choice: Recommendation, options: PlanFlags) -> None:
 
 
 def check_unused(options: PlanFlags, keys: Sequence[str]) -> None:
-    """Refuse flags of the search beside --run or --calibrate, which would have no effect."""
+    """Raise UserError for flags of the search with --run or --calibrate, which ignore them."""
     flag, used = "--run", ["run", "device", "trust"]
     if options.calibrate:
         flag, used = "--calibrate", ["calibrate", "device", "out", "trust"]
@@ -102,7 +102,7 @@ def check_unused(options: PlanFlags, keys: Sequence[str]) -> None:
 
 
 def check_options(options: PlanFlags) -> None:
-    """Refuse a plan without a config, a number of GPUs or a device, and files of another kind."""
+    """Raise UserError for a plan without config, GPUs or device, and for files of another kind."""
     if not options.config:
         raise UserError(
             "plan needs --config FILE, such as --config dit_7b.toml; or --run RUN, or --calibrate "
@@ -130,7 +130,7 @@ def check_writable(flag: str, file: Path) -> None:
 
 
 def check_gpus(gpus: int, device: Device) -> None:
-    """Refuse GPUs that leave a node partly used, unless they are in a single node."""
+    """Raise UserError for GPUs that leave a node partly used, unless they are in a single node."""
     node = device.gpus_per_node
     if not links.fills_nodes(gpus, device):
         below = gpus // node * node

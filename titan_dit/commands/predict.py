@@ -96,7 +96,7 @@ def read_tokens(path: Path, spec: ModelSpec) -> tuple[dict[str, Tensor], dict[st
 
 
 def check(path: Path, name: str, ids: Tensor, limit: int, least: int = 0) -> None:
-    """Refuse what is no integer from `least` to below `limit`."""
+    """Raise UserError for values that are no integers from `least` to below `limit`."""
     is_number = not ids.is_floating_point() and ids.dtype != torch.bool
     if not is_number or ids.min() < least or ids.max() >= limit:
         raise UserError(f"--input {path}: {name} must be integers from {least} to {limit - 1}.")

@@ -79,7 +79,7 @@ def family_of(run: TrainedModel) -> str:
 
 
 def check_flags(options: SampleFlags, name: str) -> None:
-    """Refuse the flags of another family."""
+    """Raise UserError for the flags of another family."""
     known = {f.name for f in dataclasses.fields(FAMILIES[name].flags)}
     for f in given(options):
         if f not in known:

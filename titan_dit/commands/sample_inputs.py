@@ -182,7 +182,7 @@ def row_of_each(whole: Given, numbers: Int64[Tensor, " n"], samples: Int64[Tenso
 
 
 def check_no_prompts(flags: PictureFlags) -> None:
-    """Refuse the flags of captions."""
+    """Raise UserError for the flags of captions."""
     for name in ("prompt", "prompts", "negative", "text_encoder"):
         if getattr(flags, name) not in (None, ()):
             flag = name.replace("_", "-")
@@ -471,7 +471,7 @@ OTHER_GUIDE = "Give a weaker network of the same data and [objective]."
 
 
 def check_guide(guide: str, ours: Diffusion, theirs: Diffusion, other: str = OTHER_GUIDE) -> None:
-    """Refuse a network of other samples or of another prediction.
+    """Raise UserError for a network of other samples or of another prediction.
 
     `guide`: flag and run, for messages; `other`: their advice.
     """

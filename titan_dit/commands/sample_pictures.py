@@ -299,7 +299,10 @@ def job_of(
 
 
 def check_clips(diffusion: Diffusion, flags: PictureFlags) -> None:
-    """Refuse flags of clips for pictures, an output that holds none, and half a pair of experts."""
+    """Raise UserError for flags of clips that do not fit the run.
+
+    Flags of clips for pictures, an output that holds no clips, and one of two experts alone.
+    """
     for flag, key in (("--boundary", "boundary"), ("--low-cfg-scale", "low_cfg_scale")):
         if flags.low is None and getattr(flags, key) is not None:
             raise UserError(f"{flag} is for two networks: give the second one, --low RUN.")

@@ -25,7 +25,7 @@ NUM, BATCH = 1, 250
 
 
 def check(flags: CommonFlags) -> None:
-    """Refuse a file that is not of text."""
+    """Raise UserError for a file that is not of text."""
     if flags.out and Path(flags.out).suffix != ".txt":
         raise UserError(f"--out {flags.out}: name a .txt file, or leave it out to print the text.")
     if len(flags.prompt) > 1:

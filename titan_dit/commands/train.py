@@ -100,7 +100,7 @@ def launch(ranks: int, module: str, *words: str) -> NoReturn:
 
 
 def check_numbers(environment: Mapping[str, str]) -> None:
-    """Refuse numbers that the launcher cannot read; empty is not set."""
+    """Raise UserError for numbers that the launcher cannot read; empty is not set."""
     for name, example in NUMBERS.items():
         given = environment.get(name) or "0"
         # Seconds may have a fraction.

@@ -270,7 +270,7 @@ def put_once(table: dict[str, Any], section: str, key: str, value: Any) -> None:
 
 
 def check_format(number: object, where: object) -> int:
-    """Refuse the format of a later version: its keys may differ in meaning."""
+    """Raise UserError for the format of a later version: its keys may differ in meaning."""
     if not isinstance(number, int) or number > FORMAT:
         raise UserError(
             f"{where}: format={show(number)}, but this titan_dit reads formats up to {FORMAT}. "

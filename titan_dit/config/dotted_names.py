@@ -120,7 +120,7 @@ def put_current_folder_last() -> None:
 
 
 def require(thing: Any, members: Mapping[str, str], where: str, name: str) -> None:
-    """Refuse a user's class without all `members` (name -> description)."""
+    """Raise UserError for a user's class without all `members` (name -> description)."""
     lacking = [f"{member} ({what})" for member, what in members.items() if not has(thing, member)]
     if lacking:
         called = getattr(thing, "__name__", name.partition(":")[2])

@@ -236,7 +236,7 @@ class LRSchedulerConfig(Section):
     """Learning rate at the end of the decay, as a fraction of [optimizer] lr."""
 
     def __post_init__(self) -> None:
-        """Refuse keys that contradict each other."""
+        """Raise UserError for keys that contradict each other."""
         super().__post_init__()
         if self.warmup_steps and self.warmup_fraction is not None:
             raise UserError(
@@ -328,7 +328,7 @@ class RepaConfig(Section):
     Unset: every step."""
 
     def __post_init__(self) -> None:
-        """Refuse keys that would have no effect."""
+        """Raise UserError for keys that would have no effect."""
         super().__post_init__()
         if self.block is None and any(getattr(self, f.name) != f.default for f in fields(self)):
             raise UserError(
@@ -360,7 +360,7 @@ class EMAConfig(Section):
     average on disk. 0 takes none."""
 
     def __post_init__(self) -> None:
-        """Refuse duplicates: the numbers name the averages."""
+        """Raise UserError for duplicates: the numbers name the averages."""
         super().__post_init__()
         for key in ("decays", "power"):
             values = getattr(self, key)
@@ -481,7 +481,7 @@ class TextConfig(Section):
     """online: dtype of the encoder's weights and of the embeddings."""
 
     def __post_init__(self) -> None:
-        """Refuse keys that have no effect."""
+        """Raise UserError for keys that have no effect."""
         super().__post_init__()
         if self.mode == "cached" and (self.encoder or self.dtype != "bf16"):
             key = "encoder" if self.encoder else "dtype"

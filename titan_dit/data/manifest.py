@@ -298,7 +298,7 @@ def buckets_of(manifest: dict[str, Any], in_buckets: bool, file: Path) -> list[d
 
 
 def check_buckets(manifest: dict[str, Any], file: Path) -> None:
-    """Refuse buckets whose shards do not follow each other, or hold another number of rows."""
+    """Raise UserError unless a bucket's shards are consecutive and hold the bucket's rows."""
     numbers = [entry["bucket"] for entry in manifest["shards"]]
     buckets = manifest["buckets"]
     if numbers != sorted(numbers) or set(numbers) != set(range(len(buckets))):
@@ -317,7 +317,7 @@ def check_buckets(manifest: dict[str, Any], file: Path) -> None:
 
 
 def check_files(names: Sequence[str], file: Path) -> None:
-    """Refuse a shard that is not beside the manifest, or is listed twice."""
+    """Raise UserError for a shard that is not beside the manifest, or is listed twice."""
     for number, name in enumerate(names):
         if wrong := schema.wrong_name(name):
             raise damaged(file, f"shards[{number}] file = {schema.brief(name)} {wrong}")
@@ -359,7 +359,10 @@ def conform_units(value: Any, key: str, file: Path) -> Units:
 
 
 def check_channels(units: Units, key: str, channels: int, file: Path) -> None:
-    """Refuse units per channel whose number does not match; a mean and a std share theirs."""
+    """Raise UserError for units per channel of another number than the channels.
+
+    A mean and a std share their number.
+    """
     if isinstance(units, tuple) and len(units) not in (channels, channels / 2):
         raise UserError(
             f"[data] {file}: {key} holds {len(units)} numbers, but a sample has {channels} "

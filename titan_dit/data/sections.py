@@ -332,7 +332,7 @@ class IndexedData(DataConfig):
     """Check every id at the start, not only the first 134 million."""
 
     def __post_init__(self) -> None:
-        """Refuse weights and shares that fit no path."""
+        """Raise UserError for weights and shares that fit no path."""
         super().__post_init__()
         if len(self.weights) not in (0, len(self.paths)):
             raise UserError(

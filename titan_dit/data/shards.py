@@ -246,7 +246,10 @@ def open_unchanged(file: RowFile) -> int:
 
 
 def check_contents(file: RowFile, descriptor: int, found: os.stat_result) -> None:
-    """Refuse a file with another length or other tensors. Only its modification time may differ."""
+    """Raise UserError for a file with another length or other tensors.
+
+    Only its modification time may differ.
+    """
     now: tuple[StoredTensor, ...] = ()
     with suppress(ValueError, OSError):
         now = read_header(descriptor)

@@ -210,7 +210,10 @@ def histogram(file: IndexedFile, part: TokenPart, vocabulary: int, most: int) ->
 
 
 def check_ids(ids: NDArray[np.integer], vocabulary: int, file: IndexedFile, first: int) -> None:
-    """Refuse ids outside the vocabulary; `first` is the position of ids[0] in the file."""
+    """Raise BadSampleError for ids outside the vocabulary.
+
+    `first`: the position of ids[0] in the file.
+    """
     if int(ids.max()) < vocabulary and int(ids.min()) >= 0:
         return
     at = int(np.flatnonzero((ids >= vocabulary) | (ids < 0))[0])

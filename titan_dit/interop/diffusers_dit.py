@@ -143,7 +143,7 @@ class DiffusersDiT(Counterpart):
         return found
 
     def check_copies(self, theirs: Mapping[str, Tensor]) -> None:
-        """Refuse blocks with different embedders, and different rows after our classes."""
+        """Raise UserError unless all blocks' embedders and all rows after our classes are equal."""
         first = self.embedder(0)
         for name in [name for name in theirs if name.startswith(first)]:
             tensor = theirs[name]

@@ -493,7 +493,7 @@ def cleaned(family: ModelFamily, tensors: Mapping[str, Tensor], names: Collectio
 
 
 def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:
-    """Refuse missing and unexpected tensors, wrong shapes and dtypes, NaN and infinity."""
+    """Raise UserError for missing or unexpected tensors, wrong shapes or dtypes, NaN or inf."""
     problems = [f"{name} is missing" for name in expected if name not in tensors]
     problems += [f"{name} is unexpected" for name in tensors if name not in expected]
     for name, tensor in tensors.items():

@@ -347,7 +347,7 @@ def check_tensors(
     what: str = "the weights do",
     network: str = "a DiT",
 ) -> None:
-    """Refuse missing and unexpected tensors, wrong shapes and dtypes, NaN and infinity."""
+    """Raise UserError for missing or unexpected tensors, wrong shapes or dtypes, NaN or inf."""
     problems = [f"missing: {name}" for name in shapes if name not in tensors]
     problems += [f"unexpected: {name}" for name in tensors if name not in shapes]
     for name, shape in shapes.items():
@@ -365,7 +365,10 @@ def check_tensors(
 
 
 def check_positions(found: Float[Tensor, "1 n d"], model: DiTConfig) -> None:
-    """Refuse a `pos_embed` that differs from the fixed table: our models compute the table."""
+    """Raise UserError for a `pos_embed` that differs from the fixed table.
+
+    Our models compute the table.
+    """
     difference = (found.float() - positions(model)).abs().max().item()
     # In half-precision files, the positions are rounded too.
     if difference > max(ROUNDING, torch.finfo(found.dtype).eps):

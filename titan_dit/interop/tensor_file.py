@@ -478,7 +478,7 @@ def not_finite(rows: Tensor, first: int = 0) -> str:
 
 
 def check_finite(path: Path, flag: str, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse NaN and infinity in the inputs of a network, [b, ...] by name."""
+    """Raise UserError for NaN and infinity in the inputs of a network, [b, ...] by name."""
     for name, tensor in tensors.items():
         if lost := not_finite(tensor):
             raise UserError(
@@ -487,7 +487,10 @@ def check_finite(path: Path, flag: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_labels(path: Path, flag: str, labels: Tensor, num_classes: int) -> None:
-    """Refuse non-integers and labels above num_classes; num_classes or a negative is no label."""
+    """Raise UserError for labels that are no integers, or above num_classes.
+
+    num_classes or a negative is no label.
+    """
     if labels.is_floating_point() or labels.dtype == torch.bool or labels.max() > num_classes:
         raise UserError(
             f"{flag} {path}: labels must be integers up to {num_classes}; {num_classes} means no "

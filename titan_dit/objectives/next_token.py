@@ -133,7 +133,7 @@ class NextToken(Objective):
         return found
 
     def check_preview(self, sampling: SamplingConfig, generation: GenerationConfig) -> None:
-        """Refuse a prompt that the data's tokenizer cannot encode."""
+        """Raise UserError for a prompt that the data's tokenizer cannot encode."""
         codec = codec_of(self.data.tokenizer)
         text_drawing.prompt_ids(generation.prompt, codec, self.data, "[generation] prompt")
 

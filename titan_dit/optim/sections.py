@@ -273,7 +273,7 @@ class MuonConfig(AdamWConfig):
         return PROJECTIONS if any(fnmatchcase(name, p) for p in self.fused_qkv) else 1
 
     def check(self, shapes: Mapping[str, torch.Size], model_spec: ModelSpec) -> None:
-        """Refuse patterns that match no matrix, and fused_qkv for rows of another layout."""
+        """Raise UserError for patterns without a matrix, or fused_qkv for rows of other layouts."""
         own = {name: shape for name, shape in shapes.items() if self.takes(name, shape)}
         if not own:
             raise UserError(

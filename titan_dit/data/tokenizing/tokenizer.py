@@ -50,7 +50,7 @@ def read(path: Path, where: str) -> Any:
 
 
 def check_ids(vocabulary: Mapping[str, int], where: str) -> None:
-    """Refuse ids above LARGEST_ID: the library allocates a list up to the largest id."""
+    """Raise UserError for ids above LARGEST_ID: the library allocates a list up to the largest."""
     if (largest := max(vocabulary.values(), default=0)) > LARGEST_ID:
         raise UserError(
             f"{where} has the id {largest:,}, above {LARGEST_ID:,}. Number its tokens from 0."

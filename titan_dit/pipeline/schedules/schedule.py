@@ -201,7 +201,7 @@ class Schedule:
     """(name, p, m, v): raise UserError if the schedule does not support m microbatches."""
 
     def __post_init__(self) -> None:
-        """Refuse a schedule with two placements, or without exactly one source of actions."""
+        """Raise UserError for two placements, or without exactly one of `program` and `actions`."""
         if self.v_shaped and self.interleaved:
             raise UserError(f"{KEY}: a Schedule is v_shaped and interleaved. Set one of them.")
         if (self.program is None) == (self.actions is None):
