@@ -53,7 +53,10 @@ class Misfit(Exception):
 
 
 def candidates(given: str) -> list[Location]:
-    """The checkpoints that [checkpoint] init names, in order of preference."""
+    """The checkpoints that [checkpoint] init names, in order of preference.
+
+    Raises UserError if there are none.
+    """
     named = run_checkpoints.resolve(location(given))
     if named.checkpoint:
         read_record(named.checkpoint)  # Raises if it is not a checkpoint.

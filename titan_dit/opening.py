@@ -179,7 +179,7 @@ def check_launch(config: JobConfig) -> None:
 
 
 def check_stage_launch(config: JobConfig) -> None:
-    """`check_launch` of one stage, or of a run without stages."""
+    """`check_launch` of one stage, or of a run without stages. Raises UserError."""
     # Only rank 0 looks if the run has started: a shared disk may show others less.
     is_first = LaunchedAs.here().is_first
     resuming = not is_first or resume.has_started(config.job, config.checkpoint)
@@ -254,7 +254,7 @@ def plan_buckets(config: JobConfig, plan: RunPlan, source: Source) -> RunPlan:
 
 
 def checked_buckets(config: JobConfig, plan: RunPlan, facts: DataFacts) -> RunPlan:
-    """`plan_buckets` by the facts of a dataset."""
+    """`plan_buckets` by the facts of a dataset. Raises UserError with the bucket's name."""
     found = with_buckets(plan, config, facts)
     for each in found.buckets:
         try:
@@ -334,7 +334,7 @@ def bucket_lines(config: JobConfig, plan: RunPlan) -> Iterator[str]:
 def training_order(
     config: JobConfig, plan: RunPlan, source: Source, held_out: tuple[int, ...]
 ) -> SampleOrder:
-    """The order of a run's samples."""
+    """The order of a run's samples. Raises UserError for buckets without a BucketOrder."""
     given = config.job.seed, held_out, config.job.data_order
     if not plan.buckets:  # An order of the user's need not know of sizes.
         return source.order(*given)

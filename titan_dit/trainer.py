@@ -366,7 +366,10 @@ class Trainer:
         self.say(self.recompiles.report())
 
     def roll_back(self) -> None:
-        """Load the newest checkpoint before the bad steps and skip their samples."""
+        """Load the newest checkpoint before the bad steps and skip their samples.
+
+        Raises UserError if all checkpoints of the stage are damaged.
+        """
         (first, begin), (last, cursor) = self.guard.to_undo
         numbers = self.step_plan(begin).numbers[0], self.step_plan(cursor).next_cursor
         bad = BadStreak(first, last, numbers)

@@ -78,7 +78,10 @@ class Weights:
 
     @cached_property
     def adapters(self) -> dict[str, tuple[str, str]]:
-        """Name of a weight -> names of its adapter's A and B."""
+        """Name of a weight -> names of its adapter's A and B.
+
+        Raises UserError for an adapter without its weight.
+        """
         found = {weight: (a, b) for weight, a, b in lora.pairs(self.keys)}
         if lost := [weight for weight in found if weight not in self.keys]:
             raise UserError(
@@ -99,7 +102,10 @@ class Weights:
 
     @cached_property
     def quantized(self) -> frozenset[str]:
-        """Names of the parameters that are saved as bytes, see `models.quantized`."""
+        """Names of the parameters that are saved as bytes, see `models.quantized`.
+
+        Raises UserError if there are any although [lora] base is full.
+        """
         found = {n for n, key in self.keys.items() if self.contents[key][1] == torch.uint8}
         if found and self.lora.base == "full":
             raise UserError(
@@ -115,7 +121,10 @@ class Weights:
         return codes
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of a parameter; of a quantised one, when decoded."""
+        """The shape of a parameter; of a quantised one, when decoded.
+
+        Raises UserError for damaged codes.
+        """
         held = self.contents[self.keys[name]][0]
         if name not in self.quantized:
             return held

@@ -95,7 +95,7 @@ def check_matmuls(precision: PrecisionConfig, async_tp: bool, device: torch.devi
 
 
 def check_base(plan: RunPlan, device: torch.device) -> None:
-    """Refuse a float8 [lora] base in compiled blocks on a GPU for which Triton has no e4m3."""
+    """Raise UserError for a compiled float8 [lora] base on a GPU without Triton's e4m3."""
     needed = NEEDED["tensorwise"]
     if device.type != "cuda" or torch.version.hip or not plan.compile.enabled:
         return

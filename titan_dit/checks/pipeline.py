@@ -155,7 +155,7 @@ def check_transport(pipeline: PipelineConfig) -> None:
 
 
 def check_transport_of_host(pipeline: PipelineConfig) -> None:
-    """Refuse transport="nixl" without the package, and a network that this host does not have."""
+    """Raise UserError for transport="nixl" without its package, or for an unknown network."""
     has_nixl, install = find_spec("nixl") is not None, pip_install("'titan_dit[rdma]'")
     if pipeline.transport == "nixl" and not has_nixl:
         raise UserError(

@@ -73,7 +73,7 @@ FILE_FORMATS = ("kohya", "comfyui")
 
 
 def write_adapter(target: Path, run: SavedNetwork, options: ConvertFlags) -> None:
-    """Export the adapters of a run alone."""
+    """Export the adapters of a run alone. Raises UserError for a run without adapters."""
     source, form, is_file = options.input, options.format, target.suffix == ".safetensors"
     check_target(target, form)
     found = counterpart(run, f"--input {source}")
@@ -127,7 +127,7 @@ def write_adapter(target: Path, run: SavedNetwork, options: ConvertFlags) -> Non
 
 
 def check_target(target: Path, form: str | None) -> None:
-    """Raise UserError for an --out that is no file or folder as the format of adapters has."""
+    """Raise UserError unless --out is a file or a folder, whichever the adapter format needs."""
     is_file = target.suffix == ".safetensors"
     if form in FILE_FORMATS and not is_file:
         raise UserError(
@@ -269,7 +269,10 @@ def is_of_diffusers(path: Path) -> bool:
 
 
 def read_diffusers(source: Path, target: Path, options: ConvertFlags) -> None:
-    """Import a folder as a checkpoint."""
+    """Import a folder as a checkpoint.
+
+    Raises UserError for another pipeline or network than those known.
+    """
     try:
         pipeline = source / diffusers_network.INDEX
         index = hugging_face.read_json(pipeline) if pipeline.is_file() else {}
@@ -327,7 +330,10 @@ def has_low(index: Mapping[str, Any]) -> bool:
 
 
 def noise_levels_of(index: Mapping[str, Any], expert: str | None) -> dict[str, Any]:
-    """[objective] t_min or t_max of one of a pipeline's two networks; {} if it has one."""
+    """[objective] t_min or t_max of one of a pipeline's two networks; {} if it has one.
+
+    Raises UserError for a boundary outside of (0, 1).
+    """
     if not has_low(index):
         return {}
     boundary = conform(
@@ -343,7 +349,8 @@ def noise_levels_of(index: Mapping[str, Any], expert: str | None) -> dict[str, A
 def with_text(facts: LatentFacts, found: Counterpart, source: Path, chosen: str) -> LatentFacts:
     """Facts with those of the text encoder that draws prompts: --text-encoder's, or the pipeline's.
 
-    Unchanged if there is none, with --text-encoder none, and where the class is not known.
+    Unchanged if there is none, with --text-encoder none, and where the class is not known. Raises
+    UserError if the encoder does not fit.
     """
     prompts = found.prompts if isinstance(found, TextToImage) else None
     if prompts is None:
@@ -366,7 +373,10 @@ def with_text(facts: LatentFacts, found: Counterpart, source: Path, chosen: str)
 
 
 def write_diffusers(target: Path, run: SavedNetwork, options: ConvertFlags) -> None:
-    """Export a network as a folder; with --vae or the run's autoencoder as a whole pipeline."""
+    """Export a network as a folder; with --vae or the run's autoencoder as a whole pipeline.
+
+    Raises UserError for --low without an autoencoder.
+    """
     diffusion = run.diffusion("convert")
     kind = diffusers_network.class_for_model(run.model_config)
     assert kind is not None
@@ -456,7 +466,10 @@ TOKENIZER = "tokenizer"
 
 
 def read_language_model(source: Path, target: Path) -> None:
-    """Import a folder of transformers as a checkpoint."""
+    """Import a folder of transformers as a checkpoint.
+
+    Raises UserError if it does not fit our models.
+    """
     try:
         config = hugging_face.read_config(source)
         family = hugging_face.family_of(config["architectures"][0])
@@ -497,7 +510,10 @@ def read_language_model(source: Path, target: Path) -> None:
 
 
 def write_language_model(source: Location, target: Path, run: SavedNetwork) -> None:
-    """Export a checkpoint of a language model as a folder of transformers."""
+    """Export a checkpoint of a language model as a folder of transformers.
+
+    Raises UserError if transformers has no such network, or --out has a suffix.
+    """
     record = run.record
     objective = config_file.build_sections(
         config_file.of_record(record), catalog.variant, ("objective",)
@@ -588,7 +604,7 @@ EXPECTED = "ddpm linear eps in 1000 steps"
 
 
 def read_original(source: Path, target: Path, options: ConvertFlags) -> None:
-    """Import a file as a checkpoint."""
+    """Import a file as a checkpoint. Raises UserError for wrong tensors."""
     try:
         weights = tensor_file.read_weight_file(source)
     except UserError as error:
@@ -643,7 +659,10 @@ def known_heads(weights: tensor_file.WeightFile) -> int | None:
 def objective_of_original(
     weights: tensor_file.WeightFile, original: Original, options: ConvertFlags
 ) -> dict[str, Any]:
-    """Return the [objective] table: from the flags, else from the file, else the original's."""
+    """Return the [objective] table: from the flags, else from the file, else the original's.
+
+    Raises UserError for flags that do not fit the file.
+    """
     stored = stored_objective(weights, options.trust)
     if options.format == "dit" and (
         original_dit.are_sit_arguments(weights.arguments)
@@ -677,7 +696,10 @@ def objective_of_original(
 
 
 def stored_objective(weights: tensor_file.WeightFile, trust: bool) -> dict[str, Any]:
-    """The [objective] table in a file's metadata; empty if there is none."""
+    """The [objective] table in a file's metadata; empty if there is none.
+
+    Raises UserError if it is damaged.
+    """
     try:
         stored: dict[str, Any] = user_text.parse_json(weights.metadata.get(OBJECTIVE, "{}"))
         if stored:
@@ -872,7 +894,10 @@ def changed(held: Tensor, base: Weights, name: str) -> Error:
 
 
 def write_run(source: Location, target: Path, run: SavedNetwork, options: ConvertFlags) -> None:
-    """Write a run's network, or its adapters, in the form of --out and --format."""
+    """Write a run's network, or its adapters, in the form of --out and --format.
+
+    Raises UserError for an --out of another form.
+    """
     config = run.model_config
     if options.format in LORA_FORMATS:
         use = f"an export of adapters (--format {options.format})"

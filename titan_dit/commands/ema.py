@@ -101,7 +101,7 @@ def check_target(target: Location) -> None:
 
 
 def found(named: NamedRun, step: int | None) -> list[Location]:
-    """The snapshots up to `step`, oldest first."""
+    """The snapshots up to `step`, oldest first. Raises UserError if there are none."""
     folder = named.checkpoints.folder / FOLDER
     paths = Checkpoints(folder).complete()
     if not paths and not named.folders():
@@ -122,7 +122,7 @@ def found(named: NamedRun, step: int | None) -> list[Location]:
 
 
 def read(path: Location) -> Snapshot:
-    """Read a snapshot's record."""
+    """Read a snapshot's record. Raises UserError if it is damaged."""
     record, what = readable(path)
     if what:
         raise damaged(path, what)
@@ -170,7 +170,10 @@ def has_frozen(config: Mapping[str, Any]) -> bool:
 def not_averaged(
     checkpoints: Checkpoints, terms: Sequence[Term], frozen: bool
 ) -> Iterator[tuple[Shapes, list[Term]]]:
-    """Yield parameters that are in a checkpoint of the run, but not averaged: they are frozen."""
+    """Yield parameters that are in a checkpoint of the run, but not averaged: they are frozen.
+
+    Raises UserError if the run has no checkpoint.
+    """
     if (path := checkpoints.newest()) is None:
         if frozen:
             raise UserError(
@@ -186,7 +189,7 @@ def not_averaged(
 
 
 def verify(paths: Sequence[Location]) -> None:
-    """Check the SHA-256 of all files that will be read."""
+    """Check the SHA-256 of all files that will be read. Raises UserError for one that differs."""
     entries = {path: read(path).record["files"].values() for path in paths}
     size = sum(entry["bytes"] for files in entries.values() for entry in files)
     progress = ProgressLine(size, "B", what="verified", form=count)

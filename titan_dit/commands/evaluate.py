@@ -250,7 +250,10 @@ def hint_of_formats(drawn: Pictures, real: Reference) -> str | None:
 
 
 def job_of(options: EvaluateFlags, device: torch.device, keys: Sequence[str]) -> Job:
-    """The drawing of a run's pictures. Collective."""
+    """The drawing of a run's pictures. Collective.
+
+    Raises UserError for a run that draws no pictures.
+    """
     # One rank looks: a run that trains may save another checkpoint meanwhile.
     first = Ranks().run_on_first
     path = first(lambda: find_checkpoint(location(options.run), options.step))

@@ -147,7 +147,10 @@ def check_gpus(gpus: int, device: Device) -> None:
 
 
 def config_of(options: PlanFlags, keys: Sequence[str]) -> tuple[JobConfig, list[str]]:
-    """The config with the keys of the command line, and those of `KEYS` that are fixed by it."""
+    """The config with the keys of the command line, and those of `KEYS` that are fixed by it.
+
+    Raises UserError for a --fix of another form.
+    """
     words = ["--config", options.config, *keys]
     for fix in (each for several in options.fix for each in several):
         key, equals, value = fix.partition("=")
@@ -196,7 +199,10 @@ def config_alone(config: JobConfig) -> JobConfig:
 
 
 def measured(options: PlanFlags) -> None:
-    """Print a run beside its plan (--run), or fit a device's rates to runs (--calibrate)."""
+    """Print a run beside its plan (--run), or fit a device's rates to runs (--calibrate).
+
+    Raises UserError for missing flags.
+    """
     device = hardware.device_of(options.device) if options.device else None
     if options.calibrate:
         from titan_dit.planner.calibrate import calibrate

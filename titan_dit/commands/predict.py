@@ -42,7 +42,10 @@ class OfTokens(Protocol):
 
 @torch.no_grad()
 def predictions_of_tokens(run: TrainedModel, inputs: Path, batch_size: int) -> Iterator[Tensor]:
-    """Yield logits [b, n, vocab_size] of a file's tokens, batch by batch, on the CPU."""
+    """Yield logits [b, n, vocab_size] of a file's tokens, batch by batch, on the CPU.
+
+    Raises UserError for a network without tokens.
+    """
     spec, model = run.spec, run.model_config
     if not isinstance(model, OfTokens):
         raise UserError(
@@ -65,7 +68,10 @@ def predictions_of_tokens(run: TrainedModel, inputs: Path, batch_size: int) -> I
 
 
 def read_tokens(path: Path, spec: ModelSpec) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Read `tokens` and what else the network takes; absent, it is 0, and lengths are whole."""
+    """Read `tokens` and what else the network takes; absent, it is 0, and lengths are whole.
+
+    Raises UserError for other names or shapes.
+    """
     tensors = read_tensors(path, "--input", ("tokens",))
     tokens, vocabulary = tensors["tokens"], next(iter(spec.predictions.values())).shape[-1]
     check(path, "tokens", tokens, vocabulary)
@@ -161,7 +167,10 @@ def predict(
 def predict_alike(
     run: TrainedModel, diffusion: Diffusion, inputs: Mapping[str, Tensor], given: Given
 ) -> dict[str, Tensor]:
-    """See `predict`, for texts of one length."""
+    """See `predict`, for texts of one length.
+
+    Raises UserError for a t between timesteps with noise.
+    """
     model = diffusion.model
     x, t = model.tokenize(inputs["x"]), inputs["t"]
     static = diffusion.with_text(given).static(x.device)
@@ -190,7 +199,10 @@ def condition_fields(diffusion: Diffusion) -> dict[str, str]:
 
 
 def read_inputs(path: Path, diffusion: Diffusion) -> dict[str, Tensor]:
-    """Read x, t, the condition and optionally noise, checked against the network's shapes."""
+    """Read x, t, the condition and optionally noise, checked against the network's shapes.
+
+    Raises UserError for other shapes or t.
+    """
     if reference := diffusion.data.reference:
         raise UserError(
             f"[predict] the network is given {reference}, which a file of inputs does not hold. "

@@ -48,7 +48,8 @@ def chosen_classes(text: str, num_classes: int, names: Sequence[str]) -> list[in
     """Labels of a list such as "3,dog"; a number is always a label.
 
     A name may hold commas itself ("tench, Tinca tinca"): the longest name that fits is taken. Case
-    does not matter unless two names differ in nothing else.
+    does not matter unless two names differ in nothing else. Raises UserError for an unknown name or
+    a label out of range.
     """
     words, found = text.strip(" ,").split(","), list[int]()
     exactly = {name: label for label, name in enumerate(names)}
@@ -216,7 +217,10 @@ def at_size(diffusion: Diffusion, flags: PictureFlags, vae: Autoencoder | None) 
 
 
 def factors_of(data: LatentFacts, vae: Autoencoder | None, where: str) -> tuple[int, int]:
-    """Pixels per latent along a side, and frames per latent frame after the first."""
+    """Pixels per latent along a side, and frames per latent frame after the first.
+
+    Raises UserError if the autoencoder is not known.
+    """
     if data.value_range is not None:
         return 1, 1
     facts = vae.facts if vae else data.vae
@@ -273,7 +277,8 @@ def read_noise(
 ) -> tuple[Float[Tensor, "n c *size"], Int64[Tensor, " n"]]:
     """Read the initial noise and the labels (-1: unconditional) from a file.
 
-    `numbers`: what is drawn of a network that takes captions, in place of labels.
+    `numbers`: what is drawn of a network that takes captions, in place of labels. Raises UserError
+    for other shapes.
     """
     tensors = read_tensors(path, "--noise", ("noise", *(("labels",) if numbers is None else ())))
     noise, labels = tensors["noise"], tensors["labels"] if numbers is None else numbers
@@ -292,7 +297,10 @@ def read_noise(
 
 
 def vae_of(diffusion: Diffusion, flags: PictureFlags, device: torch.device) -> Autoencoder | None:
-    """The autoencoder of --vae, else the recorded one if the output needs pictures."""
+    """The autoencoder of --vae, else the recorded one if the output needs pictures.
+
+    Raises UserError for a missing or a needless one.
+    """
     data, suffix = diffusion.data, Path(flags.out).suffix
     if flags.vae == NO_VAE or data.value_range is not None:
         if flags.vae not in ("", NO_VAE):

@@ -63,7 +63,7 @@ DECODED = 16
 
 
 def check(flags: CommonFlags) -> None:
-    """Require an output for pictures that is not there yet, unless it is a file."""
+    """Raise UserError unless --out takes pictures and is not there yet; a file may be replaced."""
     out = Path(flags.out)
     if not flags.out or out.suffix not in (*FILES, ""):
         raise UserError(

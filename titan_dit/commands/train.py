@@ -181,7 +181,10 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
 
 
 def rendezvous_options(environment: Mapping[str, str]) -> list[str]:
-    """Return torchrun's rendezvous options."""
+    """Return torchrun's rendezvous options.
+
+    Raises UserError for several nodes without RDZV_ENDPOINT.
+    """
     nodes = environment.get("NNODES")
     if not nodes or nodes == "1":
         return ["--standalone"]
@@ -197,7 +200,10 @@ def rendezvous_options(environment: Mapping[str, str]) -> list[str]:
 
 
 def rendezvous_timing(nodes: str) -> str:
-    """Return torchrun's --rdzv-conf for NNODES such as "4" or "2:4"; the largest number counts."""
+    """Return torchrun's --rdzv-conf for NNODES such as "4" or "2:4"; the largest number counts.
+
+    Raises UserError for another form.
+    """
     most = nodes.rpartition(":")[2]
     if not most.isdecimal():
         raise UserError(f"NNODES={nodes}: set a number of nodes, or two such as 2:4.")

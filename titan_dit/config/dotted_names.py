@@ -57,7 +57,10 @@ def is_imported(name: str) -> bool:
 
 
 def look_up(table: Mapping[str, str], where: str, name: str) -> Any:
-    """Import a row of `table` or "package.module:thing"; `where`: the config key, for errors."""
+    """Import a row of `table` or "package.module:thing"; `where`: the config key, for errors.
+
+    Raises UserError for an unknown name.
+    """
     if ":" in name:
         return imported(name, where)
     if name not in table:

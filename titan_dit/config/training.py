@@ -416,7 +416,7 @@ class ValidationConfig(Section):
         return 0 if has_part else self.num_held_out
 
     def check(self, *, has_part: bool) -> None:
-        """Require rows to validate on."""
+        """Raise UserError if there are no rows to validate on."""
         if self.every and not (self.samples or self.path or has_part):
             raise UserError(
                 f"[validation] every={self.every} has nothing to validate on. Set samples (rows "

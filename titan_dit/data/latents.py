@@ -72,7 +72,7 @@ def survey(section: Latents) -> Listing | None:
     """List the files of a folder, with their labels; of shards, check all labels.
 
     With `verify`, `open_surveyed` checks the labels, after the SHA-256: a wrong label may be a
-    damaged file.
+    damaged file. Raises UserError for [data] buckets of a folder of files.
     """
     path = Path(section.path)
     if layout_of(path) != "shards":

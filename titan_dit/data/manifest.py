@@ -99,7 +99,10 @@ def damaged(where: str | Path, what: str) -> UserError:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read `path`/manifest.json, unchecked; {} if there is none."""
+    """Read `path`/manifest.json, unchecked; {} if there is none.
+
+    Raises UserError if it is no manifest.
+    """
     file = path / MANIFEST
     if not file.is_file():
         return {}
@@ -184,7 +187,7 @@ def of_buckets(manifest: dict[str, Any], names: Sequence[str] | None, path: Path
 
 
 def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Check the keys, types and counts of a manifest of shards.
+    """Check the keys, types and counts of a manifest of shards. Raises UserError.
 
     The result has the buckets of any version in `buckets`, and in each shard's `bucket`.
     """
@@ -230,7 +233,10 @@ def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def check_beside(manifest: dict[str, Any], file: Path) -> None:
-    """Check the keys of `reference` and `mask`, if the shards hold these tensors."""
+    """Check the keys of `reference` and `mask`, if the shards hold these tensors.
+
+    Raises UserError.
+    """
     if manifest.get("reference") is not None:
         found = conform_keys(manifest["reference"], REFERENCE_KEYS, f"{file} reference")
         manifest["reference"] = found
@@ -243,7 +249,10 @@ def check_beside(manifest: dict[str, Any], file: Path) -> None:
 
 
 def check_networks(manifest: dict[str, Any], file: Path) -> None:
-    """Check the keys and types of the autoencoder and of the features, if they are there."""
+    """Check the keys and types of the autoencoder and of the features, if they are there.
+
+    Raises UserError.
+    """
     for name, keys in (("vae", VAE_KEYS), ("features", FEATURE_KEYS)):
         if manifest.get(name) is not None:
             manifest[name] = conform_keys(manifest[name], keys, f"{file} {name}")
@@ -253,7 +262,7 @@ def check_networks(manifest: dict[str, Any], file: Path) -> None:
 
 
 def check_text(values: Any, file: Path) -> dict[str, Any]:
-    """Check the keys, types and counts of the embeddings of captions."""
+    """Check the keys, types and counts of the embeddings of captions. Raises UserError."""
     where = f"{file} text"
     text = conform_keys(values, TEXT_KEYS, where, ("layer", "index", "files"))
     text["padding"] = text["padding"] or "removed"
@@ -276,7 +285,10 @@ def check_text(values: Any, file: Path) -> dict[str, Any]:
 
 
 def buckets_of(manifest: dict[str, Any], in_buckets: bool, file: Path) -> list[dict[str, Any]]:
-    """Shape and count of each bucket; of versions with one shape, that one."""
+    """Shape and count of each bucket; of versions with one shape, that one.
+
+    Raises UserError for damaged entries.
+    """
     buckets = [{"shape": manifest.get("shape"), "count": manifest["count"]}]
     if in_buckets:
         buckets = manifest.get("buckets") or []
@@ -326,7 +338,10 @@ def check_files(names: Sequence[str], file: Path) -> None:
 
 
 def read_folder_manifest(path: Path) -> dict[str, Any]:
-    """Read the optional manifest of a folder of latent files; missing keys are None."""
+    """Read the optional manifest of a folder of latent files; missing keys are None.
+
+    Raises UserError for an unknown key or a class twice.
+    """
     values, file = read_json(path), path / MANIFEST
     if unknown := sorted(values.keys() - FOLDER_KEYS.keys()):
         raise UserError(
@@ -348,7 +363,10 @@ def read_folder_manifest(path: Path) -> dict[str, Any]:
 
 
 def conform_units(value: Any, key: str, file: Path) -> Units:
-    """Check a scale or a shift: a number, or a list of one per channel."""
+    """Check a scale or a shift: a number, or a list of one per channel.
+
+    Raises UserError for a scale of 0.
+    """
     hint = tuple[Finite, ...] if isinstance(value, list | tuple) else Finite
     units: Units = conform(value, hint, f"[data] {file}: {key}")
     if key == "scale" and not all(units if isinstance(units, tuple) else (units,)):
@@ -373,7 +391,10 @@ def check_channels(units: Units, key: str, channels: int, file: Path) -> None:
 def conform_keys(
     values: Any, hints: dict[str, Any], where: str, more: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Check the types of the known keys; keep the others unchecked. `more` must be there, too."""
+    """Check the types of the known keys; keep the others unchecked. `more` must be there, too.
+
+    Raises UserError.
+    """
     if not isinstance(values, dict):
         raise damaged(where, f"must be a table of {', '.join(hints)}")
     if missing := [key for key in (*hints, *more) if key not in values and key not in OPTIONAL]:
@@ -388,7 +409,7 @@ def conform_keys(
 def agreed(
     key: str, wanted: float | None, stated: Units | None, default: float, path: Path
 ) -> Units:
-    """Return `scale` or `shift`; refuses a config that contradicts the manifest."""
+    """Return `scale` or `shift`. Raises UserError for a config that contradicts the manifest."""
     if wanted is not None and stated is not None and wanted != stated:
         raise UserError(
             f"[data] {key}={wanted}, but {path / MANIFEST} says {key}={show(stated)}. Remove the "

@@ -371,7 +371,10 @@ class BlendOrder:
         held_out: Sequence[int],
         data_order: str,
     ) -> BlendOrder:
-        """Return the order of datasets of `sizes` rows, which include the held-out ones."""
+        """Return the order of datasets of `sizes` rows, which include the held-out ones.
+
+        Raises UserError for a dataset whose rows are all held out.
+        """
         ends = np.cumsum(sizes)
         firsts, rows = ends - sizes, np.array(held_out, dtype=np.int64)
         orders = []
@@ -427,7 +430,7 @@ class BlendedSource(Source):
         self.ends = self.counts.cumsum()
 
     def place_of(self, row: int) -> tuple[int, int]:
-        """(number of the dataset, row in it) of a row."""
+        """(number of the dataset, row in it) of a row. Raises IndexError."""
         if not 0 <= row < len(self):
             raise IndexError(f"sample {row} of {len(self)}")
         dataset = int(np.searchsorted(self.ends, row, side="right"))

@@ -91,7 +91,10 @@ class DataConfig(Named):
         return None
 
     def at(self, path: str) -> DataConfig:
-        """Return this section for a dataset at another path, for [validation] path."""
+        """Return this section for a dataset at another path, for [validation] path.
+
+        Raises UserError if it has no path.
+        """
         if "path" not in hints_of(type(self)):
             raise UserError(
                 f"[data] name={show(self.name)} has no path. Remove path and set samples."

@@ -139,7 +139,10 @@ class PairSurvey:
 
 
 def survey(section: SentencePairs) -> PairSurvey:
-    """Check the files and their ids, and find the samples."""
+    """Check the files and their ids, and find the samples.
+
+    Raises UserError if the tokenizer lacks a token of BERT's.
+    """
     files = open_files(section)
     assert files.tokenizer
     ids = files.tokenizer.ids

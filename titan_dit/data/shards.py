@@ -190,7 +190,10 @@ class ShardRows:
         return False
 
     def fill(self, waiting: list[RowRead]) -> None:
-        """Complete the reads, waiting for the disk."""
+        """Complete the reads, waiting for the disk.
+
+        Raises UserError for a row that cannot be read.
+        """
         for read in waiting:
             while read.buffers:
                 try:

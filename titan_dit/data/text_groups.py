@@ -134,7 +134,10 @@ class TextGroups(Source):
     def read_padded(
         self, rows: Sequence[int], there: Sequence[int], numbers: Sequence[int]
     ) -> dict[str, Tensor]:
-        """Read rows of one bucket, with their text padded to its tokens; `there`: in the set."""
+        """Read rows of one bucket, with their text padded to its tokens; `there`: in the set.
+
+        Raises ValueError for rows of several buckets.
+        """
         ends = np.cumsum(self.counts)
         buckets = set(np.searchsorted(ends, np.asarray(rows, np.int64), side="right").tolist())
         if len(buckets) > 1:

@@ -328,7 +328,10 @@ def reader_of(parts: Sequence[TokenPart], length: int) -> ShardRows:
 
 
 def modified_of(part: TokenPart) -> int:
-    """Modification time of this node's file, which may be a copy of the surveyed one."""
+    """Modification time of this node's file, which may be a copy of the surveyed one.
+
+    Raises UserError if it is missing or of another size.
+    """
     try:
         status = part.bin.stat()
     except OSError as error:

@@ -150,7 +150,7 @@ class Counterpart(ABC):
 
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
-        """Our parameters on the meta device."""
+        """Our parameters on the meta device. Raises UserError for sizes that fit no network."""
         try:
             with torch.device("meta"):
                 return dict(self.config.build(self.output_channels).named_parameters())

@@ -183,7 +183,7 @@ class DiffusersWan(TextToImage):
 
     @classmethod
     def of_folder(cls, values: Mapping[str, Any], index: Mapping[str, Any]) -> DiffusersWan:
-        """See `Counterpart.of_folder`."""
+        """See `Counterpart.of_folder`. Raises UserError for another patch_size than [1, p, p]."""
         found = checked(values, SIZES)
         # I2V networks are given more channels than they predict.
         channels = conform(values.get("out_channels"), Few | None, f"{CONFIG}: out_channels")
@@ -241,7 +241,7 @@ class DiffusersWan(TextToImage):
         return {**UNIPC, "_diffusers_version": self.version, "flow_shift": shift}
 
     def objective_of(self, scheduler: Mapping[str, Any] | None) -> dict[str, Any]:
-        """See `Counterpart.objective_of`."""
+        """See `Counterpart.objective_of`. Raises UserError for keys that rectified_flow lacks."""
         if scheduler is None or scheduler.get("_class_name") != UNIPC["_class_name"]:
             return super().objective_of(scheduler)
         for key, value in UNIPC.items():

@@ -255,7 +255,10 @@ def opened(source: Path) -> AdapterFile:
 
 
 def config_of(given: str | None) -> dict[str, Any]:
-    """The peft config in the metadata of a file; {} without one."""
+    """The peft config in the metadata of a file; {} without one.
+
+    Raises UserError if it is no JSON object.
+    """
     try:
         values = json.loads(given or "{}")
     except ValueError:
@@ -444,7 +447,10 @@ def names_of(found: Counterpart) -> dict[str, Rows]:
 
 
 def resolved(layer: str, names: Mapping[str, Rows], found: Counterpart) -> tuple[str, Rows]:
-    """The name of a layer without its prefix, and the layers of diffusers that it is of."""
+    """(a layer's name without its prefix, diffusers' layers that it stands for).
+
+    Raises UserError if the network has none of that name.
+    """
     bare = layer
     for prefix in DOTTED:
         bare = bare.removeprefix(prefix)
@@ -490,7 +496,7 @@ def range_of(name: str, part: Part, a: Tensor, b: Tensor) -> dict[str, Pair]:
 
 
 def joined(layout: Same, pairs: Mapping[str, Pair], outline: Mapping[str, Tensor]) -> Pair:
-    """The A and B of one of our weights."""
+    """The A and B of one of our weights. Raises UserError for copies that differ."""
     own = [pairs[part] for part in layout.names if part in pairs]
     if isinstance(layout, Copies):
         if len(own) < len(layout.names) or any(not same(pair, own[0]) for pair in own):

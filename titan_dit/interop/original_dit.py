@@ -235,7 +235,10 @@ class Original:
         return ours
 
     def to_original(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the original's names and tensors, including `pos_embed`, from our parameters."""
+        """Yield the original's names and tensors, including `pos_embed`, from our parameters.
+
+        Raises UserError for settings that the original lacks.
+        """
         if given := self.config.condition_channels:
             raise UserError(
                 f"[model] condition_channels={given}: the original DiT is given no further "
@@ -269,7 +272,8 @@ def moment(halves: Mapping[str, OnDemand], count: Tensor, name: str, key: str) -
 def infer(tensors: Mapping[str, Tensor], heads: int | None) -> Original:
     """Infer the network's sizes from the tensor shapes of a state dict.
 
-    `heads` cannot be inferred; None looks it up for S, B, L and XL.
+    `heads` cannot be inferred; None looks it up for S, B, L and XL. Raises UserError for shapes of
+    no DiT.
     """
     kernel, grid = with_ndim(tensors, PATCH, 4), with_ndim(tensors, POSITIONS, 3)
     table = with_ndim(tensors, TABLE["embed.label.table.weight"], 2)
@@ -331,7 +335,10 @@ def name_of(config: DiTConfig) -> str | None:
 
 
 def heads_of(hidden: int, layers: int) -> int:
-    """Look up the heads of the published size with this width and depth."""
+    """Look up the heads of the published size with this width and depth.
+
+    Raises UserError if it is none of those.
+    """
     for width, depth, heads in SIZES.values():
         if (width, depth) == (hidden, layers):
             return heads

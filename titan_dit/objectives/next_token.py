@@ -40,7 +40,7 @@ class CausalModel(Windowed, Protocol):
 
 
 def causal(model: ModelConfig) -> CausalModel:
-    """The section, if it describes a language model."""
+    """The section of a causal language model. Raises UserError for another model."""
     if not isinstance(model, CausalModel) or model.spec().mask != "causal":
         raise UserError(
             f"[model] name={show(model.name)} is no causal language model, as [objective] "

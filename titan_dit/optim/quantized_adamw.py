@@ -72,7 +72,10 @@ class QuantizedAdamW(AdamW):
         return True
 
     def new_states(self, weights: Sequence[Tensor], group: Group) -> list[State]:
-        """Scales of zero, which is a moment of zero whatever the codes; and the steps so far."""
+        """Scales of 0, so that moments are 0 whatever the codes, and the number of steps.
+
+        Raises UserError if the block size does not divide a matrix's columns on this rank.
+        """
         if not group["block"]:
             return super().new_states(weights, group)
         device = weights[0].device

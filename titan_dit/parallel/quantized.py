@@ -46,7 +46,10 @@ def apply(model: Model, config: LoRAConfig, device: torch.device) -> None:
 
 
 def bytes_like(name: str, weight: Tensor, codes: WeightCodes) -> Tensor:
-    """The bytes of a layer's weight on the meta device, cut as the weight is."""
+    """The bytes of a layer's weight on the meta device, cut as the weight is.
+
+    Raises UserError if blocks do not divide the columns on a rank.
+    """
     shape = codes.shape(weight.shape)
     held = torch.empty(shape, dtype=torch.uint8, device=weight.device)
     if not isinstance(weight, DTensor):

@@ -654,7 +654,7 @@ def items(
 
 
 def number(a: Any, b: Any, law: Callable[[float, float], float]) -> Any:
-    """Two numbers combined with `law`. Text and booleans must be equal."""
+    """Two numbers combined with `law`. Raises OtherOperatorsError for unequal text or booleans."""
     if isinstance(a, bool | str):
         if a != b:
             raise OtherOperatorsError

@@ -153,7 +153,8 @@ def versions_of(run: Path) -> dict[str, str]:
 def measured_on_gpu(file: Path, trust: bool = False) -> list[MeasuredStep]:
     """The steps of titan_dit that benchmarks/gpu.py measured, one for each contender and cell.
 
-    `trust`: import the modules that their configs name.
+    `trust`: import the modules that their configs name. Raises UserError for a file of something
+    else.
     """
     if not file.is_file():
         raise UserError(

@@ -137,7 +137,10 @@ def open_set(
     job: JobSection,
     text: TextConfig,
 ) -> ValidationSet | None:
-    """Open [validation] path, else take the `held_out` rows; None if disabled. Collective."""
+    """Open [validation] path, else take the `held_out` rows; None if disabled. Collective.
+
+    Raises UserError if it does not fit the training data.
+    """
     if not config.every:
         return None
     if not config.path and not data.has_validation_part:

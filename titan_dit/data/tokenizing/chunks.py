@@ -55,7 +55,7 @@ class Unpacking(io.RawIOBase):
         return size
 
     def unpacked(self) -> Iterator[bytes]:
-        """Yield the unpacked bytes in pieces."""
+        """Yield the unpacked bytes in pieces. Raises EOFError if the stream ends too early."""
         waiting = self.more()
         while waiting:
             decoder = new_decoder(self.magic)
@@ -262,7 +262,10 @@ def advice_for(bad: Sequence[BadLine]) -> str:
 
 
 def texts_of(chunk: TextChunk, keys: Sequence[str]) -> Iterator[tuple[str, ...] | BadLine]:
-    """Yield each document's texts, one per key; a .txt file is one text for every key."""
+    """Yield each document's texts, one per key; a .txt file is one text for every key.
+
+    Raises BadTextError for one too long.
+    """
     is_text = chunk.kind == "txt"
     parts = [chunk.data] if is_text else chunk.data.split(b"\n")
     for number, part in enumerate(parts, chunk.first_line):

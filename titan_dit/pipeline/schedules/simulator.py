@@ -209,7 +209,7 @@ class _RunTime:
         self.num_events = 0
 
     def simulate(self) -> Simulation:
-        """Run until every rank has finished."""
+        """Run until every rank has finished. Raises ValueError for a deadlock."""
         for rank in range(len(self.deciders)):
             self.decide(rank, 0.0)
         while self.events:

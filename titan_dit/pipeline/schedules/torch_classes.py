@@ -174,7 +174,7 @@ class NoDriver:
     """The driver between steps."""
 
     def run(self, action: Action) -> None:
-        """A schedule runs only within `driven`."""
+        """Raise AssertionError: a schedule runs only within `driven`."""
         raise AssertionError(f"{action} outside of a step")
 
     receive = send = run

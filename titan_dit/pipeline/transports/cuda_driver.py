@@ -113,7 +113,10 @@ class Cuda:
         self.call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Pin mapped host memory, so that copies to and from it need not wait."""
+        """Pin mapped host memory, so that copies to and from it need not wait.
+
+        Raises DriverFailed.
+        """
         with torch.cuda.device(self.device):
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             code = int(runtime.cudaHostRegister(address, num_bytes, PORTABLE))

@@ -94,7 +94,7 @@ class Peer:
         self.write()
 
     def write(self) -> None:
-        """Write what the socket has room for."""
+        """Write what the socket has room for. Raises NetworkFailure if the peer has ended."""
         while self.backlog and not self.has_left:
             data, files = self.backlog.popleft()
             try:
@@ -135,7 +135,10 @@ class Peer:
         return notices
 
     def fill(self) -> bool:
-        """Read once; False if nothing more is there."""
+        """Read once; False if nothing more is there.
+
+        Raises NetworkFailure if the peer has ended.
+        """
         try:
             # As `socket.recv_fds`, which ignores its flags.
             room = socket.CMSG_LEN(MAX_FILES * ITEM) if self.is_local else 0
