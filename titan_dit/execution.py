@@ -37,7 +37,7 @@ Scored: TypeAlias = tuple[Tensor, Tensor]
 
 
 def unchanged(value: Tensor) -> Tensor:
-    """The identity: the sum over data-parallel ranks if there is only one."""
+    """The identity for a tensor of any shape: the sum over one data-parallel rank."""
     return value
 
 
@@ -69,7 +69,10 @@ def by_name(
 
 
 def loss_share(per_token: Tensor, part: Prepared) -> Tensor:
-    """The share of a microbatch in the step's loss."""
+    """A microbatch's share, a scalar, of the step's loss: sum(loss * weight) / total tokens.
+
+    `per_token`: [b, n].
+    """
     assert part.total_tokens is not None
     total = part.total_tokens
     # An fp64 divisor would make the loss fp64.
@@ -78,7 +81,7 @@ def loss_share(per_token: Tensor, part: Prepared) -> Tensor:
 
 
 def scored(loss: TokenLoss, output: Output, part: Prepared) -> Scored:
-    """The share of a microbatch in the step's loss, in fp32 or fp64, and its gradient's factor.
+    """A microbatch's share of the step's loss, a scalar in fp32 or fp64, and its gradient's factor.
 
     A loss can overflow while its gradients do not. The factor 1 then becomes NaN, so that the
     gradient norm alone shows a bad step to every rank.
@@ -140,9 +143,9 @@ class Executor(ABC):
 
     @abstractmethod
     def predict(self, inputs: Tensors, static: Tensors, context: Tensors = NOTHING) -> Tensor:
-        """Forward only; the (first) prediction in fp32, on every rank that has the samples.
+        """Forward only: the (first) prediction [b, ...], on every rank that has the samples.
 
-        `context`: as `Prepared.context`.
+        In fp32. `context`: as `Prepared.context`.
         """
 
     @abstractmethod
@@ -244,7 +247,7 @@ def check_names(prepared: Prepared, model_spec: ModelSpec) -> None:
 
 
 def first_of(output: Output) -> Tensor:
-    """The first prediction of a head, which may return several."""
+    """The first prediction [b, ...] of a head, which may return several."""
     return output if isinstance(output, Tensor) else output[0]
 
 
@@ -372,7 +375,10 @@ class SlicedExecutor(Executor):
         )
 
     def slice(self, tensors: Mapping[str, Tensor], dims: Mapping[str, int]) -> dict[str, Tensor]:
-        """Slice every tensor that has a token dim."""
+        """Cut every tensor to this rank's tokens, at its token dim in `dims`.
+
+        Tensors without one stay whole.
+        """
         present = {name: dim for name, dim in dims.items() if name in tensors}
         rank, size = self.mesh.get_local_rank(), self.mesh.size()
         return slice_tokens(tensors, present, rank, size, self.slicing)

@@ -41,7 +41,7 @@ def apply(model: Model, config: OffloadConfig) -> None:
 
 
 def buffers_of(model: Model) -> list[Tensor]:
-    """The host memory of a stage's activations."""
+    """The host buffers of a stage's activations, uint8 [bytes]."""
     state: Offload | None = getattr(model, "offload", None)
     every = state.buffers.every if state else ()
     return [found for buffer in every if (found := buffer()) is not None]
@@ -70,9 +70,10 @@ class Link:
         self.stream: torch.cuda.Stream | None = None
 
     def copy(self, target: Tensor, source: Tensor, device: torch.device) -> torch.cuda.Event | None:
-        """Start a copy behind all work that the current stream has been given.
+        """Start a copy to a tensor of the same shape, after the current stream's work.
 
-        The caller keeps both tensors until its own stream has waited for the event.
+        The caller keeps both tensors until its own stream has waited for the event, which is None
+        on a CPU.
         """
         if device.type != "cuda":
             target.copy_(source)
@@ -105,7 +106,7 @@ class HostBuffers:
         """All buffers, for the dry run's count."""
 
     def take(self, num_bytes: int, *, pinned: bool) -> Tensor:
-        """A buffer of at least so many bytes, uint8."""
+        """A free or new buffer of at least `num_bytes` bytes, uint8 [size]."""
         size = 1 << (num_bytes - 1).bit_length()
         if found := self.free.get(size):
             return found.pop()
@@ -114,7 +115,10 @@ class HostBuffers:
         return buffer
 
     def give(self, buffer: Tensor) -> None:
-        """Return a buffer for reuse. No wait: copies in and out run on one stream, in order."""
+        """Return a buffer, uint8 [size], for reuse.
+
+        No wait: copies in and out run on one stream, in order.
+        """
         self.free.setdefault(buffer.numel(), []).append(buffer)
 
 
@@ -132,7 +136,7 @@ class Storage:
         state.bytes_out += self.num_bytes
 
     def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
-        """Start a copy to or from the host."""
+        """Start a copy of bytes, uint8 [num_bytes], to or from the host."""
         return self.state.link.copy(target, source, self.device)
 
     def fetch(self) -> None:
@@ -144,7 +148,7 @@ class Storage:
             self.state.bytes_back += self.num_bytes
 
     def read(self) -> Tensor:
-        """The bytes on the device, for work on the current stream."""
+        """The bytes on the device, uint8 [num_bytes], for work on the current stream."""
         self.fetch()
         wait(self.event)
         assert self.here is not None
@@ -173,7 +177,7 @@ class Saved:
         self.storages = weakref.WeakValueDictionary[int, Storage]()
 
     def pack(self, tensor: Tensor) -> Any:
-        """Hand over a tensor, or a wrapper of several; returns what `unpack` takes."""
+        """Hand over a tensor of any shape, or a wrapper of several; return `unpack`'s argument."""
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.wait()
         if hasattr(type(tensor), "__tensor_flatten__"):
@@ -197,7 +201,7 @@ class Saved:
 
 
 def unpack(packed: Any) -> Tensor:
-    """The tensor of a `Saved.pack`."""
+    """The tensor, in its shape, from the result of `Saved.pack`."""
     if isinstance(packed, Tensor):
         return packed
     if isinstance(packed[0], Saved):
