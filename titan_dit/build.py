@@ -286,7 +286,10 @@ def initialize_by(
 def run_executor(
     plan: RunPlan, objective: Objective, mesh: Mesh, parts: dict[int, Model], device: torch.device
 ) -> Executor:
-    """The executor of a run: that of its data's one shape, or of every bucket over the parts."""
+    """The executor of a run.
+
+    Data in buckets gets an executor for each bucket, over the same parts.
+    """
     links = links_of(plan, mesh, device)
     # Wide and tall pictures of as many tokens share one.
     by_shapes = {shapes_of_spec(each.spec): each for each in plan.each_bucket}

@@ -125,7 +125,7 @@ def check_rates(config: JobConfig) -> None:
 
 
 def check_size(before: JobConfig, config: JobConfig) -> None:
-    """Raise UserError if samples of a stage have fewer tokens than those of the one before."""
+    """Raise UserError if samples of a stage have fewer tokens than in the stage before."""
     was, now = (each.objective.model_spec(each.model).num_tokens for each in (before, config))
     if now < was:
         raise UserError(
@@ -239,7 +239,7 @@ def open_source(config: JobConfig) -> Source:
 
 
 def plan_buckets(config: JobConfig, plan: RunPlan, source: Source) -> RunPlan:
-    """The plan with those of the data's buckets, checked; unchanged if all data has one shape.
+    """The plan with a checked plan for each bucket of the data; unchanged without buckets.
 
     Raises UserError for a bucket that does not fit the layout.
     """
@@ -619,7 +619,7 @@ def open_run(run: JobConfig, world: World, stage: int = 0, *, goes_on: bool = Fa
 
 
 def check_same_config(config: JobConfig, gather: Callable[[Any], list[Any]]) -> None:
-    """Raise UserError, with the first difference, if a rank's config is not that of rank 0.
+    """Raise UserError, with the first difference, if a rank's config differs from rank 0's.
 
     Collective. `gather`: all-gather of a value over the ranks.
     """

@@ -69,7 +69,7 @@ class RunPlan:
     """(sequence_parallel) -> the tensor plan; None if the model has none."""
     global_batch_size: int
     wanted_microbatch_size: int | None
-    """[training] microbatch_size, or that of tokens_per_microbatch."""
+    """[training] microbatch_size, or the size from tokens_per_microbatch."""
     sized_by_tokens: bool
     """[training] tokens_per_step gives the global batch size."""
     parallel: ParallelConfig
@@ -320,7 +320,10 @@ def microbatch_size(
 
 
 def with_buckets(plan: RunPlan, config: JobConfig, facts: DataFacts) -> RunPlan:
-    """A plan with those of the data's buckets. Raises UserError if the model has one size."""
+    """A plan with a plan for each bucket of the data.
+
+    Raises UserError if the model has one size.
+    """
     found = []
     models = config.objective.sized_models(config.model, facts)
     if models and config.repa.block:

@@ -198,7 +198,7 @@ def of_the_network(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def without_own(tensors: Mapping[str, Tensor], saved: Collection[str]) -> dict[str, Tensor]:
-    """Drop those parameters of an objective's own modules that a checkpoint with `saved` lacks."""
+    """Drop the parameters of the objective's modules that a checkpoint with `saved` lacks."""
     return {
         name: tensor
         for name, tensor in tensors.items()

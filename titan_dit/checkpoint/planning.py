@@ -325,5 +325,5 @@ def whole(offers: Sequence[Digests]) -> bytes:
 
 
 def agree(offers: Sequence[Digests]) -> bool:
-    """Return True if all ranks' parts are those of every rank's last save."""
+    """True if all ranks' parts are unchanged since every rank's last save."""
     return {before for _, before in offers} == {whole(offers)}

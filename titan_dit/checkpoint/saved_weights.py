@@ -240,11 +240,11 @@ class Weights:
 
 
 Error: TypeAlias = tuple[float, float]
-"""Sums over a rank's elements: squares of what encoding changed, and of the weights."""
+"""Sums over a rank's elements: of the squared errors of encoding, and of the squared weights."""
 
 
 def encode_into(held: Tensor, values: Tensor, codes: WeightCodes) -> Error:
-    """Encode a rank's part of a weight, some rows at a time; return what that changed."""
+    """Encode a rank's part of a weight, some rows at a time; return the errors of encoding."""
     size = codes.shape_of((1, 1, held.shape[2]))[1]
     rows = max(1, quantized.PIECE // max(1, values.shape[1]))
     changed = total = 0.0
@@ -256,7 +256,7 @@ def encode_into(held: Tensor, values: Tensor, codes: WeightCodes) -> Error:
 
 
 def rms_of(errors: Iterable[Mapping[str, Error]]) -> float:
-    """Root mean square over weights of what encoding changed, relative to each; of all ranks' sums.
+    """Root mean square over weights of the relative error of encoding, from all ranks' sums.
 
     The same on every layout: copies of a shard count as often in both sums.
     """

@@ -66,7 +66,7 @@ LARGEST = 2**63 - 1
 DIMS = 64
 """Maximum dims of a tensor, the limit of torch's kernels."""
 AROUND = 1 << 16
-"""Maximum bytes that torch.save adds to those of a tensor."""
+"""Maximum bytes that torch.save adds to a tensor's bytes."""
 SCHEMA = {
     "format": str,
     "files": tuple[str, ...],
@@ -131,7 +131,7 @@ def contents_json(metadata: Any, places: Mapping[Any, Any]) -> bytes:
 
 
 def parse_contents(data: bytes, files: Mapping[str, Mapping[str, Any]]) -> Contents:
-    """Read tensors.json; `files` are those of the manifest. Raises UserError for a wrong value."""
+    """Read tensors.json; `files`: the manifest's. Raises UserError for a wrong value."""
     try:
         # Not `parse_json`, which walks through all values: 1,024 ranks have a million chunks.
         values = json.loads(data, object_pairs_hook=user_text.once)
@@ -696,7 +696,7 @@ class Digested:
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a file; those opened to write get a digest."""
+        """Open a file; when opened to write, it gets a digest."""
         with super().create_stream(path, mode) as stream:  # type: ignore[misc]
             if mode != "wb":
                 yield stream

@@ -293,7 +293,7 @@ def check_lora(config: JobConfig, plan: RunPlan) -> None:
 
 
 def check_dropout(plan: RunPlan) -> None:
-    """Raise UserError if the adapters' dropout would not be that of one process."""
+    """Raise UserError if the adapters' dropout would differ from one process's."""
     if plan.lora.dropout and plan.sizes.cp > 1 and "reference_rotary" in plan.spec.static:
         raise UserError(
             f"[lora] dropout={plan.lora.dropout} with [model] reference_tokens=true and [parallel] "
@@ -407,7 +407,7 @@ def base_shown(plan: RunPlan) -> str:
 
 
 def check_folders(config: JobConfig) -> None:
-    """Raise UserError if what a run writes would change what it reads."""
+    """Raise UserError if a run's files would become part of the data that it reads."""
     for key, folder in folders_written(config):
         made = Path(os.path.realpath(folder))
         for name, source in folders_read(config):
@@ -425,7 +425,7 @@ def check_folders(config: JobConfig) -> None:
 
 
 def folders_written(config: JobConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, folder) of what a run writes."""
+    """Yield (key, folder) for every folder that a run writes to."""
     yield "[job] dir", str(config.job.folder)
     if config.checkpoint.dir and "://" not in config.checkpoint.dir:
         yield "[checkpoint] dir", config.checkpoint.dir

@@ -258,7 +258,7 @@ NO_TEXT = "none"
 
 
 def is_of_diffusers(path: Path) -> bool:
-    """True if a path is a pipeline's folder, or that of a network of diffusers."""
+    """True if a path is the folder of a pipeline, or of a network, of diffusers."""
     if (path / diffusers_network.INDEX).is_file():
         return True
     try:
@@ -347,7 +347,7 @@ def noise_levels_of(index: Mapping[str, Any], expert: str | None) -> dict[str, A
 
 
 def with_text(facts: LatentFacts, found: Counterpart, source: Path, chosen: str) -> LatentFacts:
-    """Facts with those of the text encoder that draws prompts: --text-encoder's, or the pipeline's.
+    """Facts, with the text encoder's: of --text-encoder, or of the pipeline.
 
     Unchanged if there is none, with --text-encoder none, and where the class is not known. Raises
     UserError if the encoder does not fit.
@@ -860,7 +860,7 @@ def export(source: Location, target: Path, options: ConvertFlags) -> None:
 
 
 def say_base(run: SavedNetwork) -> None:
-    """Print what quantising the frozen weights changed, against those where the run began."""
+    """Print the error of quantising the frozen weights, against the weights where the run began."""
     saved, given = run.saved, run.record["config"]["checkpoint"]
     if not saved.quantized:
         return

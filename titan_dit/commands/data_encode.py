@@ -115,7 +115,7 @@ def vae_of(options: DataEncodeFlags, device: torch.device) -> Autoencoder | Pixe
 def features_of(
     options: DataEncodeFlags, device: torch.device, ranks: Ranks
 ) -> PictureFeatures | None:
-    """The network of --features, None without it; prints what [repa] takes. Raises UserError."""
+    """The network of --features, or None. Prints the keys of [repa] for it. Raises UserError."""
     if options.features is None:
         return None
     assert options.image_size
@@ -454,7 +454,7 @@ def report(
 
 
 def report_files(plan: EncodeJob, output: Path) -> None:
-    """Print the buckets, and what became of the files."""
+    """Print the buckets, and the numbers of used and dropped files."""
     lines = list(read_report(output))
     for bucket, about in by_bucket(lines).items():
         console.say(f"bucket {bucket}: {about}")

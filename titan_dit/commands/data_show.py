@@ -168,7 +168,7 @@ def show_latents(path: Path, options: DataShowFlags) -> None:
 
 
 def rows_to_draw(source: LatentShards | LatentFolder) -> range:
-    """All rows; of several buckets, those of the largest, as a picture of them has one shape."""
+    """All rows; with several buckets the rows of the largest: a picture of them has one shape."""
     if isinstance(source, LatentShards):
         return max(source.buckets, key=lambda bucket: bucket.count).rows
     return range(len(source))

@@ -153,7 +153,7 @@ def not_expressible(
 
 
 def terms_of(snapshots: Sequence[Snapshot], fitted: Fit) -> Iterator[Term]:
-    """Yield the snapshots with their weights, without those of weight 0."""
+    """Yield the snapshots with their weights; snapshots of weight 0 are left out."""
     weights = iter(fitted.weights)
     for snapshot in snapshots:
         pairs = [(f"ema.{power_name(p.sigma_rel)}.", next(weights)) for p in snapshot.profiles]
@@ -208,7 +208,7 @@ def size_of(shapes: Shapes) -> int:
 def lines(
     options: EmaFlags, snapshots: Sequence[Snapshot], terms: Sequence[Term], fitted: Fit
 ) -> Iterator[str]:
-    """Console lines: what is made of what."""
+    """Console lines: the averages, and the snapshots that they are made of."""
     powers = sorted({prefix for term in terms for prefix in term.weights})
     names = [prefix.removeprefix("ema.").removesuffix(".") for prefix in powers]
     yield (

@@ -384,7 +384,7 @@ def drawn_pictures(job: Job, parts: FinishedParts) -> Pictures:
 
 
 def given_pictures(options: EvaluateFlags) -> Pictures:
-    """The pictures of --samples; those of a folder keep their size, which all share."""
+    """The pictures of --samples. Pictures of a folder keep their size, which must be equal."""
     path = Path(options.samples).expanduser()
     if not path.is_dir():
         return pictures.open_npz(path, "--samples", labelled=False)
@@ -524,7 +524,7 @@ def config_of(record: Mapping[str, Any], keys: Sequence[str], num_ranks: int) ->
 def validation_set(
     path: Location, record: Mapping[str, Any], config: JobConfig, source: Source
 ) -> ValidationSet:
-    """The set that the run validates on, or that of --validation.path. Collective."""
+    """The validation set of the run, or of --validation.path. Collective."""
     validation = config.validation
     if not (validation.path or config.data.has_validation_part):
         check_held_out(path, record, validation.held_out_of(has_part=False), source)

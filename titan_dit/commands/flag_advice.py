@@ -41,7 +41,7 @@ def renamed(words: Sequence[str], hints: Mapping[str, Any]) -> list[str]:
 
 
 def check(words: Sequence[str], hints: Mapping[str, Any], command: str) -> None:
-    """Raise UserError for `--sampling.steps 25`, `--config FILE` or `sample RUN`: what to type.
+    """Raise UserError with advice for `--sampling.steps 25`, `--config FILE` or `sample RUN`.
 
     `hints`: the types of the command's options.
     """

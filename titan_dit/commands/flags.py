@@ -48,7 +48,7 @@ from titan_dit.pictures.picture_sizes import Size, parse_lengths, parse_sizes, s
 MAX_LAYER = 512
 """Largest number of a hidden state."""
 SIZE_FLAGS = ("image-size", "buckets", "pixels")
-"""Flags of `data encode` about the size of pictures, of which one is given."""
+"""Flags of `data encode` about the size of pictures. One of them is given."""
 NAMES: tuple[str, ...] = get_args(hints_of(PrecisionConfig)["attention"])
 """Values of [precision] attention."""
 
@@ -253,7 +253,7 @@ class DataEncodeFlags(Flags):
     flip: bool = False
     """True: the mirror image of each picture is a row of its own."""
     posterior: Literal["both", "mean"] = "both"
-    """Store mean and std, of which training draws, or the mean."""
+    """Store mean and std, from which training draws, or the mean."""
     units: Literal["vae", "measured"] = "vae"
     """Scale and shift of the model's input: the autoencoder's, or 1 / std and mean of each channel
     over the data."""
@@ -300,7 +300,7 @@ class DataEncodeFlags(Flags):
     """Rows x columns that features are resampled to: 16x16, the model's tokens. Default: the
     network's own."""
     split: str | None = None
-    """Parquet or tar files to take: those whose name, or folder's, begins with it: train."""
+    """Only Parquet or tar files whose name, or folder's name, begins with this, such as train."""
     shard_size: PositiveInt | None = None
     """Pictures per shard. Default: 128 MiB, or less if that is below 64 shards."""
     workers: Workers | None = None
@@ -873,7 +873,8 @@ class PictureFlags(DrawingFlags, CommonFlags):
     keep_frames: bool = False
     """Clips: write every frame as a PNG, too. MP4 loses a little."""
     low: RunPath | None = None
-    """A second run, whose network draws below --boundary; that of --run draws from there up."""
+    """A second run, whose network draws below --boundary; the network of --run draws from there
+    up."""
     boundary: Annotated[float, Bound(above=0, below=1)] | None = None
     """Noise level at which --run and --low meet: 0 is data, 1 is noise; 0.875 for Wan 2.2. Unset:
     where both were trained to meet ([objective] t_min of --run, t_max of --low)."""
@@ -928,7 +929,7 @@ class LossFlags(Flags):
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceFlags(Flags):
-    """Pictures: what they are compared with, and by which metrics."""
+    """Pictures: the reference and the metrics."""
 
     section = "evaluate"
 
@@ -966,7 +967,7 @@ class EvaluateFlags(DrawingFlags, ReferenceFlags, LossFlags):
 
 
 def of_command(name: str) -> type[Section]:
-    """The flags of a command: those of "data pack" are `DataPackFlags`."""
+    """The class of a command's flags: `DataPackFlags` for "data pack"."""
     words = name.replace("-", " ").split()
     found: type[Section] = globals()["".join(map(str.capitalize, words)) + "Flags"]
     return found

@@ -147,7 +147,7 @@ def check_gpus(gpus: int, device: Device) -> None:
 
 
 def config_of(options: PlanFlags, keys: Sequence[str]) -> tuple[JobConfig, list[str]]:
-    """The config with the keys of the command line, and those of `KEYS` that are fixed by it.
+    """(the config with the keys of the command line, the keys of `KEYS` that it fixes).
 
     Raises UserError for a --fix of another form.
     """

@@ -192,7 +192,7 @@ def predict_alike(
 
 
 def condition_fields(diffusion: Diffusion) -> dict[str, str]:
-    """The network's inputs that say what a sample shows -> their names in a file of inputs."""
+    """Input of the network that conditions a sample -> its name in a file of inputs."""
     if diffusion.captions is None:
         return {"labels": "y"}
     return {"text": "text", "text_length": "text_length"}

@@ -94,7 +94,7 @@ KEPT = 1000
 
 @dataclass(frozen=True)
 class CaptionSource:
-    """The captions that are drawn: prompts, or those of stored rows."""
+    """The captions that are drawn: prompts, or captions of stored rows."""
 
     numbers: Int64[Tensor, " n"]
     """The prompt, or the row of the dataset, of each sample."""
@@ -109,7 +109,7 @@ class CaptionSource:
 
 
 def read_prompts(flags: PictureFlags) -> tuple[str, ...]:
-    """The prompts of --prompt, then those of --prompts. Raises UserError for a blank line."""
+    """The prompts: of --prompt, then of --prompts. Raises UserError for a blank line."""
     found = list(flags.prompt)
     if flags.prompts is not None:
         where = f"--prompts {flags.prompts}"
@@ -388,7 +388,7 @@ def load_other(
 
 
 def weak_network(weak: TrainedModel, diffusion: Diffusion) -> Conditional:
-    """The prediction of --guide's network for the tokens of `diffusion`, that of --run.
+    """The prediction of --guide's network for tokens of `diffusion`, the objective of --run.
 
     Raises UserError on a misfit.
     """
@@ -426,10 +426,10 @@ def prediction_of(weak: TrainedModel, theirs: Diffusion, diffusion: Diffusion) -
 
 
 def low_expert(low: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> LowExpert:
-    """The network of --low for the tokens of `diffusion`, that of --run.
+    """The network of --low for tokens of `diffusion`, the objective of --run.
 
-    Raises UserError for a run of other samples, captions, units or predictions, and for one that
-    was trained on the noise levels of --run.
+    Raises UserError for a run of other samples, captions, units or predictions, or that was trained
+    on the noise levels of --run.
     """
     theirs = resized_like(low.diffusion("--low"), diffusion)
     guide = f"--low {low.path}"
@@ -514,7 +514,7 @@ def check_guide(guide: str, ours: Diffusion, theirs: Diffusion, other: str = OTH
 
 
 def conditions_of(diffusion: Diffusion) -> str:
-    """Description of what a network is given of a sample."""
+    """Description of a network's conditions."""
     references = ""
     if reference := diffusion.data.reference:
         how = "tokens" if has_reference_tokens(diffusion.model) else "channels"

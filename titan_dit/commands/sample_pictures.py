@@ -121,7 +121,10 @@ class Job:
 
     @property
     def batch_size(self) -> int:
-        """Samples that are drawn at once: a clip has as many tokens as many pictures."""
+        """Samples that are drawn at once.
+
+        A clip counts as several: it has the tokens of many pictures.
+        """
         return self.flags.batch_size or (1 if self.has_clips else BATCH)
 
     @property
@@ -168,7 +171,7 @@ class Job:
         return self.captions.names if self.captions else self.diffusion.data.class_names
 
     def conditions(self, at: slice) -> tuple[Given, Given | None]:
-        """The conditions of some samples, and those that guide in place of none."""
+        """(the conditions of some samples, the conditions that guide in place of none)."""
         device = self.run.device
         num = len(self.labels[at])
         reference = {name: value.expand(num, -1, -1) for name, value in self.reference.items()}
@@ -232,7 +235,7 @@ def draw(job: Job, ranks: Ranks) -> FinishedParts:
 
 @contextmanager
 def told_how_to_go_on(parts: FinishedParts) -> Iterator[None]:
-    """On Ctrl-C print what is drawn so far and how to continue."""
+    """On Ctrl-C print the number of finished batches and how to continue."""
     try:
         yield
     except KeyboardInterrupt:
@@ -326,7 +329,7 @@ def identity(run: TrainedModel) -> list[str]:
 
 
 def described(job: Job) -> str:
-    """The console line of what is drawn."""
+    """The console line about the run, the sampler and the number of samples."""
     guide = f" against {job.guide.path}" if job.guide else ""
     if job.low and job.expert:
         guide += f", below t = {job.expert.boundary:g} from {job.low.path}"
@@ -509,7 +512,7 @@ class Calls:
 
 
 def progressed(progress: ProgressLine, first: int, size: int, job: Job, calls: int) -> None:
-    """Show the samples done: those before this batch, and the batch's share by network calls."""
+    """Show the samples done: all of earlier batches, and this batch's share by network calls."""
     # Heun evaluates the network twice in a step; of a sampler from outside it is not known.
     evaluations = job.flags.steps * (2 if job.sampler is ode.heun else 1)
     progress(first + size * min(calls, evaluations) // evaluations)

@@ -72,5 +72,5 @@ def main(run: TrainedModel, objective: NextToken, flags: TextFlags) -> None:
 
 
 def report_tokens(progress: ProgressLine, before: int, rows: int, tokens: int) -> None:
-    """Show the tokens done: those of earlier batches, and of each text of this one."""
+    """Show the tokens done: of earlier batches, and of each text of this one."""
     progress(before + rows * tokens)

@@ -157,7 +157,7 @@ def num_ranks(environment: Mapping[str, str], gpus: int, cores: int) -> int:
 
 
 def defaults(environment: Mapping[str, str], ranks: int, cores: int) -> dict[str, str]:
-    """Return environment variables for the ranks, without those that the user has set."""
+    """Return environment variables for the ranks, except the ones that the user has set."""
     wanted = {
         "OMP_NUM_THREADS": str(max(cores // ranks, 1)),
         # Else torch's C++ code prints thirty lines of stack frames when another node exits first.

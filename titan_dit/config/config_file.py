@@ -35,7 +35,7 @@ CHOSEN_BY_NAME = ("model", "objective", "data", "optimizer")
 FORMAT = 5
 """Format number of config.toml and of a checkpoint's config; the first format had none."""
 BEFORE_FORMAT_4 = {"data_order": "sort", "initial_weights": "generator"}
-"""Keys of [job] that older formats lack, and what their runs did."""
+"""Key of [job] that older formats lack -> the value with which their runs ran."""
 RENAMED = {
     "evaluation": "fid",
     "lr_schedule": "lr_scheduler",

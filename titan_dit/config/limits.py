@@ -1,4 +1,7 @@
-"""Limits of what readers of data accept, and the variable that raises those without a flag."""
+"""Limits of the sizes that readers of data accept, and the variable that raises them.
+
+Limits with a flag are raised by it instead.
+"""
 
 from __future__ import annotations
 

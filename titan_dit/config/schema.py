@@ -15,7 +15,7 @@ from titan_dit.config.section import Bound, UserError, conform_made, show
 
 COUNT = Annotated[int, Bound(least=0, below=2**62)]
 LARGEST = 32 << 20
-"""Maximum bytes of a manifest: parsed JSON takes up to 20 times as many in memory."""
+"""Maximum bytes of a manifest: parsed JSON takes up to 20 times its bytes in memory."""
 SHOWN = 80
 """Maximum characters of a wrong value in a message."""
 

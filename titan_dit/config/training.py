@@ -99,7 +99,7 @@ class TrainingConfig(Section):
         self._check_sizes()
 
     def _add_up_stages(self) -> None:
-        """Check the steps of every stage; unset steps are those of all stages."""
+        """Check the steps of every stage; unset [training] steps become their sum."""
         if len(self.stages) > MOST_STAGES:
             raise UserError(
                 f"[[stages]]: {len(self.stages)} stages, each of which is opened before the first "
@@ -206,7 +206,7 @@ class TrainingConfig(Section):
 
 
 def steps_beside_stages(training: TrainingConfig) -> UserError:
-    """The error about [training] steps that are not those of all stages."""
+    """The error for [training] steps that are not the end of a stage."""
     parts = " + ".join(str(stage["steps"]) for stage in training.stages)
     return UserError(
         f"[training] steps={training.steps} contradicts [[stages]], which have {parts} = "
@@ -308,7 +308,7 @@ class RepaConfig(Section):
     """Number of the block whose output is aligned, from 1: the paper takes 8 of DiT-XL/2's 28.
     Unset: none, and no other key has an effect."""
     dim: Dim | None = None
-    """Elements of a token's features: those of `data encode --features`, which prints them."""
+    """Elements of a token's features: `data encode --features` prints them."""
     network: str | None = None
     """Your frozen network, "package.module:function" as of `data encode --features`: its features
     are computed in every step, of data that holds RGB pixels (`data encode --vae none`). Unset:

@@ -176,8 +176,8 @@ class TextFacts:
     tokenizer: str
     """SHA-256 of the tokens that the tokenizer makes of a fixed text."""
     layer: int | tuple[int, ...]
-    """The hidden state: 0 is the token embeddings; that of the last layer is the encoder's output,
-    with its final norm. Several lie side by side in a token's embedding."""
+    """The hidden state: 0 is the token embeddings; the last layer's is the encoder's output, with
+    its final norm. Several lie side by side in a token's embedding."""
     template: str
     """Text that the encoder reads, with {} for the caption."""
     width: int
@@ -330,7 +330,7 @@ class LatentFacts(DataFacts):
     weights: tuple[float, ...] = ()
     """Share of each dataset in the samples; empty unless they have weights."""
     condition_dropouts: tuple[float | None, ...] = ()
-    """Dropout of each dataset's conditions; None for that of [objective]."""
+    """Dropout of each dataset's conditions; None takes [objective] condition_dropout."""
     reference: ReferenceFacts | None = None
     """Description of the field `reference`; None without references."""
     mask_mean: float | None = None
@@ -458,7 +458,7 @@ class LatentFacts(DataFacts):
 
 
 def clip_of(shape: Shape) -> Shape:
-    """The shape of a clip; that of a picture gets one frame. The bytes of a sample are the same."""
+    """The shape of a clip; a picture's shape gets one frame. The bytes of a sample are the same."""
     return shape if len(shape) == 4 else (shape[0], 1, *shape[1:])
 
 

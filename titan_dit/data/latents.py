@@ -302,7 +302,7 @@ class LatentShards(Source):
         return torch.cat([shard.labels for shard in self.shards])
 
     def groups(self) -> Int64[Tensor, " n"]:
-        """Return the labels; of several buckets, that of every row."""
+        """The label of every row; its bucket's number if `keeps_groups`."""
         if self.keeps_groups:
             return torch.cat(list(self.group_parts()))
         return self.labels
@@ -353,7 +353,7 @@ class LatentShards(Source):
         return self.read_numbered(rows, rows)
 
     def read_numbered(self, rows: Sequence[int], numbers: Sequence[int]) -> dict[str, Tensor]:
-        """`read` for samples of these numbers, each of which draws one of several captions."""
+        """`read` for samples of these numbers; each sample draws one of its row's captions."""
         return self.read_padded(rows, numbers)
 
     def in_text_groups(self, multiple: int) -> Source:

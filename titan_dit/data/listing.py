@@ -61,7 +61,7 @@ SPLITS = ("train", "training", "val", "valid", "validation", "test")
 
 
 def kind_of(name: str) -> str | None:
-    """A phrase for a file name of a known kind: what it is, why it is refused. Else None."""
+    """A phrase about a file name of a known kind: its kind, and why it is refused. Else None."""
     for pattern, what, why in OTHER_KINDS:
         if re.fullmatch(pattern, name, re.IGNORECASE):
             return f"{what}: {why}"

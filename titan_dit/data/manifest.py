@@ -28,8 +28,8 @@ FORMAT = "titan_dit.latents/1"
 ENCODED_FORMAT = "titan_dit.latents/2"
 """Format of the shards of `data encode`: with the autoencoder, the crop and the source."""
 BUCKETS_FORMAT = "titan_dit.latents/3"
-"""Format of shards of several shapes: each holds rows of one bucket, and those of a bucket follow
-each other."""
+"""Format of shards of several shapes: a shard holds rows of one bucket, and a bucket's shards are
+consecutive."""
 SHARD_FORMATS = (FORMAT, ENCODED_FORMAT, BUCKETS_FORMAT)
 FOLDER_FORMAT = "titan_dit.folder/1"
 MANIFEST, CLAIM = "manifest.json", "pack.json"
@@ -55,8 +55,8 @@ VAE_KEYS = {
     "frames_factor": PositiveInt | None,
 }
 FEATURE_KEYS = {"name": str, "digest": str, "grid": tuple[Few, ...], "dim": Dim}
-"""Keys of `features`: those of pictures, in the tensor `features` of every shard, float16
-[n, rows, columns, dim]; `grid` holds rows and columns."""
+"""Keys of `features`: features of pictures, in the tensor `features` of every shard, float16 [n,
+rows, columns, dim]; `grid` holds rows and columns."""
 BUCKET_KEYS = {"shape": tuple[PositiveInt, ...], "count": PositiveInt}
 SHARD_KEYS = {"file": str, "count": PositiveInt, "bytes": PositiveInt, "sha256": str}
 TEXT_KEYS = {
@@ -74,7 +74,7 @@ TEXT_KEYS = {
 }
 """Keys of `text`, the embeddings of captions: see `data.caption_embeddings`."""
 REFERENCE_KEYS = {"kind": Literal["picture", "first_frame"], "channels": Few}
-"""Keys of `reference`: each shard holds these latents beside those of its samples."""
+"""Keys of `reference`: each shard holds the references' latents beside the samples'."""
 MASK_KEYS = {"mean": MaskMean}
 """Keys of `mask`: each shard holds uint8 weights of its samples' latent pixels."""
 INDEX_KEYS = {"file": str, "bytes": PositiveInt, "sha256": str}
@@ -128,9 +128,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(path: Path, buckets: Sequence[str] | None = None) -> dict[str, Any]:
-    """Read and check the manifest of a folder of shards; with `buckets` that of these alone.
+    """Read and check the manifest of a folder of shards. Raises UserError.
 
-    See `of_buckets`. Raises UserError.
+    `buckets`: keep only these, see `of_buckets`.
     """
     manifest = read_json(path)
     if manifest.get("format") not in SHARD_FORMATS:

@@ -184,7 +184,7 @@ class Latents(DataConfig):
         return tuple(self.at(each.path) for each in self.datasets) or (self,)
 
     def at(self, path: str) -> Latents:
-        """See `DataConfig.at`; with those of the chosen buckets that the dataset has."""
+        """See `DataConfig.at`; keeps the chosen buckets that the dataset has."""
         found = replace(self, path=path, datasets=())
         if self.buckets is None:
             return found

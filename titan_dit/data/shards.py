@@ -172,7 +172,7 @@ class ShardRows:
             yield files[begin], offsets[begin], buffers[begin:end]
 
     def is_cached(self, number: int, offset: int, buffers: list[memoryview]) -> bool:
-        """Read what is in the page cache; if it is not, have the kernel begin to read it."""
+        """Read the row from the page cache; if it is not there, let the kernel begin to read it."""
         descriptor = self.descriptors.get(number) or self.descriptor(number)
         size = sum(map(len, buffers))
         if self.can_ask:

@@ -27,7 +27,7 @@ PART = 1 << 16
 
 
 def padded(tokens: Integer[np.ndarray, " n"], empty: int, multiple: int) -> Int64[np.ndarray, " n"]:
-    """Tokens of each caption with its padding; `empty`: those of the empty one."""
+    """Tokens of each caption with its padding; `empty`: tokens of the empty caption."""
     least: Int64[np.ndarray, " n"] = np.maximum(tokens, max(empty, 1)).astype(np.int64)
     return (least + multiple - 1) // multiple * multiple
 

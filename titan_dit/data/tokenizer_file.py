@@ -16,7 +16,7 @@ from titan_dit.config.section import UserError
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Tokens that end a document, in order of preference."""
 LARGEST_ID = 1 << 24
-"""Maximum id: sixteen times that of a large vocabulary."""
+"""Maximum id: sixteen times a large vocabulary's."""
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,7 @@ def take_fake_step(
 
 @contextmanager
 def chunks_of_a_device() -> Iterator[None]:
-    """Use a GPU's chunks of logits and of rounded weights: those of a CPU would take minutes."""
+    """Use a GPU's chunks of logits and of rounded weights: a CPU's would take minutes."""
     own, cross_entropy.CHUNK = cross_entropy.CHUNK, cross_entropy.CHUNK_ON_DEVICE
     rounded = ROUNDED_AT_ONCE["cpu"]
     ROUNDED_AT_ONCE["cpu"] = ROUNDED_AT_ONCE["cuda"]

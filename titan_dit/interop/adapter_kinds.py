@@ -48,7 +48,7 @@ OTHERS = {
     ".oft_diag": "OFT",
     ".on_input": "IA3",
 }
-"""Ends of names of what is not read."""
+"""Ends of the names of tensors that are not read."""
 MERGE = "Add it to the base's weights with --merge, which is exact."
 MISFIT = "Give --base a run of the network that the adapters were trained on."
 EPS = torch.finfo(torch.float32).eps
@@ -70,7 +70,7 @@ def part_of(name: str) -> tuple[str, str]:
 
 
 def check_parts(layer: str, parts: Iterable[str]) -> None:
-    """Raise UserError unless the parts are those of one kind of adapter."""
+    """Raise UserError unless the parts make one kind of adapter."""
     given = set(parts) - {ALPHA, MAGNITUDE}
     if given & set(LOKR):
         halves = [(f"lokr_{w}", f"lokr_{w}_a", f"lokr_{w}_b") for w in ("w1", "w2")]
@@ -220,7 +220,7 @@ def shortened(a: Tensor, b: Tensor) -> Pair:
 
 
 def stacked(pairs: list[Pair | None], sizes: list[int]) -> Pair:
-    """A and B of a layer whose outputs are those of several, one after the other.
+    """(A, B) of a layer that joins the outputs of several layers, one after the other.
 
     `sizes`: outputs of each; None adds 0 to them. One A if all have the same; else all A, one below
     the other, and a block-diagonal B.

@@ -47,7 +47,7 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class Rows:
-    """A linear layer whose outputs are those of layers of diffusers, one after the other."""
+    """A linear layer that joins the outputs of layers of diffusers, one after the other."""
 
     layers: tuple[str, ...]
     swaps: bool = False
@@ -495,7 +495,7 @@ def write_parts(
     text: Mapping[str, tuple[Path, str]],
     facts: LatentFacts,
 ) -> None:
-    """Write what makes a folder with `transformer/` a pipeline: the index and the other parts.
+    """Write the index and the other parts that make a folder with `transformer/` a pipeline.
 
     `vae`: its folder. `text`: `text_parts`, or empty to leave them out.
     """

@@ -71,7 +71,7 @@ change them: their adapters do not fit the base."""
 
 
 class AdapterFile(NamedTuple):
-    """Tensors of adapters and what is stated about them."""
+    """Tensors of adapters, and their config."""
 
     tensors: Mapping[str, Tensor]
     config: Mapping[str, Any]
@@ -161,7 +161,7 @@ def whole(layouts: Mapping[str, Same], theirs: str, pairs: Mapping[str, Pair]) -
 
 
 def to_originals(found: Counterpart, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
-    """A and B by the names of the network's first release, from those by diffusers' weights.
+    """Name in the network's first release -> (A, B), from pairs by diffusers' names.
 
     Raises UserError for a network without such names, and for a layer that has none.
     """
@@ -471,7 +471,7 @@ def refuse_layer(name: str) -> NoReturn:
 
 
 def to_ours(found: Counterpart, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
-    """A and B by the names of our weights, from those by diffusers'; their ranks may differ."""
+    """Name of our weight -> (A, B), from pairs by diffusers' names; their ranks may differ."""
     outline = found.outline()
     ours: dict[str, Pair] = {}
     for name, layout in found.layouts().items():
@@ -488,7 +488,7 @@ def to_ours(found: Counterpart, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
 
 
 def range_of(name: str, part: Part, a: Tensor, b: Tensor) -> dict[str, Pair]:
-    """The adapter of one of our weights, which is a range of theirs; {} if it is 0 there."""
+    """The adapter of our weight that is a range of diffusers' one; {} if it is 0 there."""
     own = (b if part.dim == 0 else a).narrow(part.dim, part.first, part.size)
     if not own.any():
         return {}

@@ -30,7 +30,7 @@ class ModulationTable(nn.Module):
 
 
 def embedded_tokens(embed: Any, inputs: Mapping[str, Tensor]) -> Float[Tensor, "b _ d"]:
-    """The picture's tokens in the stream: projected by `patch`, those of the reference behind them.
+    """The picture's tokens in the stream, projected by `patch`; a reference's follow.
 
     Further channels are projected by `condition`, and added. `inputs`: as of the network.
     """
@@ -44,7 +44,7 @@ def embedded_tokens(embed: Any, inputs: Mapping[str, Tensor]) -> Float[Tensor, "
 
 
 def image_rotary(side: SideInputs) -> Float[Tensor, "_ 2 p"]:
-    """Angles of the stream's tokens: those of the picture, then those of a reference."""
+    """Angles of the stream's tokens: of the picture, then of a reference."""
     if "reference_rotary" not in side:
         return side["rotary"]
     return torch.cat((side["rotary"], side["reference_rotary"]))

@@ -70,7 +70,7 @@ class TextToImageConfig(Section):
 
     @abstractmethod
     def static(self, device: torch.device) -> dict[str, Tensor]:
-        """Side inputs that are equal for all samples: those of `static_specs`."""
+        """Side inputs that are equal for all samples, by the names of `static_specs`."""
 
     @abstractmethod
     def build(self, output_channels: int) -> Model:

@@ -238,7 +238,7 @@ class Objective:
         return batch
 
     def collected(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """The fields of a batch after `collect`, by those of the data."""
+        """The fields of a batch after `collect`, from the data's fields."""
         return fields
 
     def readings(self) -> Mapping[str, float]:

@@ -47,10 +47,10 @@ class Alignment(nn.Module):
     """Projects a block's tokens, and adds the gradient of their distance from the features."""
 
     own_tokens: Callable[[Tensor], Tensor] = staticmethod(lambda tokens: tokens)
-    """Values [b, n, ...] of a cp rank's tokens -> those of this tp rank's; replaced by sequence
-    parallelism."""
+    """Values [b, n, ...] of a cp rank's tokens -> values of this tp rank's tokens; replaced by
+    sequence parallelism."""
     join_tokens: Callable[[Tensor], Tensor] = staticmethod(lambda tokens: tokens)
-    """This rank's tokens -> those of the whole picture, which a convolution takes."""
+    """This rank's tokens -> all tokens of the picture, which a convolution takes."""
     own_of_all: Callable[[Tensor], Tensor] = staticmethod(lambda tokens: tokens)
     """The inverse of `join_tokens`."""
     own_weights: Callable[[Tensor], Tensor] | None = None

@@ -52,7 +52,7 @@ def dynamic(config: CompileConfig, tp: int) -> bool | None:
 
 
 def expect_shapes(number: int) -> None:
-    """Let one function have graphs of as many shapes; by default torch stops at eight."""
+    """Let one function have graphs of `number` shapes; by default torch stops at eight."""
     if number > 1:
         from torch._dynamo import config as dynamo
 

@@ -50,7 +50,7 @@ def buffers_of(model: Model) -> list[Tensor]:
 def around(
     state: Offload, block: nn.Module, inner: Callable[..., Any], *, is_first: bool
 ) -> Callable[..., Any]:
-    """A block's call that hands over what it saves."""
+    """A block's call that hands its saved tensors to `state`."""
 
     def call(stream: Any, side: Mapping[str, Tensor]) -> Any:
         if not torch.is_grad_enabled():
@@ -170,7 +170,10 @@ class Saved:
     """The tensors that one call of a block saves. Autograd's handles keep it alive."""
 
     def __init__(self, state: Offload, before: Saved | None, stays: set[int]) -> None:
-        """`before`: that of the block before it. `stays`: storages to leave alone, by address."""
+        """`before`: saved tensors of the block before it.
+
+        `stays`: storages to leave alone, by address.
+        """
         self.state, self.stays = state, stays
         self.before = None if before is None else weakref.ref(before)
         # Weak: a handle's end frees its storage, while the block's backward goes on.
@@ -256,7 +259,7 @@ class Offload:
         return saved_tensors_hooks(pack, unpack)
 
     def end_forward(self) -> None:
-        """The running block is done: free what blocks have saved that are `ahead` before it."""
+        """End the running block; free the saved tensors of the blocks `ahead` or more before it."""
         saved, self.running = self.running, None
         assert saved is not None
         if saved.storages:

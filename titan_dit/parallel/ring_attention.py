@@ -152,7 +152,7 @@ class Block:
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of the queries, the keys and the values."""
+        """Gradients of the block's queries [b, heads, m, d], keys and values [b, groups, k, d]."""
         groups = kv.shape[2]
         k, v = (for_heads(x, q.shape[1]) for x in take(kv, self.at_keys))
         d_out, q, out, lse = (take(x, self.at_queries) for x in (d_out, q, out, lse))

@@ -39,7 +39,7 @@ TAG = 1_000_003
 
 
 class Offset(NamedTuple):
-    """A rank's clock minus that of the first rank, in nanoseconds."""
+    """A rank's clock minus the first rank's, in nanoseconds."""
 
     at_ns: float
     """Time of the measurement, on the first rank's clock."""
@@ -50,7 +50,7 @@ class Offset(NamedTuple):
 
 @dataclass(frozen=True)
 class Clock:
-    """A rank's clock against that of the first rank."""
+    """A rank's clock, relative to the first rank's."""
 
     before: Offset
     after: Offset

@@ -45,7 +45,7 @@ class Unfit(ValueError):
     """torch's runtime cannot run this pipeline."""
 
     def __init__(self, reason: str, fix: str) -> None:
-        """`fix`: what to set for it; a sentence without its dot."""
+        """`fix`: the advice, a sentence without its dot."""
         super().__init__(f"{reason}. {fix}.")
         self.reason = reason
 

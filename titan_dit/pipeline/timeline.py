@@ -65,7 +65,7 @@ class Done(NamedTuple):
     start: float
     end: float
     free: float
-    """Time at which the rank had sent its output and could go on."""
+    """Time at which the rank had sent its output."""
 
 
 class Arrival(NamedTuple):

@@ -313,7 +313,7 @@ def sizes_of(plan: RunPlan) -> tuple[int, int]:
 
 
 def float8_sizes(plan: RunPlan) -> tuple[int, int]:
-    """Two microbatch sizes with as many tokens as float8 takes: multiples of 16."""
+    """Two microbatch sizes whose tokens are multiples of 16, as float8 needs."""
     small = SIZES[0]
     return (small, LARGE) if small * plan.attended_per_rank % UNIT == 0 else (LARGE, 2 * LARGE)
 

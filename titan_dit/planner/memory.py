@@ -412,7 +412,7 @@ class InFlight(NamedTuple):
 
     kind: Kind
     place: int
-    """The action's stage among those of the rank."""
+    """Index of the action's stage among the rank's stages."""
     held: tuple[int, ...]
     """Microbatches whose activations are held: before a forward, else with the action's own."""
     halves: tuple[int, ...]
@@ -678,7 +678,7 @@ def whole_table(counts: Counts, tp: int, width: int) -> float:
 
 
 def of_products(part: Part) -> float:
-    """Bytes of the gradients from which a part computes those of its weights."""
+    """Bytes of the output gradients from which a part computes its weights' gradients."""
     return sum(
         count * product.batch * product.m * product.k * GRADIENT_BYTES[product.dtype]
         for product, count in part.backward.products.items()

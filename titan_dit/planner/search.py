@@ -254,7 +254,10 @@ def tp_crosses_nodes(sizes: AxisSizes, device: Device) -> bool:
 
 
 def shortened(plan: RunPlan) -> RunPlan:
-    """The plan with fewer microbatches and as many in flight: long orders take long to read."""
+    """The plan with fewer microbatches, with the same number in flight.
+
+    Long orders take long to read.
+    """
     most = ROUNDS * plan.sizes.pp
     fixed = plan.pipeline.schedule == "gpipe" or plan.order_of_file is not None
     if plan.sizes.pp == 1 or fixed or plan.num_microbatches <= most:
@@ -520,7 +523,7 @@ class Search:
         return self.model.bound(self.space.plan(candidate), counts, self.device)
 
     def _before_rehearsal(self, candidate: Candidate, known: list[Candidate]) -> float | None:
-        """The highest bound from scaled counts of coarser splits; None if those do not fit."""
+        """The highest bound from scaled counts of coarser splits; None if these do not fit."""
         bounds = [0.0]
         for coarse in known:
             counts = self._counts(coarse)

@@ -44,7 +44,7 @@ class AttentionCall(NamedTuple):
     queries: float
     """Tokens of this rank."""
     keys: float
-    """Tokens that they attend to, those of other ranks included."""
+    """Tokens that they attend to, on other ranks, too."""
     head_dim: float
     dtype: str
     is_causal: bool
@@ -226,7 +226,7 @@ class Counts:
     stream: float
     """Bytes per rank that a microbatch sends between two pipeline stages."""
     tied: float
-    """Elements on a tp rank of which the last pipeline stage has a copy."""
+    """Elements on a tp rank that the last pipeline stage has a copy of."""
 
     @property
     def block(self) -> Part:

@@ -228,7 +228,7 @@ def chunks_in(shown: str, name: str, file: Any, where: str, limits: Limits) -> I
 
 
 def rest_of_line(file: Any, most: int) -> bytes:
-    """Read up to a line's end; of more than `most` bytes those beyond are left out."""
+    """Read up to a line's end; bytes beyond `most` are left out."""
     kept: bytes = file.readline(most + 1)
     if len(kept) > most and not kept.endswith(b"\n"):
         while (part := file.readline(CHUNK_BYTES)) and not part.endswith(b"\n"):

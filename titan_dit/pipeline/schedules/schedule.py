@@ -133,7 +133,7 @@ def inputs_of(action: Action, num_stages: int) -> Iterator[Action]:
 
 
 def output_of(action: Action) -> Action:
-    """The output of an action; that of a full backward is an input gradient, too."""
+    """The output of an action; a full backward's is an input gradient, too."""
     return action._replace(kind=Kind.BACKWARD_INPUT) if action.kind is Kind.BACKWARD else action
 
 

@@ -35,7 +35,7 @@ from titan_dit.pipeline.schedules.schedule import KEY, Action, Call, Calls, Kind
 
 TorchSchedule: TypeAlias = PipelineScheduleSingle | PipelineScheduleMulti
 ScheduleClass: TypeAlias = Callable[..., TorchSchedule]
-"""A class of torch's or of a user's; or what makes its schedule, with the same arguments."""
+"""A schedule class of torch's or of a user's, or a function of the same arguments."""
 
 
 class Driver(Protocol):

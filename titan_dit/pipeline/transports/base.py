@@ -126,7 +126,7 @@ class Sender(ABC):
         """The tensors of the end's messages have changed, to no more bytes than at first."""
 
     def progress(self) -> bool:
-        """Go on with what was started; True while it must be called again soon."""
+        """Progress the copies that were started; True while it must be called again soon."""
         return False
 
     def flush(self) -> None:  # noqa: B027 Some have nothing to wait for.
@@ -161,7 +161,7 @@ class Receiver(ABC):
         return found
 
     def progress(self) -> bool:
-        """Go on with what was announced; True while it must be called again soon."""
+        """Progress the copies that were announced; True while it must be called again soon."""
         return False
 
     @abstractmethod
@@ -181,7 +181,7 @@ class Outgoing:
         self.credits: deque[Notice] = deque()
 
     def push(self) -> bool:
-        """Send what has a credit; True if a message went."""
+        """Send the messages that have a credit; True if one left."""
         went = False
         while self.waiting and self.credits:
             number, tensors = self.waiting.popleft()
@@ -263,7 +263,10 @@ class Transport:
             self.poll()
 
     def arrived(self) -> list[Action]:
-        """Posted messages that have come in since the last call; sends what can go. No waiting."""
+        """Posted messages that arrived since the last call; also sends what has credit.
+
+        Never blocks.
+        """
         if not self.fresh:
             self.poll()
         found, self.fresh = self.fresh, []
