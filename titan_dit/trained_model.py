@@ -181,7 +181,7 @@ def load_trained(
 def open_weights(
     path: Location, weights: str, decay: float | None, trust: bool = False
 ) -> SavedNetwork:
-    """Verify a checkpoint's weights, which stay there; arguments and errors of `load_trained`."""
+    """Verify a checkpoint's weights without loading them. Arguments and errors: `load_trained`."""
     network = SavedNetwork.of(path, weights, decay, trust)
     with network.verifying() as read:
         network.saved.verify(network.outlines, read)

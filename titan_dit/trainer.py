@@ -229,7 +229,7 @@ class Trainer:
         self.call_hooks("ended")
 
     def begin(self) -> None:
-        """Start the clocks, and draw weights of another run: wrong ones are seen at once."""
+        """Start the clocks. With [checkpoint] init draw a preview: wrong weights show at once."""
         self.meter.restart()
         training_started()
         self.call_hooks("begun")

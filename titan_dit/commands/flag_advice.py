@@ -89,5 +89,5 @@ def is_positional(hint: Any) -> bool:
 
 
 def parts_of(hint: Any) -> tuple[Any, ...]:
-    """The annotations of a type."""
+    """Metadata of an Annotated type; () for any other type."""
     return getattr(hint, "__metadata__", ())

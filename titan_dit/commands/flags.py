@@ -650,7 +650,7 @@ class PipelineDrawFlags(Flags):
     seed: NonNegativeInt = 0
     """Seed of the jitter."""
     plan: bool = False
-    """Also draw what `pipeline plan` makes of these times; it knows nothing of the jitter."""
+    """Also draw the order of `pipeline plan` for these times; the plan ignores the jitter."""
 
 
 PLAN_PIPELINE = "pipeline plan"

@@ -68,7 +68,7 @@ def predictions_of_tokens(run: TrainedModel, inputs: Path, batch_size: int) -> I
 
 
 def read_tokens(path: Path, spec: ModelSpec) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Read `tokens` and what else the network takes; absent, it is 0, and lengths are whole.
+    """Read `tokens` and the network's other inputs; missing ones are 0, missing lengths n.
 
     Raises UserError for other names or shapes.
     """

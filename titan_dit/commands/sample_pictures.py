@@ -222,7 +222,7 @@ def draw(job: Job, ranks: Ranks) -> FinishedParts:
         console.say(f"{found} of {parts.count} batches are in {parts.folder}; drawing the others")
     progress = ProgressLine(sum(len(rows_of(job, number)) for number in missing), "samples")
     done = 0
-    with told_how_to_go_on(parts), progress:
+    with advice_on_interrupt(parts), progress:
         for number in missing:
             rows = rows_of(job, number)
             report = partial(progressed, progress, done, len(rows), job)
@@ -234,7 +234,7 @@ def draw(job: Job, ranks: Ranks) -> FinishedParts:
 
 
 @contextmanager
-def told_how_to_go_on(parts: FinishedParts) -> Iterator[None]:
+def advice_on_interrupt(parts: FinishedParts) -> Iterator[None]:
     """On Ctrl-C print the number of finished batches and how to continue."""
     try:
         yield

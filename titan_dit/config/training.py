@@ -321,8 +321,9 @@ class RepaConfig(Section):
     hidden_size: Dim = 2048
     """Width of the mlp's two hidden layers."""
     spatial_norm: Annotated[float, Bound(least=0, most=1)] | None = None
-    """Take this share of a picture's mean features from those of its tokens, and divide by their
-    standard deviation over the tokens, as iREPA, whose authors take 0.6 to 1. Unset: as stored."""
+    """Subtract this share of a picture's mean features from its tokens' features, and divide by
+    their standard deviation over the tokens, as iREPA, whose authors take 0.6 to 1. Unset: as
+    stored."""
     last_step: PositiveInt | None = None
     """The last step with this loss. From then on the projector rests (arXiv:2505.16792, HASTE).
     Unset: every step."""

@@ -158,7 +158,7 @@ class TextGroups(Source):
         return self.source.row_name(self.rows_there([row])[0])
 
     def lines(self, order: SampleOrder) -> Iterator[str]:
-        """See `Source.lines`: those of the set."""
+        """See `Source.lines`: the lines of the grouped set."""
         return self.source.lines(order)
 
     def rows_there(self, rows: Sequence[int]) -> list[int]:

@@ -66,7 +66,7 @@ INNER = {
     "mlp.down": "feed_forward.w2",
     "mlp_out_norm": "ffn_norm2",
 }
-"""Weights of a block that are equal."""
+"""Layer in our block -> layer of the same layout in diffusers' block."""
 FIRST_OUTER = {
     "x_embedder": "all_x_embedder.{size}",
     "cap_embedder.1": "cap_embedder.1",

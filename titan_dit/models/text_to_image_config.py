@@ -283,7 +283,7 @@ def check_axes(
 ) -> None:
     """Raise UserError unless axes have even numbers of channels that make up a head.
 
-    `shape`: of the network. `default`: the axes of such a head, as many.
+    `shape`: of the network. `default`: the axes of such a head, of the same number.
     """
     hidden, _, heads, _ = shape
     count = len(default)

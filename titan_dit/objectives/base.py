@@ -278,7 +278,7 @@ class Objective:
         """
 
     def remember(self, folder: Path) -> None:
-        """Write to the run directory what would take long to compute again; on the first rank."""
+        """Write results that take long to compute to the run directory; on the first rank."""
 
     def check_preview(self, sampling: SamplingConfig, generation: GenerationConfig) -> None:
         """Raise UserError if `preview` cannot draw with the data, before training starts."""

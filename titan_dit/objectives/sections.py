@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class FrozenWork:
     """Modules without gradients that run before each step, such as a text encoder.
 
-    They are sharded over the data ranks; all ranks share the samples. Zeros: there are none.
+    They are sharded over the data ranks; all ranks share the samples. All values are 0 without such
+    modules.
     """
 
     parameters: int = 0

@@ -46,7 +46,7 @@ class Fit:
     weights: tuple[float, ...]
     """One per given profile; their sum is 1."""
     error: float
-    """L2 distance of the combined profile to the wanted one, over the norm of that one."""
+    """L2 distance of the combined profile to the wanted one, relative to the wanted one's norm."""
 
 
 def products(a: Sequence[Profile], b: Sequence[Profile]) -> Array:

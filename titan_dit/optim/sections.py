@@ -235,8 +235,8 @@ class MuonConfig(AdamWConfig):
     """Format of the Newton-Schulz iterations and of the matrices that ranks exchange for them."""
     adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     """Factor of a matrix [a, b] on its learning rate, as torch.optim.Muon's adjust_lr_fn.
-    match_rms_adamw: 0.2 sqrt(max(a, b)), so that lr and weight_decay may be those of AdamW.
-    original: sqrt(max(1, a / b)); lr is then about 0.02, and adamw_lr must be set."""
+    match_rms_adamw: 0.2 sqrt(max(a, b)), so that AdamW's lr and weight_decay fit. original:
+    sqrt(max(1, a / b)); lr is then about 0.02, and adamw_lr must be set."""
     adamw_lr: PositiveFloat | None = None
     """Peak learning rate of the parameters that take AdamW; unset is lr."""
     matrices: tuple[str, ...] = ("blocks.*",)

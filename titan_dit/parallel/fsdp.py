@@ -1,7 +1,7 @@
 """FSDP2: parameters, gradients, optimizer state sharded over dp_shard and cp (arXiv:2304.11277).
 
-A unit is what is all-gathered and reduced at once: some blocks, or embed and head. Only this file
-calls torch's fully_shard and the methods that it adds.
+A unit, all-gathered and reduced at once, is some blocks, or embed and head. Only this file calls
+torch's fully_shard and the methods that it adds.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class GroupCost(NamedTuple):
     inner: float
     """Bytes/s of one rank inside the node."""
     pair: float
-    """Bytes/s from one rank to the next: what one GPU reaches; between nodes at most its share of a
+    """Bytes/s from one rank to the next, limited by one GPU; between nodes also by its share of a
     NIC."""
     pass_s: float
     """Latency of the n - 1 hops of a ring."""

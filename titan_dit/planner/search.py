@@ -64,7 +64,7 @@ CP_TERMS = ("cp", "attention")
 
 
 def work_key(candidate: Candidate) -> WorkKey:
-    """The bucket of a candidate."""
+    """The key of candidates with equal work."""
     return WorkKey(*(getattr(candidate, name) for name in WorkKey._fields))
 
 

@@ -1,4 +1,4 @@
-"""The tensor-parallel plan of FLUX.2 (that of the text-to-image DiT, tensor_plans/joint_dit.py).
+"""The tensor-parallel plan of FLUX.2 (as of the text-to-image DiT, tensor_plans/joint_dit.py).
 
 Attention is sharded by heads, the MLPs by their width. The modulation is computed once, outside the
 blocks, and replicated there with all else that is small.

@@ -1,4 +1,4 @@
-"""The tensor-parallel plan of the text-to-image DiT (that of DiT, tensor_plans/dit.py).
+"""The tensor-parallel plan of the text-to-image DiT (as of DiT, tensor_plans/dit.py).
 
 Attention is sharded by heads, the MLP by its width. The modulation is computed once, outside the
 blocks, and replicated there with all else that is small; a block's table is replicated, too.

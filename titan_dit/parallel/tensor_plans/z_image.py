@@ -1,4 +1,4 @@
-"""The tensor-parallel plan of Z-Image (that of DiT, tensor_plans/dit.py).
+"""The tensor-parallel plan of Z-Image (as of DiT, tensor_plans/dit.py).
 
 Attention is sharded by heads, the MLP by its width, a block's modulation by outputs. Norms are
 replicated, as is everything outside the blocks.

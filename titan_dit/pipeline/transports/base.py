@@ -273,9 +273,9 @@ class Transport:
         return found
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Sleep until a message has arrived or one that waited has gone, or for `timeout_s`.
+        """Sleep until a message has arrived or left, or for `timeout_s`.
 
-        Also until a watched socket has a notice.
+        A notice of a watched socket ends it, too.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self.fresh:

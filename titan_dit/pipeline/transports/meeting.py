@@ -110,7 +110,7 @@ class Peer:
                 self.backlog.appendleft((data[sent:], ()))
 
     def push(self, data: bytes, files: Sequence[int]) -> int:
-        """Hand bytes and files to the socket; the number of bytes that it took."""
+        """Hand bytes and files to the socket; return the number of bytes that it took."""
         if not files:
             return self.socket.send(data, socket.MSG_NOSIGNAL)
         # As `socket.send_fds`, which ignores its flags.
