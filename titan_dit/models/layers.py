@@ -364,7 +364,10 @@ class NormOverHeads(nn.Module):
     def forward(
         self, q: Float[Tensor, "b _heads n d"], k: Float[Tensor, "b _heads m d"]
     ) -> tuple[Tensor, Tensor]:
-        """Normalise in fp32 or fp64 and round once; samples may pass as more heads of one."""
+        """Normalise in fp32 or fp64 and round once; shapes stay.
+
+        Samples may pass as more heads of one.
+        """
         weights = [
             torch.unflatten(self.own(x), 0, (-1, 1, self.head_dim)) for x in (self.q, self.k)
         ]

@@ -310,7 +310,7 @@ def with_collect(
 
 
 def at_least_fp32(prediction: Tensor) -> Tensor:
-    """Cast a prediction to the loss's dtype: fp32, or fp64 for fp64."""
+    """Cast a tensor of any shape to the loss's dtype: fp32, or fp64 for fp64."""
     return prediction.to(torch.promote_types(prediction.dtype, torch.float32))
 
 

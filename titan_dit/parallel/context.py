@@ -91,7 +91,7 @@ def slice_tokens(
 
 
 def join_tokens(slices: Sequence[Tensor], slicing: Slicing, dim: int = 1) -> Tensor:
-    """The inverse of `slice_tokens`: the slices of all ranks to tokens in the sample's order."""
+    """The inverse of `slice_tokens`: join all ranks' slices along `dim`, in the sample's order."""
     parts: dict[int, Tensor] = {}
     for rank, mine in enumerate(slices):
         chunks = chunks_of(rank, len(slices), slicing)

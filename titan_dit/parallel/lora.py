@@ -179,7 +179,10 @@ class InputDropout:
 
 
 def update(x: Tensor, a: Tensor, b: Tensor, scale: float, drop: Drop) -> Tensor:
-    """Return scale * (x A.T) B.T, for whole tensors or for a tp rank's shards."""
+    """Return scale * (x A.T) B.T: x [..., i], A [r, i], B [o, r] to [..., o].
+
+    For whole tensors or for a tp rank's shards.
+    """
     if isinstance(a, DTensor) and isinstance(b, DTensor):
         return sharded(x, a, b, scale, drop)
     return low_rank_product(drop(x, 0), a, b, scale)
