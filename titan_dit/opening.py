@@ -571,8 +571,8 @@ def open_run(run: JobConfig, world: World, stage: int = 0, *, goes_on: bool = Fa
     """Resolve, check and open everything; does not write to the run directory. Collective.
 
     `run`: the config of the run. If it has several stages, this opens one, from 0, and tries the
-    later ones: what does not fit is refused before the first step. `goes_on`: this process has
-    trained a stage already, and has tried the later ones before it.
+    later ones: a stage that does not fit is refused before the first step. `goes_on`: this process
+    has trained an earlier stage, and has tried the later ones already.
     """
     config = settled(stages.config_of(run, stage))
     check_same_config(config, world.gather)

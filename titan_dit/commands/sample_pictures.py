@@ -500,7 +500,7 @@ class Calls:
         self.report, self.number = report, 0
 
     def counted(self, network: Callable[..., Output]) -> Callable[..., Tensor]:
-        """A network whose calls are counted."""
+        """Wrap a network's forward so that its calls are counted."""
 
         def run(*given: Any) -> Tensor:
             output = first_of(network(*given))
