@@ -58,7 +58,7 @@ class TextToImageConfig(Section):
     @property
     @abstractmethod
     def condition(self) -> tuple[str, int]:
-        """Name and width of the stream's third tensor, which the time is in."""
+        """Name and width of the stream's third tensor: the embedded timestep, or its modulation."""
 
     @abstractmethod
     def flops(self, output_channels: int, text_tokens: int, tokens: int) -> Mapping[str, int]:

@@ -262,9 +262,9 @@ def advice_for(bad: Sequence[BadLine]) -> str:
 
 
 def texts_of(chunk: TextChunk, keys: Sequence[str]) -> Iterator[tuple[str, ...] | BadLine]:
-    """Yield each document's texts, one per key; a .txt file is one text for every key.
+    """Yield each document's texts, one per key, or a BadLine.
 
-    Raises BadTextError for one too long.
+    A .txt file is one text for every key.
     """
     is_text = chunk.kind == "txt"
     parts = [chunk.data] if is_text else chunk.data.split(b"\n")
