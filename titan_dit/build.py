@@ -286,7 +286,10 @@ def initialize_by(
 def run_executor(
     plan: RunPlan, objective: Objective, mesh: Mesh, parts: dict[int, Model], device: torch.device
 ) -> Executor:
-    """The executor of a run: that of its data's one shape, or of every bucket over the parts."""
+    """The executor of a run.
+
+    Data in buckets gets an executor for each bucket, over the same parts.
+    """
     links = links_of(plan, mesh, device)
     # Wide and tall pictures of as many tokens share one.
     by_shapes = {shapes_of_spec(each.spec): each for each in plan.each_bucket}
@@ -299,7 +302,7 @@ def run_executor(
     drawn = {shapes_of_spec(spec): spec for spec in objective.drawn_specs()}
 
     def make(shapes: InputShapes) -> Executor | None:
-        """The executor for inputs that are drawn with, when they first come."""
+        """Build the executor for shapes that only sampling uses; None for unknown shapes."""
         if shapes not in drawn:
             return None
         own = replace(plan, spec=drawn[shapes], buckets=())
@@ -359,7 +362,7 @@ def executor_of(
         executor = SlicedExecutor(executor, mesh.axis("cp"), dims, slicing)
     executor.sum_over_data, executor.spec = mesh.sum_over_data, spec
     if plan.repa.block:
-        executor.with_side_losses = partial(repa.weighted, plan.repa)
+        executor.with_side_inputs = partial(repa.weighted, plan.repa)
     return executor
 
 

@@ -37,7 +37,7 @@ Scored: TypeAlias = tuple[Tensor, Tensor]
 
 
 def unchanged(value: Tensor) -> Tensor:
-    """The identity: the sum over data-parallel ranks if there is only one."""
+    """The identity for a tensor of any shape: the sum over one data-parallel rank."""
     return value
 
 
@@ -69,7 +69,10 @@ def by_name(
 
 
 def loss_share(per_token: Tensor, part: Prepared) -> Tensor:
-    """The share of a microbatch in the step's loss."""
+    """A microbatch's share, a scalar, of the step's loss: sum(loss * weight) / total tokens.
+
+    `per_token`: [b, n].
+    """
     assert part.total_tokens is not None
     total = part.total_tokens
     # An fp64 divisor would make the loss fp64.
@@ -78,7 +81,7 @@ def loss_share(per_token: Tensor, part: Prepared) -> Tensor:
 
 
 def scored(loss: TokenLoss, output: Output, part: Prepared) -> Scored:
-    """The share of a microbatch in the step's loss, in fp32 or fp64, and its gradient's factor.
+    """A microbatch's share of the step's loss, a scalar in fp32 or fp64, and its gradient's factor.
 
     A loss can overflow while its gradients do not. The factor 1 then becomes NaN, so that the
     gradient norm alone shows a bad step to every rank.
@@ -106,10 +109,11 @@ class Executor(ABC):
     score: Callable[[TokenLoss, Output, Prepared], Scored] = staticmethod(scored)
     """`scored` as training calls it; compiled with [compile] objective."""
 
-    with_side_losses: Callable[[Prepared, Tensor | None], Prepared] = staticmethod(
+    with_side_inputs: Callable[[Prepared, Tensor | None], Prepared] = staticmethod(
         lambda prepared, loss_scale: prepared
     )
-    """Add what the objective's modules in the model take, given a step's batch and `loss_scale`."""
+    """Add the context that the objective's modules in the model need, given a batch and
+    `loss_scale`."""
 
     notes: Sequence[str] = ()
     """Console lines about the executor, such as its transport."""
@@ -127,7 +131,7 @@ class Executor(ABC):
             # A tensor: reading it would synchronise. In fp64: fp32 counts only to 16.7 million.
             total = self.sum_over_data(prepared.weight.sum(dtype=torch.float64))
             prepared = replace(prepared, total_tokens=total)
-        return self.run(self.with_side_losses(prepared, loss_scale), loss_scale)
+        return self.run(self.with_side_inputs(prepared, loss_scale), loss_scale)
 
     def for_inputs(self, inputs: Tensors) -> Executor:
         """The executor that runs such inputs."""
@@ -139,9 +143,9 @@ class Executor(ABC):
 
     @abstractmethod
     def predict(self, inputs: Tensors, static: Tensors, context: Tensors = NOTHING) -> Tensor:
-        """Forward only; the (first) prediction in fp32, on every rank that has the samples.
+        """Forward only: the (first) prediction [b, ...], on every rank that has the samples.
 
-        `context`: as `Prepared.context`.
+        In fp32. `context`: as `Prepared.context`.
         """
 
     @abstractmethod
@@ -166,7 +170,8 @@ class BucketedExecutor(Executor):
     ) -> None:
         """`by_shapes`: shapes of the inputs -> the executor of such buckets.
 
-        `make`: that of other shapes, which are drawn with; None if they are unknown.
+        `make`: builds the executor for shapes that only sampling uses; returns None for unknown
+        shapes.
         """
         self.by_shapes, self.make = dict(by_shapes), make
         notes = (note for each in by_shapes.values() for note in each.notes)
@@ -242,7 +247,7 @@ def check_names(prepared: Prepared, model_spec: ModelSpec) -> None:
 
 
 def first_of(output: Output) -> Tensor:
-    """The first prediction of a head, which may return several."""
+    """The first prediction [b, ...] of a head, which may return several."""
     return output if isinstance(output, Tensor) else output[0]
 
 
@@ -340,7 +345,7 @@ class SlicedExecutor(Executor):
 
     def run(self, prepared: Prepared, loss_scale: Tensor | None = None) -> Tensor:
         """See `Executor.step`: the loss is this slice's share."""
-        return self.inner.step(self.sliced(prepared), loss_scale)
+        return self.inner.run(self.sliced(prepared), loss_scale)
 
     def predict(self, inputs: Tensors, static: Tensors, context: Tensors = NOTHING) -> Tensor:
         """See `Executor.predict`. Predictions are all-gathered over cp."""
@@ -370,7 +375,10 @@ class SlicedExecutor(Executor):
         )
 
     def slice(self, tensors: Mapping[str, Tensor], dims: Mapping[str, int]) -> dict[str, Tensor]:
-        """Slice every tensor that has a token dim."""
+        """Cut every tensor to this rank's tokens, at its token dim in `dims`.
+
+        Tensors without one stay whole.
+        """
         present = {name: dim for name, dim in dims.items() if name in tensors}
         rank, size = self.mesh.get_local_rank(), self.mesh.size()
         return slice_tokens(tensors, present, rank, size, self.slicing)

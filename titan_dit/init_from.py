@@ -36,9 +36,9 @@ from titan_dit.recovery import resume, run_identity
 UNITS = ("vae", "scale", "shift", "value_range")
 """Facts of a dataset that define the units of the model's inputs."""
 TEXT = ("kind", "digest", "tokenizer", "layer", "template", "padding")
-"""Facts of embeddings of captions that say what they mean."""
+"""Facts that decide the meaning of caption embeddings."""
 SHIFTS = ("shift", "shift_by_tokens")
-"""Keys of [objective] by which weights are sampled; an import has those of its pipeline."""
+"""Keys of [objective] that sampling uses; an import has its pipeline's values."""
 FREE = ("[model] num_classes:", *run_identity.OF_TRAINING)
 """Keys of [model] that a new run may change without a warning."""
 ANY_SIZE = ("[model] latent_size:",)
@@ -53,7 +53,10 @@ class Misfit(Exception):
 
 
 def candidates(given: str) -> list[Location]:
-    """The checkpoints that [checkpoint] init names, in order of preference."""
+    """The checkpoints that [checkpoint] init names, in order of preference.
+
+    Raises UserError if there are none.
+    """
     named = run_checkpoints.resolve(location(given))
     if named.checkpoint:
         read_record(named.checkpoint)  # Raises if it is not a checkpoint.
@@ -103,7 +106,7 @@ def load_fitting(
     identity: run_identity.Identity,
     model: Mapping[str, Tensor],
 ) -> list[str]:
-    """Load what fits; return console lines about classes. Collective; raises Misfit."""
+    """Load the tensors that fit; return console lines about classes. Collective; raises Misfit."""
     base = LoRAConfig.of_table(identity.config["lora"]).base
     codes = quantized.weight_codes(base, next(iter(model.values())).device)
     everywhere = {
@@ -253,7 +256,7 @@ def check_trained(
 
 
 def text_in(data: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the embeddings of captions mean; None without any, and if it was not recorded."""
+    """Facts of the text encoder of a checkpoint's data; None without one, or if not recorded."""
     text = data.get("text")
     if not text or not text["kind"]:
         return None

@@ -125,7 +125,7 @@ def check_rates(config: JobConfig) -> None:
 
 
 def check_size(before: JobConfig, config: JobConfig) -> None:
-    """Raise UserError if samples of a stage have fewer tokens than those of the one before."""
+    """Raise UserError if samples of a stage have fewer tokens than in the stage before."""
     was, now = (each.objective.model_spec(each.model).num_tokens for each in (before, config))
     if now < was:
         raise UserError(
@@ -179,7 +179,7 @@ def check_launch(config: JobConfig) -> None:
 
 
 def check_stage_launch(config: JobConfig) -> None:
-    """`check_launch` of one stage, or of a run without stages."""
+    """`check_launch` of one stage, or of a run without stages. Raises UserError."""
     # Only rank 0 looks if the run has started: a shared disk may show others less.
     is_first = LaunchedAs.here().is_first
     resuming = not is_first or resume.has_started(config.job, config.checkpoint)
@@ -239,7 +239,7 @@ def open_source(config: JobConfig) -> Source:
 
 
 def plan_buckets(config: JobConfig, plan: RunPlan, source: Source) -> RunPlan:
-    """The plan with those of the data's buckets, checked; unchanged if all data has one shape.
+    """The plan with a checked plan for each bucket of the data; unchanged without buckets.
 
     Raises UserError for a bucket that does not fit the layout.
     """
@@ -254,7 +254,7 @@ def plan_buckets(config: JobConfig, plan: RunPlan, source: Source) -> RunPlan:
 
 
 def checked_buckets(config: JobConfig, plan: RunPlan, facts: DataFacts) -> RunPlan:
-    """`plan_buckets` by the facts of a dataset."""
+    """`plan_buckets` by the facts of a dataset. Raises UserError with the bucket's name."""
     found = with_buckets(plan, config, facts)
     for each in found.buckets:
         try:
@@ -334,7 +334,7 @@ def bucket_lines(config: JobConfig, plan: RunPlan) -> Iterator[str]:
 def training_order(
     config: JobConfig, plan: RunPlan, source: Source, held_out: tuple[int, ...]
 ) -> SampleOrder:
-    """The order of a run's samples."""
+    """The order of a run's samples. Raises UserError for buckets without a BucketOrder."""
     given = config.job.seed, held_out, config.job.data_order
     if not plan.buckets:  # An order of the user's need not know of sizes.
         return source.order(*given)
@@ -569,9 +569,9 @@ def try_stage(config: JobConfig, world: World, *, resuming: bool) -> None:
 def open_run(run: JobConfig, world: World, stage: int = 0, *, goes_on: bool = False) -> OpenedRun:
     """Resolve, check and open everything; does not write to the run directory. Collective.
 
-    `run`: the config of the run. Of several stages this opens one, from 0, and tries the later
-    ones: what does not fit is refused before the first step. `goes_on`: this process has trained
-    a stage already, and has tried the later ones before it.
+    `run`: the config of the run. If it has several stages, this opens one, from 0, and tries the
+    later ones: a stage that does not fit is refused before the first step. `goes_on`: this process
+    has trained an earlier stage, and has tried the later ones already.
     """
     config = settled(stages.config_of(run, stage))
     check_same_config(config, world.gather)
@@ -618,7 +618,7 @@ def open_run(run: JobConfig, world: World, stage: int = 0, *, goes_on: bool = Fa
 
 
 def check_same_config(config: JobConfig, gather: Callable[[Any], list[Any]]) -> None:
-    """Raise UserError, with the first difference, if a rank's config is not that of rank 0.
+    """Raise UserError, with the first difference, if a rank's config differs from rank 0's.
 
     Collective. `gather`: all-gather of a value over the ranks.
     """

@@ -69,7 +69,7 @@ class RunPlan:
     """(sequence_parallel) -> the tensor plan; None if the model has none."""
     global_batch_size: int
     wanted_microbatch_size: int | None
-    """[training] microbatch_size, or that of tokens_per_microbatch."""
+    """[training] microbatch_size, or the size from tokens_per_microbatch."""
     sized_by_tokens: bool
     """[training] tokens_per_step gives the global batch size."""
     parallel: ParallelConfig
@@ -214,7 +214,7 @@ class RunPlan:
 
     @cached_property
     def runtime(self) -> Runtime:
-        """What runs the pipeline, and why. Raises UserError if [pipeline] runtime cannot."""
+        """The executor of the pipeline, and why. Raises UserError if [pipeline] runtime cannot."""
         # Lazy import: of torch.distributed.pipelining.
         from titan_dit.pipeline.runtimes import choose
 
@@ -273,7 +273,8 @@ class RunPlan:
 def resolve(config: JobConfig, world_size: int, resuming: bool = False) -> RunPlan:
     """The plan of a run on `world_size` ranks; `resuming`: see `RunPlan`.
 
-    Of data in buckets the plan of the largest one, which [model] describes: see `with_buckets`.
+    With data in buckets this is the plan of the largest one, which [model] describes: see
+    `with_buckets`.
     """
     sizes = solve(config.parallel, world_size, resuming)
     spec = config.objective.model_spec(config.model)
@@ -319,7 +320,10 @@ def microbatch_size(
 
 
 def with_buckets(plan: RunPlan, config: JobConfig, facts: DataFacts) -> RunPlan:
-    """A plan with those of the data's buckets. Raises UserError if the model has one size."""
+    """A plan with a plan for each bucket of the data.
+
+    Raises UserError if the model has one size.
+    """
     found = []
     models = config.objective.sized_models(config.model, facts)
     if models and config.repa.block:

@@ -105,9 +105,9 @@ class LatentNetwork(nn.Module):
     ) -> Float[Tensor, "b k *size"]:
         """Predict for noisy latents `x` in the model's units, (stored - shift) * scale.
 
-        `t`: 0 to `diffusion.last_timestep`, as the network takes it; `diffusion.noise_level`
-        says which end is noise. `y`: labels; -1 is unconditional. Of a network that takes captions
-        what `TrainedModel.embed` gives. k: the channels of x, twice as many with a learned sigma.
+        `t`: 0 to `diffusion.last_timestep`, as the network takes it; `diffusion.noise_level` says
+        which end is noise. `y`: labels, -1 is unconditional; for a network that takes captions the
+        result of `TrainedModel.embed`. k: the channels of x, twice as many with a learned sigma.
         """
         model = self.diffusion.model
         tokens = model.tokenize(x)
@@ -182,7 +182,7 @@ def load_trained(
 def open_weights(
     path: Location, weights: str, decay: float | None, trust: bool = False
 ) -> SavedNetwork:
-    """Verify a checkpoint's weights, which stay there; arguments and errors of `load_trained`."""
+    """Verify a checkpoint's weights without loading them. Arguments and errors: `load_trained`."""
     network = SavedNetwork.of(path, weights, decay, trust)
     with network.verifying() as read:
         network.saved.verify(network.outlines, read)

@@ -61,7 +61,10 @@ if TYPE_CHECKING:
 
 
 class HandedOn(NamedTuple):
-    """What a stage leaves in its process for the next one; the rest is in its checkpoint."""
+    """Objects that a stage leaves in its process for the next one.
+
+    All else is in its checkpoint.
+    """
 
     mesh: Mesh
     stop: StopRequest
@@ -226,7 +229,7 @@ class Trainer:
         self.call_hooks("ended")
 
     def begin(self) -> None:
-        """Start the clocks, and draw weights of another run: wrong ones are seen at once."""
+        """Start the clocks. With [checkpoint] init draw a preview: wrong weights show at once."""
         self.meter.restart()
         training_started()
         self.call_hooks("begun")
@@ -363,7 +366,10 @@ class Trainer:
         self.say(self.recompiles.report())
 
     def roll_back(self) -> None:
-        """Load the newest checkpoint before the bad steps and skip their samples."""
+        """Load the newest checkpoint before the bad steps and skip their samples.
+
+        Raises UserError if all checkpoints of the stage are damaged.
+        """
         (first, begin), (last, cursor) = self.guard.to_undo
         numbers = self.step_plan(begin).numbers[0], self.step_plan(cursor).next_cursor
         bad = BadStreak(first, last, numbers)
@@ -389,7 +395,10 @@ class Trainer:
         self.collector.restore()  # Data workers are forked again and inherit its state.
 
     def validate(self) -> Row:
-        """Validation losses of the weights and of every EMA; scores of drawn pictures."""
+        """Validation losses of the weights and every EMA, and scores of pictures, whichever is due.
+
+        Pictures are drawn with the first EMA.
+        """
         with self.paused("validating") as alive:
             return self.opened.measured(self.executor, self.data_share, self.ema, self.due, alive)
 

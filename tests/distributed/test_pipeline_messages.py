@@ -144,7 +144,7 @@ def most_buffers(world, schedule, virtual_stages, runtime):
     kept = [
         len(stage.kept) + len(stage.halves) + len(stage.postponed) for stage in loop.stages.values()
     ]
-    return most[0], kept, len(loop.source.arriving) + len(loop.made)
+    return most[0], kept, len(loop.messages.arriving) + len(loop.made)
 
 
 @pytest.mark.parametrize("runtime", ["own", "torch"])

@@ -75,14 +75,14 @@ class Alone:
     def read(self):
         pass
 
-    def tell(self, action):
+    def send(self, action):
         self.said.append(action)
 
     def flush(self):
         pass
 
 
-class Told:
+class Followed:
     """The decisions on a rank that follows; each comes a question later."""
 
     leads = False
@@ -95,7 +95,7 @@ class Told:
         if self.actions and (action := self.actions.popleft()):
             self.here.append(action)
 
-    def told(self):
+    def next_decision(self):
         return self.here.popleft() if self.here else None
 
     def flush(self):
@@ -129,9 +129,9 @@ def test_the_others_run_what_they_are_told_whatever_has_arrived():
     wanted = run(AtOnce(late="I"), Alone())
     # Alone it would run as planned: everything has arrived.
     assert run(AtOnce(), Alone()) == list(ORDER[0]) != wanted
-    assert run(Ticking(), Told(wanted)) == wanted
+    assert run(Ticking(), Followed(wanted)) == wanted
     # Its own messages are late, those of the first rank were not.
-    assert run(Ticking(late="FI"), Told(ORDER[0])) == list(ORDER[0])
+    assert run(Ticking(late="FI"), Followed(ORDER[0])) == list(ORDER[0])
 
 
 @pytest.mark.parametrize("memory", [1.0, 1.5, 2.0])

@@ -14,12 +14,12 @@ from titan_dit.ranks.failure import NetworkFailure
 )
 
 
-def told(decisions):
+def received(decisions):
     """Every decision, in the sequence in which it came."""
     found = []
     while len(found) < len(ORDER):
         decisions.read()
-        while (action := decisions.told()) is not None:
+        while (action := decisions.next_decision()) is not None:
             found.append(action)
         time.sleep(1e-3)
     return found
@@ -29,20 +29,20 @@ def in_groups(world):
     """The decisions of ranks 1 to 3, while rank 0 is alone; rank 2 ends first."""
     if world.rank == 0:
         alone = Decisions([0])
-        alone.tell(ORDER[0])
+        alone.send(ORDER[0])
         alone.read()
         dist.barrier()
         dist.barrier()
-        return alone.leads, alone.peers, alone.told()
+        return alone.leads, alone.peers, alone.next_decision()
     decisions = Decisions([1, 2, 3])
     decisions.read()
-    before = decisions.told()
+    before = decisions.next_decision()
     dist.barrier()
     if decisions.leads:
         for action in ORDER:
-            decisions.tell(action)
+            decisions.send(action)
         decisions.flush()  # They are more than the socket has room for.
-    found = None if decisions.leads else told(decisions)
+    found = None if decisions.leads else received(decisions)
     if world.rank == 2:
         decisions.peers[0].socket.close()  # As a rank that is killed.
     dist.barrier()

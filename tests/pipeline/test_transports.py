@@ -234,7 +234,7 @@ def test_senders_get_contiguous_tensors_that_were_computed_before_the_message_wa
     learning = tuple(t.requires_grad_(t.is_floating_point()) for t in tensors)
     with operators:
         source.send(forward(0), learning)
-        source.stir()
+        source.poll()
     assert operators.log == ["aten.clone.default"] * 2 + ["made"]
     [sent] = senders[0].sent
     assert same(sent, content(forward(0)))

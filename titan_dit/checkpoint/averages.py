@@ -73,7 +73,7 @@ class Snapshots(Checkpoints):
         )
 
     def forget_after(self, step: int) -> None:
-        """Delete the snapshots after `step`, from which the run goes on. Collective.
+        """Delete the snapshots after `step`, at which the run resumes. Collective.
 
         Raises UserError on every rank if one cannot be deleted: it would count as a snapshot of the
         repeated steps.
@@ -83,7 +83,7 @@ class Snapshots(Checkpoints):
         Ranks().run_on_first(lambda: self.delete_after(step))
 
     def delete_after(self, step: int) -> None:
-        """`forget_after` on rank 0."""
+        """`forget_after` on rank 0. Raises UserError if one cannot be deleted."""
         store = store_of(self.folder)
         for path in self.folders():
             if step_of(path) > step:
@@ -232,7 +232,10 @@ def outline(shapes: Shapes) -> dict[str, Tensor]:
 
 
 def summed(shapes: Shapes, terms: Sequence[Term], read: Callable[[int], None]) -> dict[str, Tensor]:
-    """The weighted sums of a group, in their own dtypes."""
+    """The weighted sums of a group, in their own dtypes.
+
+    Raises UserError if a snapshot cannot be read.
+    """
     sums = {name: torch.zeros(shape, dtype=torch.float64) for name, (shape, _) in shapes.items()}
     prefixes = {prefix for term in terms for prefix in term.weights}
     # Allocated once, and read into for every term.

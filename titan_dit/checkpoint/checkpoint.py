@@ -112,7 +112,10 @@ def commit(
 
 
 def clean_up(final: Location) -> None:
-    """Delete the files of a failed save; ignore errors."""
+    """Delete the uncommitted files of a save of `final`; a folder with a manifest stays.
+
+    Ignores errors.
+    """
     with contextlib.suppress(Exception):
         store = store_of(final)
         aside = store.aside(final)
@@ -195,7 +198,7 @@ def of_the_network(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def without_own(tensors: Mapping[str, Tensor], saved: Collection[str]) -> dict[str, Tensor]:
-    """Drop those parameters of an objective's own modules that a checkpoint with `saved` lacks."""
+    """Drop the parameters of the objective's modules that a checkpoint with `saved` lacks."""
     return {
         name: tensor
         for name, tensor in tensors.items()

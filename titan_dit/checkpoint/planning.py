@@ -140,7 +140,10 @@ class PlanningProcess:
         return described
 
     def ask(self, name: str, parts: Sequence[bytes]) -> Any:
-        """Call a method of the process's `GlobalPlan`."""
+        """Call a method of the process's `GlobalPlan`.
+
+        Raises RuntimeError if the process has ended, or the method fails.
+        """
         assert self.process.stdin
         try:
             pickle.dump((name, list(parts)), self.process.stdin)
@@ -163,7 +166,7 @@ class PlanningProcess:
             return False
 
     def answer(self) -> Any:
-        """The next object that the process sends."""
+        """The next object that the process sends. Raises EOFError if the process has ended."""
         assert self.process.stdout
         try:
             return pickle.load(self.process.stdout)
@@ -322,5 +325,5 @@ def whole(offers: Sequence[Digests]) -> bytes:
 
 
 def agree(offers: Sequence[Digests]) -> bool:
-    """Return True if all ranks' parts are those of every rank's last save."""
+    """True if all ranks' parts are unchanged since every rank's last save."""
     return {before for _, before in offers} == {whole(offers)}

@@ -25,7 +25,7 @@ EMPTY_CAPTION = "empty_caption.f32"
 LONG = 1 << 15
 """Bytes of an embedding from which on it is a file."""
 MOST = 1 << 28
-"""Maximum bytes of the file: 17 times those of FLUX.2 klein."""
+"""Maximum bytes of the file: 17 times the size for FLUX.2 klein."""
 
 
 class Damaged(UserError):

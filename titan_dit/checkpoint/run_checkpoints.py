@@ -257,7 +257,10 @@ WANTED = "Give a run directory such as outputs/digits, its checkpoints folder, o
 
 @dataclass(frozen=True)
 class NamedRun:
-    """What a path to a run, to its checkpoints or to one of them names: see `resolve`."""
+    """The run that a path names, see `resolve`.
+
+    The path is of a run, of its checkpoints folder or of a checkpoint.
+    """
 
     given: Location
     run: Location
@@ -324,7 +327,10 @@ def parent(where: Location) -> Location:
 
 
 def find_checkpoint(given: Location, step: int | None, flag: str = "--run") -> Location:
-    """Return a run's checkpoint at `step` (None: the newest), or `given` if it is a checkpoint."""
+    """Return a run's checkpoint at `step` (None: the newest), or `given` if it is a checkpoint.
+
+    Raises UserError if there is none, or `given` is a checkpoint of another step.
+    """
     named = resolve(given)
     if path := named.checkpoint:
         if step is not None and NAME.fullmatch(path.name) and step_of(path) != step:

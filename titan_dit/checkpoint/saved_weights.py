@@ -78,7 +78,10 @@ class Weights:
 
     @cached_property
     def adapters(self) -> dict[str, tuple[str, str]]:
-        """Name of a weight -> names of its adapter's A and B."""
+        """Name of a weight -> names of its adapter's A and B.
+
+        Raises UserError for an adapter without its weight.
+        """
         found = {weight: (a, b) for weight, a, b in lora.pairs(self.keys)}
         if lost := [weight for weight in found if weight not in self.keys]:
             raise UserError(
@@ -99,7 +102,10 @@ class Weights:
 
     @cached_property
     def quantized(self) -> frozenset[str]:
-        """Names of the parameters that are saved as bytes, see `models.quantized`."""
+        """Names of the parameters that are saved as bytes, see `models.quantized`.
+
+        Raises UserError if there are any although [lora] base is full.
+        """
         found = {n for n, key in self.keys.items() if self.contents[key][1] == torch.uint8}
         if found and self.lora.base == "full":
             raise UserError(
@@ -115,7 +121,10 @@ class Weights:
         return codes
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of a parameter; of a quantised one, when decoded."""
+        """The shape of a parameter; of a quantised one, when decoded.
+
+        Raises UserError for damaged codes.
+        """
         held = self.contents[self.keys[name]][0]
         if name not in self.quantized:
             return held
@@ -231,11 +240,11 @@ class Weights:
 
 
 Error: TypeAlias = tuple[float, float]
-"""Sums over a rank's elements: squares of what encoding changed, and of the weights."""
+"""Sums over a rank's elements: of the squared errors of encoding, and of the squared weights."""
 
 
 def encode_into(held: Tensor, values: Tensor, codes: WeightCodes) -> Error:
-    """Encode a rank's part of a weight, some rows at a time; return what that changed."""
+    """Encode a rank's part of a weight, some rows at a time; return the errors of encoding."""
     size = codes.shape_of((1, 1, held.shape[2]))[1]
     rows = max(1, quantized.PIECE // max(1, values.shape[1]))
     changed = total = 0.0
@@ -247,7 +256,7 @@ def encode_into(held: Tensor, values: Tensor, codes: WeightCodes) -> Error:
 
 
 def rms_of(errors: Iterable[Mapping[str, Error]]) -> float:
-    """Root mean square over weights of what encoding changed, relative to each; of all ranks' sums.
+    """Root mean square over weights of the relative error of encoding, from all ranks' sums.
 
     The same on every layout: copies of a shard count as often in both sums.
     """

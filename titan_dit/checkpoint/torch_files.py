@@ -66,7 +66,7 @@ LARGEST = 2**63 - 1
 DIMS = 64
 """Maximum dims of a tensor, the limit of torch's kernels."""
 AROUND = 1 << 16
-"""Maximum bytes that torch.save adds to those of a tensor."""
+"""Maximum bytes that torch.save adds to a tensor's bytes."""
 SCHEMA = {
     "format": str,
     "files": tuple[str, ...],
@@ -131,7 +131,7 @@ def contents_json(metadata: Any, places: Mapping[Any, Any]) -> bytes:
 
 
 def parse_contents(data: bytes, files: Mapping[str, Mapping[str, Any]]) -> Contents:
-    """Read tensors.json; `files` are those of the manifest. Raises UserError for a wrong value."""
+    """Read tensors.json; `files`: the manifest's. Raises UserError for a wrong value."""
     try:
         # Not `parse_json`, which walks through all values: 1,024 ranks have a million chunks.
         values = json.loads(data, object_pairs_hook=user_text.once)
@@ -165,7 +165,10 @@ def checked_contents(values: Any, files: Mapping[str, Mapping[str, Any]]) -> Con
 
 
 def entry_of(name: str, table: Mapping[str, Any]) -> Entry:
-    """A tensor's entry, whose chunks are still to be checked."""
+    """A tensor's entry, whose chunks are still to be checked.
+
+    Raises UserError for a wrong dtype, shape or list of chunks.
+    """
     where = f"its tensor {schema.brief(name)}"
     if table["dtype"] not in DTYPES:
         raise UserError(f"{where} has the dtype {schema.brief(table['dtype'])}")
@@ -242,7 +245,7 @@ OPCODES = (
 
 
 class Name:
-    """An imported name, which stands for a class or a dtype."""
+    """Stand-in for an allowed global of a pickle (a class or a dtype); nothing is imported."""
 
     __slots__ = ("is_class", "name")
 
@@ -261,7 +264,10 @@ class Instance:
 
 
 def called(function: Any, arguments: Any) -> Instance:
-    """The `Instance` of a call."""
+    """The `Instance` of a call.
+
+    Raises UnpicklingError unless it is of a class of DCP's metadata.
+    """
     if not (type(function) is Name and function.is_class and type(arguments) is tuple):
         raise pickle.UnpicklingError("it calls what is no class of DCP's metadata")
     return Instance(function.name, arguments)
@@ -310,7 +316,10 @@ class Plain(pickle._Unpickler):
         self.stack[-1] = called(self.stack[-1], arguments)
 
     def load_state(self) -> None:
-        """BUILD: give an instance its state, once."""
+        """BUILD: give an instance its state, once.
+
+        Raises UnpicklingError for anything else, or twice.
+        """
         state = self.stack.pop()
         target = self.stack[-1]
         if type(target) is not Instance or target.state is not None:
@@ -375,7 +384,10 @@ def read_plain_pickle(data: bytes) -> dict[str, Any]:
 def places_of(
     storage: Mapping[Instance, Instance],
 ) -> Iterator[tuple[str, tuple[int, ...], Mapping[str, Any]]]:
-    """Yield each chunk's tensor, its offsets there, and where it is."""
+    """Yield each chunk's tensor, its offsets there, and where it is.
+
+    Raises UnpicklingError for compressed tensors, or a chunk without tensor or file.
+    """
     for key, value in storage.items():
         index, place = state_of(key, "MetadataIndex"), state_of(value, "_StorageInfo")
         if place.get("transform_descriptors"):
@@ -386,14 +398,14 @@ def places_of(
 
 
 def state_of(value: Any, name: str) -> Any:
-    """The state of an instance of a class."""
+    """The state of an instance of a class. Raises UnpicklingError for any other object."""
     if type(value) is not Instance or value.name != name:
         raise pickle.UnpicklingError(f"it has no {name} where DCP's metadata have one")
     return value.state
 
 
 def size_of(value: Any) -> tuple[int, ...]:
-    """The numbers of a torch.Size."""
+    """The numbers of a torch.Size. Raises UnpicklingError for any other object."""
     if type(value) is not Instance or value.name != "Size":
         raise pickle.UnpicklingError("it has no Size where DCP's metadata have one")
     (numbers,) = value.arguments
@@ -549,7 +561,10 @@ class Slice(io.RawIOBase):
         return read
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to an offset within the part, as a file's `seek`."""
+        """Move to an offset within the part, as a file's `seek`.
+
+        Raises OSError for an offset before the part.
+        """
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.length}[whence]
         if start + offset < 0:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
@@ -681,7 +696,7 @@ class Digested:
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a file; those opened to write get a digest."""
+        """Open a file; when opened to write, it gets a digest."""
         with super().create_stream(path, mode) as stream:  # type: ignore[misc]
             if mode != "wb":
                 yield stream

@@ -44,7 +44,7 @@ BF16 = 8, 0
 
 
 def check_writers(config: MetricsConfig) -> None:
-    """Refuse a metrics writer whose package is not installed."""
+    """Raise UserError for a metrics writer whose package is not installed."""
     if config.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError(
             "[metrics] wandb=true, but wandb is not installed. "
@@ -53,7 +53,10 @@ def check_writers(config: MetricsConfig) -> None:
 
 
 def check_profiled(config: ProfileConfig, plan: RunPlan) -> None:
-    """Refuse profiled ranks that do not exist. A run resumed on fewer ranks ignores them."""
+    """Raise UserError for profiled ranks that do not exist.
+
+    A run resumed on fewer ranks ignores them.
+    """
     num_ranks = plan.world_size
     if plan.resuming or not config.enabled or max(config.ranks, default=0) < num_ranks:
         return
@@ -64,7 +67,7 @@ def check_profiled(config: ProfileConfig, plan: RunPlan) -> None:
 
 
 def check_matmuls(precision: PrecisionConfig, async_tp: bool, device: torch.device) -> None:
-    """Refuse float8 recipes and async_tp that this device does not support."""
+    """Raise UserError for float8 recipes and async_tp that this device does not support."""
     if async_tp and device.type != "cuda":
         raise UserError(
             f"[parallel] async_tp=true needs CUDA symmetric memory, but the device is a "
@@ -92,7 +95,7 @@ def check_matmuls(precision: PrecisionConfig, async_tp: bool, device: torch.devi
 
 
 def check_base(plan: RunPlan, device: torch.device) -> None:
-    """Refuse a float8 [lora] base in compiled blocks on a GPU for which Triton has no e4m3."""
+    """Raise UserError for a compiled float8 [lora] base on a GPU without Triton's e4m3."""
     needed = NEEDED["tensorwise"]
     if device.type != "cuda" or torch.version.hip or not plan.compile.enabled:
         return
@@ -162,9 +165,10 @@ def check_memory(
     device_bytes: int | None,
     where: str,
 ) -> None:
-    """Refuse a run whose state alone exceeds `device_bytes` per rank; None (unknown) passes.
+    """Raise UserError for a run whose state alone exceeds `device_bytes` per rank.
 
-    With [offload] parameters these are bytes of the host, which holds no frozen modules.
+    None (unknown) passes. With [offload] parameters these are bytes of the host, which holds no
+    frozen modules.
     """
     with torch.device("meta"):
         model = plan.spec.build()

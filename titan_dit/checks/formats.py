@@ -12,9 +12,10 @@ from titan_dit.ranks.torch_range import pip_install
 
 
 def check_compile(plan: RunPlan) -> None:
-    """Refuse compiling a split backward, and CUDA graphs with several ranks or microbatches.
+    """Raise UserError for combinations of [compile] that torch cannot compile.
 
-    Also dynamic shapes of buckets with tp, for which torch's compiler does not end.
+    A split backward; CUDA graphs with several ranks or microbatches; dynamic shapes of buckets with
+    tp, for which torch's compiler does not end.
     """
     settings = plan.compile
     if settings.enabled and settings.shapes == "dynamic" and plan.sizes.tp > 1 and plan.bucket:
@@ -45,7 +46,7 @@ def check_compile(plan: RunPlan) -> None:
 
 
 def check_remat(plan: RunPlan) -> None:
-    """Refuse modes that torch cannot run, or that would recompute a block several times."""
+    """Raise UserError for modes that torch cannot run, or that recompute a block several times."""
     config, sizes = plan.activation_checkpoint, plan.sizes
     if config.mode in ("selective", "full") and plan.splits_backward:
         # selective: "Trying to backward an extra time". full: correct, but each partial backward
@@ -67,7 +68,7 @@ def check_remat(plan: RunPlan) -> None:
 
 
 def check_offload(plan: RunPlan) -> None:
-    """Refuse [offload] where tensors of two devices would meet, or copies would be repeated."""
+    """Raise UserError for settings with which [offload] does not work."""
     own = plan.offload
     if own.activations and plan.splits_backward:
         key, other = plan.what_splits
@@ -96,7 +97,10 @@ def check_offload(plan: RunPlan) -> None:
 
 
 def check_float8(plan: RunPlan) -> None:
-    """Refuse float8 and async_tp settings that conflict with others, whatever the device."""
+    """Raise UserError for float8 or async_tp that conflicts with other settings.
+
+    `checks.device.check_matmuls` checks the device.
+    """
     precision = plan.precision
     if plan.parallel.async_tp:
         check_async_tp(plan)
@@ -122,7 +126,7 @@ def check_float8(plan: RunPlan) -> None:
 
 
 def check_async_tp(plan: RunPlan) -> None:
-    """Refuse async_tp unless tp > 1, sequence parallelism and compilation are all on."""
+    """Raise UserError for async_tp without tp > 1, sequence parallelism and compilation."""
     if plan.sizes.tp == 1 or not plan.parallel.sequence_parallel or not plan.compile.enabled:
         raise UserError(
             f"[parallel] async_tp=true overlaps the all-gathers and reduce-scatters of compiled "
@@ -138,7 +142,10 @@ def check_async_tp(plan: RunPlan) -> None:
 
 
 def check_transformer_engine(plan: RunPlan) -> None:
-    """Refuse Transformer Engine with emulation, tp, pp, compilation, selective or full remat."""
+    """Raise UserError for settings that Transformer Engine does not support.
+
+    Emulation, tp, pp, compilation, selective or full remat.
+    """
     float8 = show(plan.precision.float8)
     if plan.precision.float8_emulate:
         raise UserError(

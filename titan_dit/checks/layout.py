@@ -18,7 +18,7 @@ from titan_dit.plan import RunPlan
 
 
 def check_spec(plan: RunPlan) -> None:
-    """A user's model must give a ModelSpec."""
+    """Raise UserError unless [model] spec gives a ModelSpec."""
     model_spec: object = plan.spec
     if not isinstance(model_spec, ModelSpec):
         raise UserError(
@@ -28,7 +28,7 @@ def check_spec(plan: RunPlan) -> None:
 
 
 def check_world(plan: RunPlan) -> None:
-    """The product of the axes must be the world size."""
+    """Raise UserError unless the product of the axes is the world size."""
     sizes, ranks = plan.sizes, plan.world_size
     if plan.parallel.dp_shard == 0:
         raise UserError("[parallel] dp_shard=0 is not a size. Set dp_shard = -1 or at least 1.")
@@ -71,7 +71,7 @@ def refuse_refitted(plan: RunPlan) -> None:
 
 
 def check_tensor_specs(plan: RunPlan) -> None:
-    """TensorSpecs must have unique names; cp and tp must divide their tokens."""
+    """Raise UserError unless TensorSpecs have unique names and tokens that cp and tp divide."""
     model_spec = plan.spec
     if both := model_spec.context.keys() & model_spec.static.keys():
         raise UserError(
@@ -110,7 +110,7 @@ def check_tensor_specs(plan: RunPlan) -> None:
 
 
 def check_batch(plan: RunPlan) -> None:
-    """The global batch must divide into microbatches on every data-parallel rank.
+    """Raise UserError unless every data-parallel rank gets whole microbatches of the batch.
 
     A resumed run pads its batch with samples of weight 0: it needs only one sample per rank.
     """
@@ -140,7 +140,7 @@ def check_batch(plan: RunPlan) -> None:
 
 
 def check_tensor(plan: RunPlan) -> None:
-    """Query groups and MLP width must divide by tp, and tp > 1 needs a tensor plan."""
+    """Raise UserError unless tp divides query groups and MLP width; tp > 1 needs a tensor plan."""
     model_spec, tp = plan.spec, plan.sizes.tp
     if tp > 1 and plan.tensor_plan_function is None:
         raise UserError(
@@ -188,9 +188,10 @@ def check_tensor(plan: RunPlan) -> None:
 
 
 def check_context(plan: RunPlan) -> None:
-    """Tokens must divide by cp (and tp with sequence parallelism), heads by cp with ulysses.
+    """Raise UserError unless cp divides tokens, with ulysses also heads.
 
-    A causal ring needs two chunks of tokens for each rank.
+    With sequence parallelism tp divides a rank's tokens. A causal ring needs two chunks of tokens
+    for each rank.
     """
     model_spec, parallel, sizes = plan.spec, plan.parallel, plan.sizes
     tokens, slices = model_spec.num_tokens, sizes.cp
@@ -227,7 +228,7 @@ def check_context(plan: RunPlan) -> None:
 
 
 def check_pipeline(plan: RunPlan) -> None:
-    """Every stage needs a layer, and the pipeline schedule must support the microbatches."""
+    """Raise UserError unless every stage has a layer and the schedule fits the microbatches."""
     if plan.sizes.pp == 1:
         return
     sizes, pipeline, layers = plan.sizes, plan.pipeline, plan.spec.num_layers

@@ -80,7 +80,7 @@ def validate_parts(
 
 
 def check_members(objective: Objective, previews: bool) -> None:
-    """Refuse an objective without the required members or base class."""
+    """Raise UserError for an objective without the required members or base class."""
     members = MEMBERS | ({"preview": "samples for [sampling]"} if previews else {})
     dotted_names.require(type(objective), members, "[objective] name", type(objective).__name__)
     if not isinstance(objective, Objective):
@@ -100,7 +100,10 @@ def check_members(objective: Objective, previews: bool) -> None:
 
 
 def check_fields(fields: Mapping[str, Field], objective: Objective, data: str) -> None:
-    """Refuse data without a field that the objective takes; `data` is the name of [data]."""
+    """Raise UserError for data without a field that the objective takes.
+
+    `data`: the name of [data].
+    """
     missing = [name for name in objective.takes if name not in fields]
     if missing:
         raise UserError(
@@ -111,7 +114,7 @@ def check_fields(fields: Mapping[str, Field], objective: Objective, data: str) -
 
 
 def check_source(source: Source, data: str) -> None:
-    """Refuse data that does not open a `Source` with fields and facts."""
+    """Raise UserError for data that does not open a `Source` with fields and facts."""
     wrong = [name for name in ("fields", "facts") if not hasattr(source, name)]
     if not isinstance(source, Source) or wrong:
         lacks = f" without {', '.join(wrong)}" if wrong else ""
@@ -124,7 +127,7 @@ def check_source(source: Source, data: str) -> None:
 def check_row(
     source: Source, objective: Objective, data: str, row: int, fields: Mapping[str, Field]
 ) -> None:
-    """Refuse a source of which a row does not match its declared fields."""
+    """Raise UserError for a source with a row that does not match its declared fields."""
     cpu = torch.device("cpu")
     stored = load_samples(source, [(0, row)], objective.inspect, cpu, 1.0).fields
     for name, field in fields.items():
@@ -147,7 +150,10 @@ def check_row(
 
 
 def check_modules(plan: RunPlan, objective: Objective) -> None:
-    """Refuse objective modules with a split backward, run-time order or values already set."""
+    """Raise UserError for modules of the objective that this run cannot train.
+
+    With a split backward, in run-time order, or with values already set.
+    """
     modules = objective.modules()
     if modules is None:
         return
@@ -172,7 +178,7 @@ def check_modules(plan: RunPlan, objective: Objective) -> None:
 
 
 def check_prepared(prepared: Prepared, model_spec: ModelSpec) -> None:
-    """Refuse model inputs of other names, shapes or dtypes than the spec declares."""
+    """Raise UserError for model inputs of other names, shapes or dtypes than the spec declares."""
     check_names(prepared, model_spec)
     for kind, batched in (("inputs", True), ("context", True), ("static", False)):
         specs: Mapping[str, TensorSpec] = getattr(model_spec, kind)
@@ -189,7 +195,7 @@ def check_prepared(prepared: Prepared, model_spec: ModelSpec) -> None:
 
 
 def check_loss(objective: Objective, prepared: Prepared, model_spec: ModelSpec) -> None:
-    """Refuse a loss that is not one value per token in fp32 or fp64."""
+    """Raise UserError for a loss that is not one value per token in fp32 or fp64."""
     # Modules are still on the meta device; only shapes are checked.
     device = "cpu" if objective.modules() is None else "meta"
     predictions = {
@@ -207,7 +213,7 @@ def check_loss(objective: Objective, prepared: Prepared, model_spec: ModelSpec) 
 
 
 def check_described(described: Mapping[str, Tensor]) -> None:
-    """Refuse entries for the fault log that are not one number per sample."""
+    """Raise UserError for entries of the fault log that are not one number per sample."""
     wrong = [name for name, values in described.items() if tuple(values.shape) != (ROWS,)]
     if wrong:
         raise UserError(
@@ -287,7 +293,7 @@ def check_lora(config: JobConfig, plan: RunPlan) -> None:
 
 
 def check_dropout(plan: RunPlan) -> None:
-    """Raise UserError if the adapters' dropout would not be that of one process."""
+    """Raise UserError if the adapters' dropout would differ from one process's."""
     if plan.lora.dropout and plan.sizes.cp > 1 and "reference_rotary" in plan.spec.static:
         raise UserError(
             f"[lora] dropout={plan.lora.dropout} with [model] reference_tokens=true and [parallel] "
@@ -401,7 +407,7 @@ def base_shown(plan: RunPlan) -> str:
 
 
 def check_folders(config: JobConfig) -> None:
-    """Raise UserError if what a run writes would change what it reads."""
+    """Raise UserError if a run's files would become part of the data that it reads."""
     for key, folder in folders_written(config):
         made = Path(os.path.realpath(folder))
         for name, source in folders_read(config):
@@ -419,7 +425,7 @@ def check_folders(config: JobConfig) -> None:
 
 
 def folders_written(config: JobConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, folder) of what a run writes."""
+    """Yield (key, folder) for every folder that a run writes to."""
     yield "[job] dir", str(config.job.folder)
     if config.checkpoint.dir and "://" not in config.checkpoint.dir:
         yield "[checkpoint] dir", config.checkpoint.dir

@@ -22,7 +22,10 @@ NAMES = ("planned", "run_time")
 
 
 def check_order(plan: RunPlan) -> None:
-    """Refuse an unknown order, one with pp=1, `memory` without run_time, a bad file or runtime."""
+    """Raise UserError for an order that is unknown, has a bad file or runtime, or goes with pp=1.
+
+    Also for `memory` without order="run_time".
+    """
     pipeline, pp = plan.pipeline, plan.sizes.pp
     order, memory = show(pipeline.order), show(pipeline.memory)
     if pipeline.order not in NAMES:
@@ -45,7 +48,7 @@ def check_order(plan: RunPlan) -> None:
 
 
 def check_path(name: str) -> None:
-    """Refuse what is neither a name nor an existing FILE.csv."""
+    """Raise UserError unless [pipeline] order is a name or an existing FILE.csv."""
     if not name.lower().endswith(".csv"):
         hint = did_you_mean.for_value(name, NAMES)
         raise UserError(
@@ -59,7 +62,7 @@ def check_path(name: str) -> None:
 
 
 def check_file(plan: RunPlan, order: Order) -> None:
-    """Refuse an order for other ranks, stages or microbatches, or one that deadlocks."""
+    """Raise UserError for an order of other ranks, stages or microbatches, or that deadlocks."""
     if reason := next(misfits(plan, order), None):
         raise UserError(f"[pipeline] order={show(plan.pipeline.order)} {reason}. {ORDER_REMEDY}")
     try:
@@ -71,9 +74,10 @@ def check_file(plan: RunPlan, order: Order) -> None:
 
 
 def check_same_file(plan: RunPlan, gather: Callable[[str], list[str]]) -> None:
-    """Refuse an order file that differs between hosts: messages carry no names. Collective.
+    """Raise UserError if the order file differs between hosts. Collective.
 
-    `gather`: all-gather of a value over the ranks. All ranks have the same [pipeline] order.
+    Pipeline messages have no tags, only a sequence. `gather`: all-gather of a value over the ranks.
+    All ranks have the same [pipeline] order.
     """
     if not plan.order_file:
         return
@@ -125,7 +129,10 @@ def order_hint(plan: RunPlan) -> str | None:
 
 
 def check_transport(pipeline: PipelineConfig) -> None:
-    """Refuse both keys unless order="run_time", and `network` unless the transport is nixl."""
+    """Raise UserError for `transport` or `network` without order="run_time".
+
+    Also for `network` unless the transport is nixl.
+    """
     keys = {"transport": pipeline.transport, "network": pipeline.network}
     defaults = {"transport": "auto", "network": None}
     set_keys = {key: value for key, value in keys.items() if value != defaults[key]}
@@ -148,7 +155,7 @@ def check_transport(pipeline: PipelineConfig) -> None:
 
 
 def check_transport_of_host(pipeline: PipelineConfig) -> None:
-    """Refuse transport="nixl" without the package, and a network that this host does not have."""
+    """Raise UserError for transport="nixl" without its package, or for an unknown network."""
     has_nixl, install = find_spec("nixl") is not None, pip_install("'titan_dit[rdma]'")
     if pipeline.transport == "nixl" and not has_nixl:
         raise UserError(

@@ -37,7 +37,7 @@ def size_of(path: Location) -> int:
 
 
 def examine(path: Location, progress: ProgressLine) -> tuple[str, str]:
-    """Return what is damaged ("" if nothing), and the checkpoint's size as text."""
+    """Return (the damaged files as text, "" if none; the checkpoint's size as text)."""
     record, what = readable(path)
     if what:
         return what, ""

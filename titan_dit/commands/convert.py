@@ -73,7 +73,7 @@ FILE_FORMATS = ("kohya", "comfyui")
 
 
 def write_adapter(target: Path, run: SavedNetwork, options: ConvertFlags) -> None:
-    """Export the adapters of a run alone."""
+    """Export the adapters of a run alone. Raises UserError for a run without adapters."""
     source, form, is_file = options.input, options.format, target.suffix == ".safetensors"
     check_target(target, form)
     found = counterpart(run, f"--input {source}")
@@ -127,7 +127,7 @@ def write_adapter(target: Path, run: SavedNetwork, options: ConvertFlags) -> Non
 
 
 def check_target(target: Path, form: str | None) -> None:
-    """Refuse an --out that is no file or folder as the format of adapters has."""
+    """Raise UserError unless --out is a file or a folder, whichever the adapter format needs."""
     is_file = target.suffix == ".safetensors"
     if form in FILE_FORMATS and not is_file:
         raise UserError(
@@ -141,7 +141,10 @@ def check_target(target: Path, form: str | None) -> None:
 
 
 def check_base(source: str, run: SavedNetwork, given: Mapping[str, Any]) -> None:
-    """Refuse adapters of a run whose other weights are not those of `given`, its [checkpoint]."""
+    """Raise UserError for adapters of a run whose other weights are not those of its `init`.
+
+    `given`: its [checkpoint] table.
+    """
     whole = "Export the whole network, without --format."
     if changed := given.get("reinitialize"):
         raise UserError(
@@ -163,8 +166,11 @@ def check_base(source: str, run: SavedNetwork, given: Mapping[str, Any]) -> None
         )
 
 
-def read_adapter(source: Path, target: Path, options: ConvertFlags) -> None:
-    """Write a checkpoint of a base's weights with adapters beside them, or added to them."""
+def import_adapter(source: Path, target: Path, options: ConvertFlags) -> None:
+    """Import an adapter file as a checkpoint: the weights of --base and the adapters.
+
+    With --merge the adapters are merged into the weights. Raises UserError.
+    """
     base = options.base
     if not base:
         raise UserError(f"--input {source} is an adapter. Name the run of its weights with --base.")
@@ -252,7 +258,7 @@ NO_TEXT = "none"
 
 
 def is_of_diffusers(path: Path) -> bool:
-    """True if a path is a pipeline's folder, or that of a network of diffusers."""
+    """True if a path is the folder of a pipeline, or of a network, of diffusers."""
     if (path / diffusers_network.INDEX).is_file():
         return True
     try:
@@ -263,7 +269,10 @@ def is_of_diffusers(path: Path) -> bool:
 
 
 def read_diffusers(source: Path, target: Path, options: ConvertFlags) -> None:
-    """Import a folder as a checkpoint."""
+    """Import a folder as a checkpoint.
+
+    Raises UserError for another pipeline or network than those known.
+    """
     try:
         pipeline = source / diffusers_network.INDEX
         index = hugging_face.read_json(pipeline) if pipeline.is_file() else {}
@@ -321,7 +330,10 @@ def has_low(index: Mapping[str, Any]) -> bool:
 
 
 def noise_levels_of(index: Mapping[str, Any], expert: str | None) -> dict[str, Any]:
-    """[objective] t_min or t_max of one of a pipeline's two networks; {} if it has one."""
+    """[objective] t_min or t_max of one of a pipeline's two networks; {} if it has one.
+
+    Raises UserError for a boundary outside of (0, 1).
+    """
     if not has_low(index):
         return {}
     boundary = conform(
@@ -335,9 +347,10 @@ def noise_levels_of(index: Mapping[str, Any], expert: str | None) -> dict[str, A
 
 
 def with_text(facts: LatentFacts, found: Counterpart, source: Path, chosen: str) -> LatentFacts:
-    """Facts with those of the text encoder that draws prompts: --text-encoder's, or the pipeline's.
+    """Facts, with the text encoder's: of --text-encoder, or of the pipeline.
 
-    Unchanged if there is none, with --text-encoder none, and where the class is not known.
+    Unchanged if there is none, with --text-encoder none, and where the class is not known. Raises
+    UserError if the encoder does not fit.
     """
     prompts = found.prompts if isinstance(found, TextToImage) else None
     if prompts is None:
@@ -360,7 +373,10 @@ def with_text(facts: LatentFacts, found: Counterpart, source: Path, chosen: str)
 
 
 def write_diffusers(target: Path, run: SavedNetwork, options: ConvertFlags) -> None:
-    """Export a network as a folder; with --vae or the run's autoencoder as a whole pipeline."""
+    """Export a network as a folder; with --vae or the run's autoencoder as a whole pipeline.
+
+    Raises UserError for --low without an autoencoder.
+    """
     diffusion = run.diffusion("convert")
     kind = diffusers_network.class_for_model(run.model_config)
     assert kind is not None
@@ -450,7 +466,10 @@ TOKENIZER = "tokenizer"
 
 
 def read_language_model(source: Path, target: Path) -> None:
-    """Import a folder of transformers as a checkpoint."""
+    """Import a folder of transformers as a checkpoint.
+
+    Raises UserError if it does not fit our models.
+    """
     try:
         config = hugging_face.read_config(source)
         family = hugging_face.family_of(config["architectures"][0])
@@ -491,7 +510,10 @@ def read_language_model(source: Path, target: Path) -> None:
 
 
 def write_language_model(source: Location, target: Path, run: SavedNetwork) -> None:
-    """Export a checkpoint of a language model as a folder of transformers."""
+    """Export a checkpoint of a language model as a folder of transformers.
+
+    Raises UserError if transformers has no such network, or --out has a suffix.
+    """
     record = run.record
     objective = config_file.build_sections(
         config_file.of_record(record), catalog.variant, ("objective",)
@@ -582,7 +604,7 @@ EXPECTED = "ddpm linear eps in 1000 steps"
 
 
 def read_original(source: Path, target: Path, options: ConvertFlags) -> None:
-    """Import a file as a checkpoint."""
+    """Import a file as a checkpoint. Raises UserError for wrong tensors."""
     try:
         weights = tensor_file.read_weight_file(source)
     except UserError as error:
@@ -637,7 +659,10 @@ def known_heads(weights: tensor_file.WeightFile) -> int | None:
 def objective_of_original(
     weights: tensor_file.WeightFile, original: Original, options: ConvertFlags
 ) -> dict[str, Any]:
-    """Return the [objective] table: from the flags, else from the file, else the original's."""
+    """Return the [objective] table: from the flags, else from the file, else the original's.
+
+    Raises UserError for flags that do not fit the file.
+    """
     stored = stored_objective(weights, options.trust)
     if options.format == "dit" and (
         original_dit.are_sit_arguments(weights.arguments)
@@ -671,7 +696,10 @@ def objective_of_original(
 
 
 def stored_objective(weights: tensor_file.WeightFile, trust: bool) -> dict[str, Any]:
-    """The [objective] table in a file's metadata; empty if there is none."""
+    """The [objective] table in a file's metadata; empty if there is none.
+
+    Raises UserError if it is damaged.
+    """
     try:
         stored: dict[str, Any] = user_text.parse_json(weights.metadata.get(OBJECTIVE, "{}"))
         if stored:
@@ -794,7 +822,7 @@ def main(options: ConvertFlags) -> None:
     if isinstance(source, URL) or writes:
         export(source, target, options)
     elif kind is ADAPTERS:
-        read_adapter(source, target, options)
+        import_adapter(source, target, options)
     elif kind is DIFFUSERS:
         read_diffusers(source, target, options)
     elif kind is TRANSFORMERS:
@@ -817,7 +845,7 @@ def kind_of(source: Location) -> Kind:
 
 
 def check_flags(options: ConvertFlags, flags: tuple[str, ...], use: str) -> None:
-    """Refuse the flags of another use."""
+    """Raise UserError for the flags of another use."""
     for name in FLAGS:
         if getattr(options, name) not in (None, False, "") and name not in flags:
             raise UserError(f"--{name.replace('_', '-')} is not a flag of {use}. Leave it out.")
@@ -832,7 +860,7 @@ def export(source: Location, target: Path, options: ConvertFlags) -> None:
 
 
 def say_base(run: SavedNetwork) -> None:
-    """Print what quantising the frozen weights changed, against those where the run began."""
+    """Print the error of quantising the frozen weights, against the weights where the run began."""
     saved, given = run.saved, run.record["config"]["checkpoint"]
     if not saved.quantized:
         return
@@ -854,7 +882,10 @@ def say_base(run: SavedNetwork) -> None:
 
 
 def changed(held: Tensor, base: Weights, name: str) -> Error:
-    """Squares of a weight's difference to another run's, and of that; raises UserError."""
+    """(sum of (held - base)^2, sum of base^2) over a weight's elements.
+
+    Raises UserError if `base` has no such weight of this shape.
+    """
     if name not in base.names or base.shape(name) != held.shape:
         raise UserError(f"{base.path} has no {name} of this shape. Name another run.")
     whole = torch.empty_like(held)
@@ -863,7 +894,10 @@ def changed(held: Tensor, base: Weights, name: str) -> Error:
 
 
 def write_run(source: Location, target: Path, run: SavedNetwork, options: ConvertFlags) -> None:
-    """Write a run's network, or its adapters, in the form of --out and --format."""
+    """Write a run's network, or its adapters, in the form of --out and --format.
+
+    Raises UserError for an --out of another form.
+    """
     config = run.model_config
     if options.format in LORA_FORMATS:
         use = f"an export of adapters (--format {options.format})"

@@ -64,7 +64,10 @@ def main(options: DataEncodeFlags) -> None:
 
 
 def run(options: DataEncodeFlags, device: torch.device) -> None:
-    """Encode this rank's chunks; the first rank writes the manifest. Collective."""
+    """Encode this rank's chunks; the first rank writes the manifest. Collective.
+
+    Raises UserError if ranks found other files.
+    """
     ranks = Ranks.with_own_group()
     source, output = Path(options.input), Path(options.out)
     classes = read_classes(options.classes, EncodeJob.command)
@@ -112,7 +115,7 @@ def vae_of(options: DataEncodeFlags, device: torch.device) -> Autoencoder | Pixe
 def features_of(
     options: DataEncodeFlags, device: torch.device, ranks: Ranks
 ) -> PictureFeatures | None:
-    """The network of --features, None without it; prints what [repa] takes. Raises UserError."""
+    """The network of --features, or None. Prints the keys of [repa] for it. Raises UserError."""
     if options.features is None:
         return None
     assert options.image_size
@@ -251,7 +254,10 @@ def plan_of(
     ranks: Ranks,
     features: PictureFeatures | None = None,
 ) -> EncodeJob:
-    """Plan the shards; for buckets, read the sizes of all pictures first. Collective."""
+    """Plan the shards; for buckets, read the sizes of all pictures first. Collective.
+
+    Raises UserError for --features of clips.
+    """
     source, output, sizes = Path(options.input), Path(options.out), options.sizes()
     how: dict[str, Any] = {
         "flip": options.flip,
@@ -371,7 +377,10 @@ def shapes_of(plan: EncodeJob) -> str:
 def begin(
     plan: EncodeJob, output: Path, stack: ExitStack, verify: bool = False
 ) -> list[int] | None:
-    """Claim the output until `stack` ends; the missing chunks, None if it is whole."""
+    """Claim the output until `stack` ends; the missing chunks, None if it is whole.
+
+    Raises UserError if the output cannot be opened.
+    """
     pack.check_output(plan, output)
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -445,7 +454,7 @@ def report(
 
 
 def report_files(plan: EncodeJob, output: Path) -> None:
-    """Print the buckets, and what became of the files."""
+    """Print the buckets, and the numbers of used and dropped files."""
     lines = list(read_report(output))
     for bucket, about in by_bucket(lines).items():
         console.say(f"bucket {bucket}: {about}")

@@ -57,9 +57,9 @@ def write_pictures(place: Path) -> str:
 
 
 def write_captioned_emoji(place: Path) -> str:
-    """A flat folder of PNG files, the name beside each, without those of a skin tone.
+    """A flat folder of PNG files with captions, without variants of a skin tone.
 
-    Their names differ in the tone alone.
+    The names of the variants differ in the tone alone.
     """
     source = SOURCE / SHEETS
     total = len((source / output.SHEET_CAPTIONS).read_text().splitlines())

@@ -82,7 +82,10 @@ def summary(reasons: list[str]) -> list[str]:
 
 
 def read_classes(path: str | None, command: str) -> tuple[str, ...] | None:
-    """Read class names from a text file, one per line; `command` for messages."""
+    """Read class names from a text file, one per line; `command` for messages.
+
+    Raises UserError for a repeated name, or without any.
+    """
     if path is None:
         return None
     lines = user_text.read(Path(path), f"[{command}] classes={path}").splitlines()

@@ -69,7 +69,10 @@ def show_tokens(prefix: Path, num: int, tokenizer: str | None) -> None:
 
 
 def of_tokenizer(path: Path, counts: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[str, str]:
-    """Rows about the tokenizer: its size, and the bytes per token of the ids."""
+    """Rows about the tokenizer: its size, and the bytes per token of the ids.
+
+    Raises UserError for ids outside of it.
+    """
     read = read_tokenizer(path)
     if len(counts) > read.vocabulary:
         raise UserError(
@@ -86,7 +89,7 @@ def of_tokenizer(path: Path, counts: np.ndarray[tuple[int], np.dtype[np.int64]])
 
 
 def count_ids(file: IndexedFile) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Count every id."""
+    """Count every id. Raises UserError for a negative one."""
     counts = np.zeros(0, np.int64)
     progress = ProgressLine(len(file.ids), "tokens", what="counted", form=count)
     for first in range(0, len(file.ids), PART):
@@ -126,7 +129,7 @@ def main(options: DataShowFlags) -> None:
 
 
 def show_latents(path: Path, options: DataShowFlags) -> None:
-    """Print the metadata and draw the samples."""
+    """Print the metadata and draw the samples. Raises UserError for an --out inside the dataset."""
     out = options.drawn
     if path.resolve() in out.resolve().parents:
         raise UserError(
@@ -165,7 +168,7 @@ def show_latents(path: Path, options: DataShowFlags) -> None:
 
 
 def rows_to_draw(source: LatentShards | LatentFolder) -> range:
-    """All rows; of several buckets, those of the largest, as a picture of them has one shape."""
+    """All rows; with several buckets the rows of the largest: a picture of them has one shape."""
     if isinstance(source, LatentShards):
         return max(source.buckets, key=lambda bucket: bucket.count).rows
     return range(len(source))

@@ -57,7 +57,10 @@ def main(options: DataTokenizeFlags) -> None:
 
 
 def tokenizer_of(options: DataTokenizeFlags) -> Any:
-    """Read or make the tokenizer that the flags name."""
+    """Read or make the tokenizer that the flags name.
+
+    Raises UserError for flags that do not fit each other.
+    """
     if bool(options.tokenizer) == bool(options.vocab_file):
         raise UserError(
             f"[{TOKENIZE}] give one of --tokenizer (a tokenizer.json) and --vocab-file. `data "
@@ -79,7 +82,10 @@ def tokenizer_of(options: DataTokenizeFlags) -> Any:
 
 
 def recipe_of(options: DataTokenizeFlags, made: Any) -> Recipe:
-    """The settings of the worker processes."""
+    """The settings of the worker processes.
+
+    Raises UserError for flags that do not fit each other.
+    """
     if options.split_sentences:
         tokenizers.needed("sentencex", TOKENIZE)
     elif options.language != ENGLISH:

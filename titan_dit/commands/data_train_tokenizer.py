@@ -58,7 +58,7 @@ def main(options: DataTrainTokenizerFlags) -> None:
 
 
 def check_size(vocabulary: int, least: int) -> None:
-    """Refuse a vocabulary without room for single characters and special tokens."""
+    """Raise UserError for a vocabulary without room for single characters and special tokens."""
     if vocabulary < least:
         raise UserError(
             f"[{TRAIN_TOKENIZER}] vocabulary={vocabulary} is fewer than the {least} single "

@@ -88,7 +88,7 @@ def main(options: EmaFlags) -> None:
 
 
 def check_target(target: Location) -> None:
-    """Refuse to replace anything but what a killed `ema` has left."""
+    """Raise UserError if --out exists, unless it is what a killed `ema` has left."""
     store = store_of(target)
     names, left = store.names(target), store.names(store.aside(target))
     if store.has(target) or MANIFEST in names or (names and store.renames):
@@ -101,7 +101,7 @@ def check_target(target: Location) -> None:
 
 
 def found(named: NamedRun, step: int | None) -> list[Location]:
-    """The snapshots up to `step`, oldest first."""
+    """The snapshots up to `step`, oldest first. Raises UserError if there are none."""
     folder = named.checkpoints.folder / FOLDER
     paths = Checkpoints(folder).complete()
     if not paths and not named.folders():
@@ -122,7 +122,7 @@ def found(named: NamedRun, step: int | None) -> list[Location]:
 
 
 def read(path: Location) -> Snapshot:
-    """Read a snapshot's record."""
+    """Read a snapshot's record. Raises UserError if it is damaged."""
     record, what = readable(path)
     if what:
         raise damaged(path, what)
@@ -153,7 +153,7 @@ def not_expressible(
 
 
 def terms_of(snapshots: Sequence[Snapshot], fitted: Fit) -> Iterator[Term]:
-    """Yield the snapshots with their weights, without those of weight 0."""
+    """Yield the snapshots with their weights; snapshots of weight 0 are left out."""
     weights = iter(fitted.weights)
     for snapshot in snapshots:
         pairs = [(f"ema.{power_name(p.sigma_rel)}.", next(weights)) for p in snapshot.profiles]
@@ -170,7 +170,10 @@ def has_frozen(config: Mapping[str, Any]) -> bool:
 def not_averaged(
     checkpoints: Checkpoints, terms: Sequence[Term], frozen: bool
 ) -> Iterator[tuple[Shapes, list[Term]]]:
-    """Yield parameters that are in a checkpoint of the run, but not averaged: they are frozen."""
+    """Yield parameters that are in a checkpoint of the run, but not averaged: they are frozen.
+
+    Raises UserError if the run has no checkpoint.
+    """
     if (path := checkpoints.newest()) is None:
         if frozen:
             raise UserError(
@@ -186,7 +189,7 @@ def not_averaged(
 
 
 def verify(paths: Sequence[Location]) -> None:
-    """Check the SHA-256 of all files that will be read."""
+    """Check the SHA-256 of all files that will be read. Raises UserError for one that differs."""
     entries = {path: read(path).record["files"].values() for path in paths}
     size = sum(entry["bytes"] for files in entries.values() for entry in files)
     progress = ProgressLine(size, "B", what="verified", form=count)
@@ -205,7 +208,7 @@ def size_of(shapes: Shapes) -> int:
 def lines(
     options: EmaFlags, snapshots: Sequence[Snapshot], terms: Sequence[Term], fitted: Fit
 ) -> Iterator[str]:
-    """Console lines: what is made of what."""
+    """Console lines: the averages, and the snapshots that they are made of."""
     powers = sorted({prefix for term in terms for prefix in term.weights})
     names = [prefix.removeprefix("ema.").removesuffix(".") for prefix in powers]
     yield (

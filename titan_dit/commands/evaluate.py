@@ -61,7 +61,7 @@ from titan_dit.validation.validation_set import PREFIX, ValidationSet, Validator
 
 ALL = "all"
 AS_DATA = "the captions of the data"
-"""What results say of the labels of a run that takes captions."""
+"""Value of `labels` in the results of a run that takes captions."""
 DRAWS = "evaluation"
 """Name of the drawn pictures, if no output is named."""
 
@@ -99,7 +99,7 @@ def is_of_data(key: str) -> bool:
 
 
 def check_outputs(options: EvaluateFlags) -> None:
-    """Refuse names of results before anything is drawn."""
+    """Raise UserError for wrong names of results, before anything is drawn."""
     for name in ("out", "save_samples", "save_reference"):
         value = getattr(options, name)
         if not value:
@@ -238,7 +238,7 @@ def of_samples(scoring: Scoring) -> None:
 
 
 def hint_of_formats(drawn: Pictures, real: Reference) -> str | None:
-    """A console warning if one set was compressed with loss and the other was not, or otherwise."""
+    """Console warning if the two sets have different file formats; None if equal or unknown."""
     if not isinstance(real, Pictures) or not drawn.formats or not real.formats:
         return None
     if drawn.formats == real.formats:
@@ -251,7 +251,10 @@ def hint_of_formats(drawn: Pictures, real: Reference) -> str | None:
 
 
 def job_of(options: EvaluateFlags, device: torch.device, keys: Sequence[str]) -> Job:
-    """The drawing of a run's pictures. Collective."""
+    """The drawing of a run's pictures. Collective.
+
+    Raises UserError for a run that draws no pictures.
+    """
     # One rank looks: a run that trains may save another checkpoint meanwhile.
     first = Ranks().run_on_first
     path = first(lambda: find_checkpoint(location(options.run), options.step))
@@ -382,7 +385,7 @@ def drawn_pictures(job: Job, parts: FinishedParts) -> Pictures:
 
 
 def given_pictures(options: EvaluateFlags) -> Pictures:
-    """The pictures of --samples; those of a folder keep their size, which all share."""
+    """The pictures of --samples. Pictures of a folder keep their size, which must be equal."""
     path = Path(options.samples).expanduser()
     if not path.is_dir():
         return pictures.open_npz(path, "--samples", labelled=False)
@@ -522,7 +525,7 @@ def config_of(record: Mapping[str, Any], keys: Sequence[str], num_ranks: int) ->
 def validation_set(
     path: Location, record: Mapping[str, Any], config: JobConfig, source: Source
 ) -> ValidationSet:
-    """The set that the run validates on, or that of --validation.path. Collective."""
+    """The validation set of the run, or of --validation.path. Collective."""
     validation = config.validation
     if not (validation.path or config.data.has_validation_part):
         check_held_out(path, record, validation.held_out_of(has_part=False), source)
@@ -534,7 +537,7 @@ def validation_set(
 
 
 def check_held_out(path: Location, record: Mapping[str, Any], num: int, source: Source) -> None:
-    """Refuse rows of [data] that the run has trained on."""
+    """Raise UserError for rows of [data] that the run has trained on."""
     before = config_file.of_record(record).get("validation", {})
     of_run = 0 if before.get("path") else before.get("samples", 0)
     if not of_run:

@@ -41,7 +41,7 @@ def renamed(words: Sequence[str], hints: Mapping[str, Any]) -> list[str]:
 
 
 def check(words: Sequence[str], hints: Mapping[str, Any], command: str) -> None:
-    """Raise UserError for `--sampling.steps 25`, `--config FILE` or `sample RUN`: what to type.
+    """Raise UserError with advice for `--sampling.steps 25`, `--config FILE` or `sample RUN`.
 
     `hints`: the types of the command's options.
     """
@@ -89,5 +89,5 @@ def is_positional(hint: Any) -> bool:
 
 
 def parts_of(hint: Any) -> tuple[Any, ...]:
-    """The annotations of a type."""
+    """Metadata of an Annotated type; () for any other type."""
     return getattr(hint, "__metadata__", ())

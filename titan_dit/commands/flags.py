@@ -48,7 +48,7 @@ from titan_dit.pictures.picture_sizes import Size, parse_lengths, parse_sizes, s
 MAX_LAYER = 512
 """Largest number of a hidden state."""
 SIZE_FLAGS = ("image-size", "buckets", "pixels")
-"""Flags of `data encode` about the size of pictures, of which one is given."""
+"""Flags of `data encode` about the size of pictures. One of them is given."""
 NAMES: tuple[str, ...] = get_args(hints_of(PrecisionConfig)["attention"])
 """Values of [precision] attention."""
 
@@ -253,7 +253,7 @@ class DataEncodeFlags(Flags):
     flip: bool = False
     """True: the mirror image of each picture is a row of its own."""
     posterior: Literal["both", "mean"] = "both"
-    """Store mean and std, of which training draws, or the mean."""
+    """Store mean and std, from which training draws, or the mean."""
     units: Literal["vae", "measured"] = "vae"
     """Scale and shift of the model's input: the autoencoder's, or 1 / std and mean of each channel
     over the data."""
@@ -300,7 +300,7 @@ class DataEncodeFlags(Flags):
     """Rows x columns that features are resampled to: 16x16, the model's tokens. Default: the
     network's own."""
     split: str | None = None
-    """Parquet or tar files to take: those whose name, or folder's, begins with it: train."""
+    """Only Parquet or tar files whose name, or folder's name, begins with this, such as train."""
     shard_size: PositiveInt | None = None
     """Pictures per shard. Default: 128 MiB, or less if that is below 64 shards."""
     workers: Workers | None = None
@@ -559,7 +559,7 @@ class DataTokenizeFlags(Flags):
 
     @property
     def made_tokenizer(self) -> str:
-        """The tokenizer.json that is made of --vocab-file."""
+        """Path of the tokenizer.json made from --vocab-file."""
         return f"{self.out}_tokenizer.json"
 
     def derived(self) -> Iterator[tuple[str, str, FromHome]]:
@@ -650,7 +650,7 @@ class PipelineDrawFlags(Flags):
     seed: NonNegativeInt = 0
     """Seed of the jitter."""
     plan: bool = False
-    """Also draw what `pipeline plan` makes of these times; it knows nothing of the jitter."""
+    """Also draw the order of `pipeline plan` for these times; the plan ignores the jitter."""
 
 
 PLAN_PIPELINE = "pipeline plan"
@@ -720,14 +720,14 @@ class PredictFlags(Flags):
     """Run directory, its checkpoints folder, or one checkpoint; a path or a URL."""
     input: Annotated[FilePath, Aliases("--inputs")]
     """FILE.safetensors with `x` [b, c, h, w], `t` [b] (0-based timesteps, as in the original) and
-    `y` [b] (labels; -1 or the number of classes is unconditional), or of a network that takes
-    captions `text` [b, m, d] and `text_length` [b]. With `noise` of x's shape, x is
-    the clean latents, and the objective computes the network's noisy input at t. Of a language
-    model `tokens` [b, n], n up to sequence_length; of a BERT also `types` [b, n], else 0, and
-    after training on pairs `lengths` [b], else n."""
+    `y` [b] (labels; -1 or the number of classes is unconditional). A network that takes captions
+    has `text` [b, m, d] and `text_length` [b] in place of `y`. With `noise` of x's shape, x is the
+    clean latents, and the objective computes the network's noisy input at t. A language model has
+    `tokens` [b, n], n up to sequence_length; a BERT also `types` [b, n], else 0, and after training
+    on pairs `lengths` [b], else n."""
     out: OutputPath
     """FILE.safetensors for `out` [b, c_out, h, w], the prediction and then any learned sigma. With
-    `noise`, also the loss per sample and its terms, `loss_mse`, ... [b]. Of a language model the
+    `noise`, also the loss per sample and its terms, `loss_mse`, ... [b]. A language model gives the
     logits [b, n, vocabulary]."""
     weights: Literal["ema", "model"] = "ema"
     """EMA or model (non-averaged) weights."""
@@ -794,7 +794,7 @@ class CommonFlags(Flags):
     of each prompt, or 1 text."""
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Pictures: the caption to draw; give it again for more. "" is the empty prompt. Text: what to
-    continue. Empty begins a document. Of a run without a tokenizer, token ids."""
+    continue. Empty begins a document. Token ids if the run has no tokenizer."""
     seed: Annotated[int, Bound(least=0, below=2**63)] = 0
     """Sample i depends only on (seed, i), not on the batch size."""
     step: NonNegativeInt | None = None
@@ -852,7 +852,7 @@ class PictureFlags(DrawingFlags, CommonFlags):
 
     noise: FilePath | None = None
     """FILE.safetensors with the initial `noise` [n, c, h, w] and `labels` [n] (-1 or the number of
-    classes is unconditional); replaces --num, --labels and the seed's noise. Of a network that
+    classes is unconditional); replaces --num, --labels and the seed's noise. For a network that
     takes captions `noise` alone, n as many as --num of each prompt."""
     prompts: FilePath | None = None
     """Text file of captions to draw, one per line, UTF-8; a blank line is refused."""
@@ -873,7 +873,8 @@ class PictureFlags(DrawingFlags, CommonFlags):
     keep_frames: bool = False
     """Clips: write every frame as a PNG, too. MP4 loses a little."""
     low: RunPath | None = None
-    """A second run, whose network draws below --boundary; that of --run draws from there up."""
+    """A second run, whose network draws below --boundary; the network of --run draws from there
+    up."""
     boundary: Annotated[float, Bound(above=0, below=1)] | None = None
     """Noise level at which --run and --low meet: 0 is data, 1 is noise; 0.875 for Wan 2.2. Unset:
     where both were trained to meet ([objective] t_min of --run, t_max of --low)."""
@@ -928,7 +929,7 @@ class LossFlags(Flags):
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceFlags(Flags):
-    """Pictures: what they are compared with, and by which metrics."""
+    """Pictures: the reference and the metrics."""
 
     section = "evaluate"
 
@@ -966,7 +967,7 @@ class EvaluateFlags(DrawingFlags, ReferenceFlags, LossFlags):
 
 
 def of_command(name: str) -> type[Section]:
-    """The flags of a command: those of "data pack" are `DataPackFlags`."""
+    """The class of a command's flags: `DataPackFlags` for "data pack"."""
     words = name.replace("-", " ").split()
     found: type[Section] = globals()["".join(map(str.capitalize, words)) + "Flags"]
     return found

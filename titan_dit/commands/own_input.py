@@ -31,7 +31,7 @@ ASIDE = (PARTIAL, ".parts")
 
 @runtime_checkable
 class DerivesFiles(Protocol):
-    """Options that read or write files beside those of their flags."""
+    """Options that read or write more files than their flags name."""
 
     def derived(self) -> Iterator[tuple[str, str, FromHome]]:
         """Yield (field, path, rule of the path), as `section.paths_of`."""
@@ -69,7 +69,7 @@ def named(options: Section, keys: Sequence[str] = ()) -> list[tuple[str, str]]:
 
 
 def check(options: Section, keys: Sequence[str] = ()) -> None:
-    """Refuse an output that is an input of the same command, or another output."""
+    """Raise UserError for an output that is an input of the same command, or another output."""
     every = list(paths(options, keys))
     written = [each for each in every if isinstance(each.rule, Written)]
     for at, output in enumerate(written):
@@ -101,7 +101,7 @@ def is_same(one: Path, other: Path) -> bool:
 
 
 def is_aside(source: Path, output: Path) -> bool:
-    """True if the input is, or is in, what a killed command would have left of the output."""
+    """True if the input is, or is in, the leftovers of a killed command for the output."""
     final, where = Path(os.path.realpath(output)), Path(os.path.realpath(source))
     return any(
         folder.parent == final.parent

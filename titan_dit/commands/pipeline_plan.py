@@ -21,7 +21,8 @@ from titan_dit.pipeline.schedules.simulator import Simulation, simulate
 from titan_dit.system import run_files
 
 JITTER, DRAWS = 0.1, 5
-"""Random factor on all times, and how often it is drawn: what of the gain is left."""
+"""Standard deviation of the log of a random factor on all times, and number of draws: they show the
+gain that is left with jitter."""
 FEW_RANKS = 8
 """Up to so many, each rank's peak is printed."""
 

@@ -87,7 +87,7 @@ def print_choice(choice: Recommendation, options: PlanFlags) -> None:
 
 
 def check_unused(options: PlanFlags, keys: Sequence[str]) -> None:
-    """Refuse flags of the search beside --run or --calibrate, which would have no effect."""
+    """Raise UserError for flags of the search with --run or --calibrate, which ignore them."""
     flag, used = "--run", ["run", "device", "trust"]
     if options.calibrate:
         flag, used = "--calibrate", ["calibrate", "device", "out", "trust"]
@@ -102,7 +102,7 @@ def check_unused(options: PlanFlags, keys: Sequence[str]) -> None:
 
 
 def check_options(options: PlanFlags) -> None:
-    """Refuse a plan without a config, a number of GPUs or a device, and files of another kind."""
+    """Raise UserError for a plan without config, GPUs or device, and for files of another kind."""
     if not options.config:
         raise UserError(
             "plan needs --config FILE, such as --config dit_7b.toml; or --run RUN, or --calibrate "
@@ -130,7 +130,7 @@ def check_writable(flag: str, file: Path) -> None:
 
 
 def check_gpus(gpus: int, device: Device) -> None:
-    """Refuse GPUs that leave a node partly used, unless they are in a single node."""
+    """Raise UserError for GPUs that leave a node partly used, unless they are in a single node."""
     node = device.gpus_per_node
     if not links.fills_nodes(gpus, device):
         below = gpus // node * node
@@ -147,7 +147,10 @@ def check_gpus(gpus: int, device: Device) -> None:
 
 
 def config_of(options: PlanFlags, keys: Sequence[str]) -> tuple[JobConfig, list[str]]:
-    """The config with the keys of the command line, and those of `KEYS` that are fixed by it."""
+    """(the config with the keys of the command line, the keys of `KEYS` that it fixes).
+
+    Raises UserError for a --fix of another form.
+    """
     words = ["--config", options.config, *keys]
     for fix in (each for several in options.fix for each in several):
         key, equals, value = fix.partition("=")
@@ -196,7 +199,10 @@ def config_alone(config: JobConfig) -> JobConfig:
 
 
 def measured(options: PlanFlags) -> None:
-    """Print a run beside its plan (--run), or fit a device's rates to runs (--calibrate)."""
+    """Print a run beside its plan (--run), or fit a device's rates to runs (--calibrate).
+
+    Raises UserError for missing flags.
+    """
     device = hardware.device_of(options.device) if options.device else None
     if options.calibrate:
         from titan_dit.planner.calibrate import calibrate

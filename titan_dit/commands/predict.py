@@ -43,7 +43,10 @@ class OfTokens(Protocol):
 
 @torch.no_grad()
 def predictions_of_tokens(run: TrainedModel, inputs: Path, batch_size: int) -> Iterator[Tensor]:
-    """Yield logits [b, n, vocab_size] of a file's tokens, batch by batch, on the CPU."""
+    """Yield logits [b, n, vocab_size] of a file's tokens, batch by batch, on the CPU.
+
+    Raises UserError for a network without tokens.
+    """
     spec, model = run.spec, run.model_config
     if not isinstance(model, OfTokens):
         raise UserError(
@@ -66,7 +69,10 @@ def predictions_of_tokens(run: TrainedModel, inputs: Path, batch_size: int) -> I
 
 
 def read_tokens(path: Path, spec: ModelSpec) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Read `tokens` and what else the network takes; absent, it is 0, and lengths are whole."""
+    """Read `tokens` and the network's other inputs; missing ones are 0, missing lengths n.
+
+    Raises UserError for other names or shapes.
+    """
     tensors = read_tensors(path, "--input", ("tokens",))
     tokens, vocabulary = tensors["tokens"], next(iter(spec.predictions.values())).shape[-1]
     check(path, "tokens", tokens, vocabulary)
@@ -97,7 +103,7 @@ def read_tokens(path: Path, spec: ModelSpec) -> tuple[dict[str, Tensor], dict[st
 
 
 def check(path: Path, name: str, ids: Tensor, limit: int, least: int = 0) -> None:
-    """Refuse what is no integer from `least` to below `limit`."""
+    """Raise UserError for values that are no integers from `least` to below `limit`."""
     is_number = not ids.is_floating_point() and ids.dtype != torch.bool
     if not is_number or ids.min() < least or ids.max() >= limit:
         raise UserError(f"--input {path}: {name} must be integers from {least} to {limit - 1}.")
@@ -162,7 +168,10 @@ def predict(
 def predict_alike(
     run: TrainedModel, diffusion: Diffusion, inputs: Mapping[str, Tensor], given: Given
 ) -> dict[str, Tensor]:
-    """See `predict`, for texts of one length."""
+    """See `predict`, for texts of one length.
+
+    Raises UserError for a t between timesteps with noise.
+    """
     model = diffusion.model
     x, t = model.tokenize(inputs["x"]), inputs["t"]
     static = diffusion.with_text(given).static(x.device)
@@ -184,14 +193,17 @@ def predict_alike(
 
 
 def condition_fields(diffusion: Diffusion) -> dict[str, str]:
-    """The network's inputs that say what a sample shows -> their names in a file of inputs."""
+    """Input of the network that conditions a sample -> its name in a file of inputs."""
     if diffusion.captions is None:
         return {"labels": "y"}
     return {"text": "text", "text_length": "text_length"}
 
 
 def read_inputs(path: Path, diffusion: Diffusion) -> dict[str, Tensor]:
-    """Read x, t, the condition and optionally noise, checked against the network's shapes."""
+    """Read x, t, the condition and optionally noise, checked against the network's shapes.
+
+    Raises UserError for other shapes or t.
+    """
     if reference := diffusion.data.reference:
         raise UserError(
             f"[predict] the network is given {reference}, which a file of inputs does not hold. "

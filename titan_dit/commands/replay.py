@@ -317,7 +317,10 @@ def later_steps(
 
 
 def chosen_microbatches(num_samples: int, size: int, chosen: int | None) -> Sequence[int]:
-    """Return the indices of the microbatches of `size` samples to run: `chosen`, or all if None."""
+    """Return the indices of the microbatches of `size` samples to run: `chosen`, or all if None.
+
+    Raises UserError for a number that the step does not have.
+    """
     count = -(-num_samples // size)
     if chosen is None:
         return range(count)

@@ -50,7 +50,10 @@ def main(options: RunsFlags) -> None:
 
 
 def find_runs(given: Sequence[str]) -> list[Path]:
-    """The runs that these paths name or contain, each once."""
+    """The runs that these paths name or contain, each once.
+
+    Raises UserError for a path without any.
+    """
     if not given:
         raise UserError("runs: give run directories or folders of runs, such as outputs.")
     found: dict[Path, Path] = {}

@@ -53,7 +53,10 @@ def main(options: SampleFlags) -> None:
 
 
 def draw(options: SampleFlags, device: torch.device) -> None:
-    """Draw samples as the run's family does, and write them. Collective."""
+    """Draw samples as the run's family does, and write them. Collective.
+
+    Raises UserError for text on several ranks.
+    """
     # One rank looks: a run that trains may save another checkpoint meanwhile.
     first = Ranks().run_on_first
     path = first(lambda: find_checkpoint(location(options.run), options.step))
@@ -67,7 +70,7 @@ def draw(options: SampleFlags, device: torch.device) -> None:
 
 
 def family_of(run: TrainedModel) -> str:
-    """The name of the run's family."""
+    """The name of the run's family. Raises UserError for a run that draws nothing."""
     for name, family in FAMILIES.items():
         if isinstance(run.objective, family.objective):
             return name
@@ -79,7 +82,7 @@ def family_of(run: TrainedModel) -> str:
 
 
 def check_flags(options: SampleFlags, name: str) -> None:
-    """Refuse the flags of another family."""
+    """Raise UserError for the flags of another family."""
     known = {f.name for f in dataclasses.fields(FAMILIES[name].flags)}
     for f in given(options):
         if f not in known:

@@ -1,4 +1,7 @@
-"""What --labels, --noise, --vae and --guide of `sample` and `evaluate` name."""
+"""Inputs of `sample` and `evaluate` by flag.
+
+Labels, prompts, noise, VAE, --guide, --low, --reference.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,8 @@ def chosen_classes(text: str, num_classes: int, names: Sequence[str]) -> list[in
     """Labels of a list such as "3,dog"; a number is always a label.
 
     A name may hold commas itself ("tench, Tinca tinca"): the longest name that fits is taken. Case
-    does not matter unless two names differ in nothing else.
+    does not matter unless two names differ in nothing else. Raises UserError for an unknown name or
+    a label out of range.
     """
     words, found = text.strip(" ,").split(","), list[int]()
     exactly = {name: label for label, name in enumerate(names)}
@@ -89,7 +93,7 @@ KEPT = 1000
 
 @dataclass(frozen=True)
 class CaptionSource:
-    """The captions that are drawn: prompts, or those of stored rows."""
+    """The captions that are drawn: prompts, or captions of stored rows."""
 
     numbers: Int64[Tensor, " n"]
     """The prompt, or the row of the dataset, of each sample."""
@@ -104,7 +108,7 @@ class CaptionSource:
 
 
 def read_prompts(flags: PictureFlags) -> tuple[str, ...]:
-    """The prompts of --prompt, then those of --prompts. Raises UserError for a blank line."""
+    """The prompts: of --prompt, then of --prompts. Raises UserError for a blank line."""
     found = list(flags.prompt)
     if flags.prompts is not None:
         where = f"--prompts {flags.prompts}"
@@ -178,7 +182,7 @@ def row_of_each(whole: Given, numbers: Int64[Tensor, " n"], samples: Int64[Tenso
 
 
 def check_no_prompts(flags: PictureFlags) -> None:
-    """Refuse the flags of captions."""
+    """Raise UserError for the flags of captions."""
     for name in ("prompt", "prompts", "negative", "text_encoder"):
         if getattr(flags, name) not in (None, ()):
             flag = name.replace("_", "-")
@@ -212,7 +216,10 @@ def at_size(diffusion: Diffusion, flags: PictureFlags, vae: Autoencoder | None) 
 
 
 def factors_of(data: LatentFacts, vae: Autoencoder | None, where: str) -> tuple[int, int]:
-    """Pixels per latent along a side, and frames per latent frame after the first."""
+    """Pixels per latent along a side, and frames per latent frame after the first.
+
+    Raises UserError if the autoencoder is not known.
+    """
     if data.value_range is not None:
         return 1, 1
     facts = vae.facts if vae else data.vae
@@ -269,7 +276,8 @@ def read_noise(
 ) -> tuple[Float[Tensor, "n c *size"], Int64[Tensor, " n"]]:
     """Read the initial noise and the labels (-1: unconditional) from a file.
 
-    `numbers`: what is drawn of a network that takes captions, in place of labels.
+    `numbers`: what is drawn of a network that takes captions, in place of labels. Raises UserError
+    for other shapes.
     """
     tensors = read_tensors(path, "--noise", ("noise", *(("labels",) if numbers is None else ())))
     noise, labels = tensors["noise"], tensors["labels"] if numbers is None else numbers
@@ -288,7 +296,10 @@ def read_noise(
 
 
 def vae_of(diffusion: Diffusion, flags: PictureFlags, device: torch.device) -> Autoencoder | None:
-    """The autoencoder of --vae, else the recorded one if the output needs pictures."""
+    """The autoencoder of --vae, else the recorded one if the output needs pictures.
+
+    Raises UserError for a missing or a needless one.
+    """
     data, suffix = diffusion.data, Path(flags.out).suffix
     if flags.vae == NO_VAE or data.value_range is not None:
         if flags.vae not in ("", NO_VAE):
@@ -376,7 +387,7 @@ def load_other(
 
 
 def weak_network(weak: TrainedModel, diffusion: Diffusion) -> Conditional:
-    """The prediction of --guide's network for the tokens of `diffusion`, that of --run.
+    """The prediction of --guide's network for tokens of `diffusion`, the objective of --run.
 
     Raises UserError on a misfit.
     """
@@ -414,10 +425,10 @@ def prediction_of(weak: TrainedModel, theirs: Diffusion, diffusion: Diffusion) -
 
 
 def low_expert(low: TrainedModel, diffusion: Diffusion, flags: PictureFlags) -> LowExpert:
-    """The network of --low for the tokens of `diffusion`, that of --run.
+    """The network of --low for tokens of `diffusion`, the objective of --run.
 
-    Raises UserError for a run of other samples, captions, units or predictions, and for one that
-    was trained on the noise levels of --run.
+    Raises UserError for a run of other samples, captions, units or predictions, or that was trained
+    on the noise levels of --run.
     """
     theirs = resized_like(low.diffusion("--low"), diffusion)
     guide = f"--low {low.path}"
@@ -467,7 +478,7 @@ OTHER_GUIDE = "Give a weaker network of the same data and [objective]."
 
 
 def check_guide(guide: str, ours: Diffusion, theirs: Diffusion, other: str = OTHER_GUIDE) -> None:
-    """Refuse a network of other samples or of another prediction.
+    """Raise UserError for a network of other samples or of another prediction.
 
     `guide`: flag and run, for messages; `other`: their advice.
     """
@@ -502,7 +513,7 @@ def check_guide(guide: str, ours: Diffusion, theirs: Diffusion, other: str = OTH
 
 
 def conditions_of(diffusion: Diffusion) -> str:
-    """Description of what a network is given of a sample."""
+    """Description of a network's conditions."""
     references = ""
     if reference := diffusion.data.reference:
         how = "tokens" if has_reference_tokens(diffusion.model) else "channels"

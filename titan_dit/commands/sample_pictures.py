@@ -62,7 +62,7 @@ DECODED = 16
 
 
 def check(flags: CommonFlags) -> None:
-    """Require an output for pictures that is not there yet, unless it is a file."""
+    """Raise UserError unless --out takes pictures and is not there yet; a file may be replaced."""
     out = Path(flags.out)
     if not flags.out or out.suffix not in (*FILES, ""):
         raise UserError(
@@ -86,11 +86,11 @@ class Job:
     low: TrainedModel | None
     """The network of --low."""
     expert: LowExpert | None
-    """What it predicts, and where."""
+    """The prediction, noise-level boundary and guidance scale of `low`."""
     labels: Int64[Tensor, " n"]
     """The class of each sample, -1 without one; the number of its prompt, or of its row."""
     captions: CaptionSource | None
-    """What is drawn of a network that takes captions."""
+    """Captions to draw; None for a class-conditional network."""
     noise: Float[Tensor, "n c *size"] | None
     vae: Autoencoder | None
     reference: Given
@@ -120,7 +120,10 @@ class Job:
 
     @property
     def batch_size(self) -> int:
-        """Samples that are drawn at once: a clip has as many tokens as many pictures."""
+        """Samples that are drawn at once.
+
+        A clip counts as several: it has the tokens of many pictures.
+        """
         return self.flags.batch_size or (1 if self.has_clips else BATCH)
 
     @property
@@ -168,7 +171,7 @@ class Job:
         return self.captions.names if self.captions else self.diffusion.data.class_names
 
     def conditions(self, at: slice) -> tuple[Given, Given | None]:
-        """The conditions of some samples, and those that guide in place of none."""
+        """(the conditions of some samples, the conditions that guide in place of none)."""
         device = self.run.device
         num = len(self.labels[at])
         reference = {name: value.expand(num, -1, -1) for name, value in self.reference.items()}
@@ -219,7 +222,7 @@ def draw(job: Job, ranks: Ranks) -> FinishedParts:
         console.say(f"{found} of {parts.count} batches are in {parts.folder}; drawing the others")
     progress = ProgressLine(sum(len(rows_of(job, number)) for number in missing), "samples")
     done = 0
-    with told_how_to_go_on(parts), progress:
+    with advice_on_interrupt(parts), progress:
         for number in missing:
             rows = rows_of(job, number)
             report = partial(progressed, progress, done, len(rows), job)
@@ -231,8 +234,8 @@ def draw(job: Job, ranks: Ranks) -> FinishedParts:
 
 
 @contextmanager
-def told_how_to_go_on(parts: FinishedParts) -> Iterator[None]:
-    """On Ctrl-C print what is drawn so far and how to continue."""
+def advice_on_interrupt(parts: FinishedParts) -> Iterator[None]:
+    """On Ctrl-C print the number of finished batches and how to continue."""
     try:
         yield
     except KeyboardInterrupt:
@@ -299,7 +302,10 @@ def job_of(
 
 
 def check_clips(diffusion: Diffusion, flags: PictureFlags) -> None:
-    """Refuse flags of clips for pictures, an output that holds none, and half a pair of experts."""
+    """Raise UserError for flags of clips that do not fit the run.
+
+    Flags of clips for pictures, an output that holds no clips, and one of two experts alone.
+    """
     for flag, key in (("--boundary", "boundary"), ("--low-cfg-scale", "low_cfg_scale")):
         if flags.low is None and getattr(flags, key) is not None:
             raise UserError(f"{flag} is for two networks: give the second one, --low RUN.")
@@ -323,7 +329,7 @@ def identity(run: TrainedModel) -> list[str]:
 
 
 def described(job: Job) -> str:
-    """The console line of what is drawn."""
+    """The console line about the run, the sampler and the number of samples."""
     guide = f" against {job.guide.path}" if job.guide else ""
     if job.low and job.expert:
         guide += f", below t = {job.expert.boundary:g} from {job.low.path}"
@@ -336,9 +342,9 @@ def described(job: Job) -> str:
 
 
 def hint_of_units(job: Job) -> str | None:
-    """A console warning if the latents may have been scaled before they were stored.
+    """Console warning if the latents may have been scaled before they were stored, else None.
 
-    It decodes stored latents. Those of fast-DiT are scaled already, and no manifest says so.
+    It decodes stored latents. The latents of fast-DiT are scaled already, and no manifest says so.
     """
     data, vae = job.diffusion.data, job.vae
     if vae is None or data.vae or (data.scale, data.shift) != (1.0, 0.0):
@@ -494,7 +500,7 @@ class Calls:
         self.report, self.number = report, 0
 
     def counted(self, network: Callable[..., Output]) -> Callable[..., Tensor]:
-        """A network whose calls are counted."""
+        """Wrap a network's forward so that its calls are counted."""
 
         def run(*given: Any) -> Tensor:
             output = first_of(network(*given))
@@ -506,7 +512,7 @@ class Calls:
 
 
 def progressed(progress: ProgressLine, first: int, size: int, job: Job, calls: int) -> None:
-    """Show the samples done: those before this batch, and the batch's share by network calls."""
+    """Show the samples done: all of earlier batches, and this batch's share by network calls."""
     # A sampler from outside may not say how often it calls the network.
     evaluations = job.flags.steps * getattr(job.sampler, "evaluations", 1)
     progress(first + size * min(calls, evaluations) // evaluations)

@@ -25,7 +25,7 @@ NUM, BATCH = 1, 250
 
 
 def check(flags: CommonFlags) -> None:
-    """Refuse a file that is not of text."""
+    """Raise UserError for a file that is not of text."""
     if flags.out and Path(flags.out).suffix != ".txt":
         raise UserError(f"--out {flags.out}: name a .txt file, or leave it out to print the text.")
     if len(flags.prompt) > 1:
@@ -72,5 +72,5 @@ def main(run: TrainedModel, objective: NextToken, flags: TextFlags) -> None:
 
 
 def report_tokens(progress: ProgressLine, before: int, rows: int, tokens: int) -> None:
-    """Show the tokens done: those of earlier batches, and of each text of this one."""
+    """Show the tokens done: of earlier batches, and of each text of this one."""
     progress(before + rows * tokens)

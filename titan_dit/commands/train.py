@@ -100,7 +100,7 @@ def launch(ranks: int, module: str, *words: str) -> NoReturn:
 
 
 def check_numbers(environment: Mapping[str, str]) -> None:
-    """Refuse numbers that the launcher cannot read; empty is not set."""
+    """Raise UserError for numbers that the launcher cannot read; empty is not set."""
     for name, example in NUMBERS.items():
         given = environment.get(name) or "0"
         # Seconds may have a fraction.
@@ -144,7 +144,10 @@ def num_gpus(environment: Mapping[str, str]) -> int:
 
 
 def num_ranks(environment: Mapping[str, str], gpus: int, cores: int) -> int:
-    """Return NGPU, else one rank per GPU, else min(cores, 2) on the CPU."""
+    """Return NGPU, else one rank per GPU, else min(cores, 2) on the CPU.
+
+    Raises UserError unless NGPU is a whole number above 0.
+    """
     given = environment.get("NGPU")
     if not given:
         return gpus or min(cores, 2)
@@ -154,7 +157,7 @@ def num_ranks(environment: Mapping[str, str], gpus: int, cores: int) -> int:
 
 
 def defaults(environment: Mapping[str, str], ranks: int, cores: int) -> dict[str, str]:
-    """Return environment variables for the ranks, without those that the user has set."""
+    """Return environment variables for the ranks, except the ones that the user has set."""
     wanted = {
         "OMP_NUM_THREADS": str(max(cores // ranks, 1)),
         # Else torch's C++ code prints thirty lines of stack frames when another node exits first.
@@ -178,7 +181,10 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
 
 
 def rendezvous_options(environment: Mapping[str, str]) -> list[str]:
-    """Return torchrun's rendezvous options."""
+    """Return torchrun's rendezvous options.
+
+    Raises UserError for several nodes without RDZV_ENDPOINT.
+    """
     nodes = environment.get("NNODES")
     if not nodes or nodes == "1":
         return ["--standalone"]
@@ -194,7 +200,10 @@ def rendezvous_options(environment: Mapping[str, str]) -> list[str]:
 
 
 def rendezvous_timing(nodes: str) -> str:
-    """Return torchrun's --rdzv-conf for NNODES such as "4" or "2:4"; the largest number counts."""
+    """Return torchrun's --rdzv-conf for NNODES such as "4" or "2:4"; the largest number counts.
+
+    Raises UserError for another form.
+    """
     most = nodes.rpartition(":")[2]
     if not most.isdecimal():
         raise UserError(f"NNODES={nodes}: set a number of nodes, or two such as 2:4.")

@@ -112,7 +112,10 @@ DEFAULT_NAMES = {"optimizer": "adamw"}
 
 
 def variant(section: str, name: str) -> type[Section]:
-    """The dataclass of [section] for `name`."""
+    """The section class for `name`, a catalog name or "module:Class".
+
+    Raises UserError if it is unknown or no config section.
+    """
     where = f"[{section}] name"
     found: Any = dotted_names.look_up(SECTIONS[section], where, name)
     if ":" in name:

@@ -35,7 +35,7 @@ CHOSEN_BY_NAME = ("model", "objective", "data", "optimizer")
 FORMAT = 5
 """Format number of config.toml and of a checkpoint's config; the first format had none."""
 BEFORE_FORMAT_4 = {"data_order": "sort", "initial_weights": "generator"}
-"""Keys of [job] that older formats lack, and what their runs did."""
+"""Key of [job] that older formats lack -> the value with which their runs ran."""
 RENAMED = {
     "evaluation": "fid",
     "lr_schedule": "lr_scheduler",
@@ -95,7 +95,10 @@ def load(arguments: Sequence[str], variant: Variant) -> JobConfig:
 
 
 def overridden(tables: Tables, given: dict[str, list[str]], variant: Variant) -> Tables:
-    """Set the keys of flags in the tables. `given`: "section.key" -> words of the flag."""
+    """Set the keys of flags in the tables. `given`: "section.key" -> words of the flag.
+
+    Raises UserError for words of another form.
+    """
     tables = in_new_sections(tables)
     for section in CHOSEN_BY_NAME:
         # First: the name decides the section's other keys.
@@ -148,7 +151,10 @@ def renamed(section: str, table: dict[str, Any], name: str, variant: Variant) ->
 
 
 def take_dry_run(arguments: Sequence[str]) -> tuple[list[str], int | None]:
-    """Remove `--dry-run [WORLD]` and return WORLD: 0 if omitted, None without the flag."""
+    """Remove `--dry-run [WORLD]` and return WORLD: 0 if omitted, None without the flag.
+
+    Raises UserError for another WORLD.
+    """
     rest: list[str] = []
     values: list[str] | None = None
     into = rest
@@ -172,7 +178,10 @@ def take_dry_run(arguments: Sequence[str]) -> tuple[list[str], int | None]:
 
 
 def find_config(name: str) -> Path:
-    """Find a config by path, or by name in train_configs/, with or without .toml."""
+    """Find a config by path, or by name in train_configs/, with or without .toml.
+
+    Raises UserError if there is none.
+    """
     name = FromHome().expanded(name)
     names = (name, f"{name}.toml")
     folders = (Path(), Path("train_configs"), CONFIG_DIR)
@@ -258,7 +267,10 @@ def in_new_sections(tables: Mapping[str, Mapping[str, Any]]) -> Tables:
 
 
 def put_once(table: dict[str, Any], section: str, key: str, value: Any) -> None:
-    """Set a key that may have been given under an old name, too."""
+    """Set a key that may have been given under an old name, too.
+
+    Raises UserError if both names have a value.
+    """
     if key in table and table[key] != value:
         path = f"{section}.{key}"
         old = " or ".join(was for was, now in RENAMED.items() if now in (path, section))
@@ -270,7 +282,7 @@ def put_once(table: dict[str, Any], section: str, key: str, value: Any) -> None:
 
 
 def check_format(number: object, where: object) -> int:
-    """Refuse the format of a later version: its keys may differ in meaning."""
+    """Raise UserError for the format of a later version: its keys may differ in meaning."""
     if not isinstance(number, int) or number > FORMAT:
         raise UserError(
             f"{where}: format={show(number)}, but this titan_dit reads formats up to {FORMAT}. "
@@ -301,7 +313,10 @@ def renamed_keys(
 
 
 def section_type(section: str, tables: Tables, variant: Variant) -> type[Section]:
-    """A section's dataclass; for a section in CHOSEN_BY_NAME the key `name` selects it."""
+    """A section's dataclass; for a section in CHOSEN_BY_NAME the key `name` selects it.
+
+    Raises UserError for an unknown section or a missing name.
+    """
     if section in CHOSEN_BY_NAME:
         name = tables.get(section, {}).get("name", DEFAULT_NAMES.get(section))
         if name is None:
@@ -367,7 +382,10 @@ def build(tables: Mapping[str, Mapping[str, Any]], variant: Variant) -> JobConfi
 def build_sections(
     tables: Mapping[str, Mapping[str, Any]], variant: Variant, only: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Build the sections of `tables`; with `only`, import and check no others."""
+    """Build the sections of `tables`; with `only`, import and check no others.
+
+    Raises UserError for an unknown or missing key.
+    """
     plain = in_new_sections(tables)
     built: dict[str, Any] = {}
     for name, written in plain.items():

@@ -57,7 +57,10 @@ def is_imported(name: str) -> bool:
 
 
 def look_up(table: Mapping[str, str], where: str, name: str) -> Any:
-    """Import a row of `table` or "package.module:thing"; `where`: the config key, for errors."""
+    """Import a row of `table` or "package.module:thing"; `where`: the config key, for errors.
+
+    Raises UserError for an unknown name.
+    """
     if ":" in name:
         return imported(name, where)
     if name not in table:
@@ -120,7 +123,7 @@ def put_current_folder_last() -> None:
 
 
 def require(thing: Any, members: Mapping[str, str], where: str, name: str) -> None:
-    """Refuse a user's class without all `members` (name -> description)."""
+    """Raise UserError for a user's class without all `members` (name -> description)."""
     lacking = [f"{member} ({what})" for member, what in members.items() if not has(thing, member)]
     if lacking:
         called = getattr(thing, "__name__", name.partition(":")[2])

@@ -66,7 +66,7 @@ def only(configs: Sequence[list[str]], flags: Mapping[str, list[str]]) -> str:
 
 
 def check_word(argument: str, values: list[str] | None, sections: Collection[str]) -> None:
-    """Refuse a word that can only be a flag without its dashes.
+    """Raise UserError for a word that can only be a flag without its dashes.
 
     `values`: the values so far of the preceding flag; None before the first flag.
     """
@@ -86,7 +86,7 @@ def check_word(argument: str, values: list[str] | None, sections: Collection[str
 
 
 def check_values(key: str, values: list[str]) -> None:
-    """Refuse a flag without a value, and spaces around its equals sign."""
+    """Raise UserError for a flag without a value, and spaces around its equals sign."""
     if "." not in key:
         return  # Refused when the keys are known.
     if key.startswith("no_") and values in ([], ["true"], ["True"]):

@@ -94,7 +94,7 @@ def help_of(arguments: Sequence[str], environment: str = "") -> str:
 
 
 def listed(config: JobConfig, basic: bool) -> Iterator[str]:
-    """The basic keys, or the others: sections and keys in the order of `BASIC`."""
+    """Help lines of the basic keys, or of all others; sections in the order of `BASIC`."""
     names = [f.name for f in dataclasses.fields(config)]
     for name in [*BASIC, *(name for name in names if name not in BASIC)]:
         section: Section = getattr(config, name)
@@ -123,7 +123,7 @@ def entry(key: str, kind: str, value: str, meaning: str) -> Iterator[str]:
 
 
 def value_of(section: Section, key: str) -> str:
-    """The key's value in the config, and its default if that differs."""
+    """The key's value as TOML, then "(required)", or "(default: ...)" if it differs."""
     f = next(f for f in dataclasses.fields(section) if f.name == key)
     value = getattr(section, key)
     if config_file.is_required(f):

@@ -70,7 +70,10 @@ class JobSection(Section):
         return Path(self.dir or f"outputs/{self.name}")
 
     def check_name(self) -> None:
-        """Refuse a name that is not one folder's. Runs of older versions may have such a name."""
+        """Raise UserError for a name that is not one folder's.
+
+        Runs of older versions may have such a name.
+        """
         if self.name in (".", "..") or any(c in self.name for c in "/\0"):
             raise UserError(
                 f"[job] name={show(self.name)} must be the name of one folder: no slash, not "

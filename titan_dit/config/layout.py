@@ -74,8 +74,8 @@ class PipelineConfig(Section):
     """The pipeline schedule, also in torch's spelling ("Interleaved1F1B"). One of your own is
     "package.module:NAME": a Schedule, or a class derived from one of torch's."""
     runtime: Literal["auto", "torch", "own"] = "auto"
-    """What runs a planned order: torch.distributed.pipelining, or titan_dit's own loop. auto takes
-    torch's where it is as fast (docs/pipelines.md). The gradients are the same."""
+    """Executor of a planned order: torch.distributed.pipelining, or titan_dit's own loop. auto
+    takes torch's where it is as fast (docs/pipelines.md). The gradients are the same."""
     virtual_stages: Few = 1
     """Stages per rank of an interleaved schedule; V schedules always have two."""
     split: tuple[Few, ...] = ()

@@ -1,4 +1,7 @@
-"""Limits of what readers of data accept, and the variable that raises those without a flag."""
+"""Limits of the sizes that readers of data accept, and the variable that raises them.
+
+Limits with a flag are raised by it instead.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def advice(flag: str = "") -> str:
 
 
 def fix(found: int, limit: int) -> str:
-    """What to do about data of size `found` above `limit`, which is `raised`."""
+    """Advice for an error about data of size `found` above `limit`, which is `raised`."""
     factor = -(-found * raised(1) // max(1, limit))
     if factor > MOST:
         return "Correct it."

@@ -51,7 +51,7 @@ class CheckpointConfig(Section):
     """Resume even if keys that change the mathematics (model, objective, data, ...) differ."""
 
     def __post_init__(self) -> None:
-        """Refuse `init` together with a path in `resume`, and `reinitialize` without `init`."""
+        """Raise UserError for `init` with a path in `resume`, or `reinitialize` without `init`."""
         super().__post_init__()
         if self.init and self.resume not in ("auto", "never"):
             raise UserError(

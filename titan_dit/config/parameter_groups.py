@@ -20,7 +20,7 @@ SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class GroupConfig(Table):
-    """Parameters whose names match a pattern, and what differs for them."""
+    """A group of parameters whose names match a pattern, with settings of its own."""
 
     pattern: str
     """Names of parameters; * stands for any text: "blocks.*.attn.*"."""

@@ -15,7 +15,7 @@ from titan_dit.config.section import Bound, UserError, conform_made, show
 
 COUNT = Annotated[int, Bound(least=0, below=2**62)]
 LARGEST = 32 << 20
-"""Maximum bytes of a manifest: parsed JSON takes up to 20 times as many in memory."""
+"""Maximum bytes of a manifest: parsed JSON takes up to 20 times its bytes in memory."""
 SHOWN = 80
 """Maximum characters of a wrong value in a message."""
 
@@ -121,7 +121,7 @@ def check(value: Any, schema: Any, where: str) -> None:
 
 
 def check_table(value: Any, schema: Mapping[str, Any] | Each, where: str) -> None:
-    """`check` for a table."""
+    """`check` for a table; raises UserError."""
     if not isinstance(value, dict):
         raise UserError(f"{where} = {brief(value)} must be a table.")
     if isinstance(schema, Each):
@@ -138,7 +138,7 @@ def check_table(value: Any, schema: Mapping[str, Any] | Each, where: str) -> Non
 
 
 def check_list(value: Any, schema: Row | Rows | Many, where: str) -> None:
-    """`check` for a list."""
+    """`check` for a list; raises UserError."""
     if not isinstance(value, list | tuple):
         raise UserError(f"{where} = {brief(value)} must be a list.")
     if not isinstance(schema, Row):
@@ -153,7 +153,7 @@ def check_list(value: Any, schema: Row | Rows | Many, where: str) -> None:
 
 
 def check_value(value: Any, where: str, deepest: int = DEEPEST) -> None:
-    """`check` for a PLAIN value."""
+    """`check` for a PLAIN value; raises UserError."""
     if isinstance(value, int) and abs(value) >= 2**63:
         raise UserError(f"{where} = {brief(value)} is out of range.")
     if isinstance(value, str) and len(value) > LONGEST:
@@ -166,7 +166,7 @@ def check_value(value: Any, where: str, deepest: int = DEEPEST) -> None:
 
 
 def check_plain(value: Any, hint: Any, where: str) -> None:
-    """`check` for a type of a section's key; the message is short even if the value is long."""
+    """`check` for a type of a section's key; raises UserError, short even for a long value."""
     try:
         conform_made(value, hint, where)
     except RecursionError:

@@ -108,7 +108,7 @@ class FromHome:
         return os.path.expanduser(path)  # noqa: PTH111
 
     def broken_by(self, path: str) -> str | None:
-        """Message about a wrong path; None if it is right."""
+        """Error text for a path with a NUL character; else None."""
         return "holds a NUL character. Remove it" if "\0" in path else None
 
 
@@ -160,7 +160,10 @@ SigmaRel = Annotated[float, Bound(least=0.001, most=0.28)]
 
 
 def conform_made(value: object, hint: Any, where: str) -> Any:
-    """`conform`, of a file that a program wrote: without advice on how to write a value."""
+    """`conform`, of a file that a program wrote: without advice on how to write a value.
+
+    Raises UserError.
+    """
     try:
         return conform(value, hint, where)
     except MisspelledError as error:
@@ -168,7 +171,10 @@ def conform_made(value: object, hint: Any, where: str) -> Any:
 
 
 def conform(value: object, hint: Any, where: str) -> Any:
-    """Check `value` against the type `hint`; a float takes a TOML int, a tuple a TOML array."""
+    """Check `value` against the type `hint`; a float takes a TOML int, a tuple a TOML array.
+
+    Raises UserError for a value of another type or outside its rules.
+    """
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         for rule in args[1:]:
@@ -206,7 +212,10 @@ class Table:
 
 
 def follow_rules(value: Any, rules: Iterable[object], where: str) -> Any:
-    """Check a value against the rules in its type's metadata, and expand a path."""
+    """Check a value against the rules in its type's metadata, and expand a path.
+
+    Raises UserError for a value that breaks one.
+    """
     for rule in rules:
         # Other libraries put their own metadata there.
         if isinstance(rule, OneOf) and rule.class_prefix:
@@ -220,7 +229,10 @@ def follow_rules(value: Any, rules: Iterable[object], where: str) -> Any:
 
 
 def table_of(value: object, kind: type[Table], where: str) -> Table:
-    """Build a table within a section from the config's."""
+    """Build a table within a section from the config's.
+
+    Raises UserError for an unknown or missing key.
+    """
     if not isinstance(value, dict):
         raise UserError(f"{where}={show(value)} must be a table, {{ key = value }}.")
     hints = hints_of(kind)
@@ -243,7 +255,10 @@ WORDS |= {dict: "a table, { key = value }"}
 
 
 def conform_scalar(value: object, kind: type, where: str) -> Any:
-    """`conform` for a plain int, float, bool or str."""
+    """`conform` for a plain int, float, bool or str.
+
+    Raises UserError for a value of another type.
+    """
     if kind is float and type(value) is int and abs(value) < 2**1023:
         return float(value)
     # type(), not isinstance: bool is a subclass of int, but `steps = true` is a mistake.

@@ -40,7 +40,8 @@ OF_THE_RUN = {
     "optimizer": ("name", "groups"),
     "training": ("steps", "epochs", "stages", "frozen", "deterministic", "gc_every"),
 }
-"""Keys of these sections that belong to the whole run: weights, moments and steps go on."""
+"""Keys of these sections that belong to the whole run, not to a stage: weights, moments and steps
+continue."""
 
 
 def number_after(training: TrainingConfig, step: int) -> int:
@@ -123,7 +124,7 @@ def naming(config: JobConfig, number: int) -> Iterator[None]:
 
 
 def alone(config: JobConfig) -> JobConfig:
-    """A stage's config as that of a run of its steps, for dry runs and plans."""
+    """A stage's config as a run of its own, for dry runs and plans."""
     training = config.training
     steps = training.num_steps - training.begin if training.stages else training.steps
     return replace(config, training=replace(training, steps=steps, stages=()))

@@ -99,7 +99,7 @@ class TrainingConfig(Section):
         self._check_sizes()
 
     def _add_up_stages(self) -> None:
-        """Check the steps of every stage; unset steps are those of all stages."""
+        """Check the steps of every stage; unset [training] steps become their sum."""
         if len(self.stages) > MOST_STAGES:
             raise UserError(
                 f"[[stages]]: {len(self.stages)} stages, each of which is opened before the first "
@@ -206,7 +206,7 @@ class TrainingConfig(Section):
 
 
 def steps_beside_stages(training: TrainingConfig) -> UserError:
-    """The error about [training] steps that are not those of all stages."""
+    """The error for [training] steps that are not the end of a stage."""
     parts = " + ".join(str(stage["steps"]) for stage in training.stages)
     return UserError(
         f"[training] steps={training.steps} contradicts [[stages]], which have {parts} = "
@@ -236,7 +236,7 @@ class LRSchedulerConfig(Section):
     """Learning rate at the end of the decay, as a fraction of [optimizer] lr."""
 
     def __post_init__(self) -> None:
-        """Refuse keys that contradict each other."""
+        """Raise UserError for keys that contradict each other."""
         super().__post_init__()
         if self.warmup_steps and self.warmup_fraction is not None:
             raise UserError(
@@ -308,7 +308,7 @@ class RepaConfig(Section):
     """Number of the block whose output is aligned, from 1: the paper takes 8 of DiT-XL/2's 28.
     Unset: none, and no other key has an effect."""
     dim: Dim | None = None
-    """Elements of a token's features: those of `data encode --features`, which prints them."""
+    """Elements of a token's features: `data encode --features` prints them."""
     network: str | None = None
     """Your frozen network, "package.module:function" as of `data encode --features`: its features
     are computed in every step, of data that holds RGB pixels (`data encode --vae none`). Unset:
@@ -321,14 +321,15 @@ class RepaConfig(Section):
     hidden_size: Dim = 2048
     """Width of the mlp's two hidden layers."""
     spatial_norm: Annotated[float, Bound(least=0, most=1)] | None = None
-    """Take this share of a picture's mean features from those of its tokens, and divide by their
-    standard deviation over the tokens, as iREPA, whose authors take 0.6 to 1. Unset: as stored."""
+    """Subtract this share of a picture's mean features from its tokens' features, and divide by
+    their standard deviation over the tokens, as iREPA, whose authors take 0.6 to 1. Unset: as
+    stored."""
     last_step: PositiveInt | None = None
     """The last step with this loss. From then on the projector rests (arXiv:2505.16792, HASTE).
     Unset: every step."""
 
     def __post_init__(self) -> None:
-        """Refuse keys that would have no effect."""
+        """Raise UserError for keys that would have no effect."""
         super().__post_init__()
         if self.block is None and any(getattr(self, f.name) != f.default for f in fields(self)):
             raise UserError(
@@ -360,7 +361,7 @@ class EMAConfig(Section):
     average on disk. 0 takes none."""
 
     def __post_init__(self) -> None:
-        """Refuse duplicates: the numbers name the averages."""
+        """Raise UserError for duplicates: the numbers name the averages."""
         super().__post_init__()
         for key in ("decays", "power"):
             values = getattr(self, key)
@@ -416,7 +417,7 @@ class ValidationConfig(Section):
         return 0 if has_part else self.num_held_out
 
     def check(self, *, has_part: bool) -> None:
-        """Require rows to validate on."""
+        """Raise UserError if there are no rows to validate on."""
         if self.every and not (self.samples or self.path or has_part):
             raise UserError(
                 f"[validation] every={self.every} has nothing to validate on. Set samples (rows "
@@ -481,7 +482,7 @@ class TextConfig(Section):
     """online: dtype of the encoder's weights and of the embeddings."""
 
     def __post_init__(self) -> None:
-        """Refuse keys that have no effect."""
+        """Raise UserError for keys that have no effect."""
         super().__post_init__()
         if self.mode == "cached" and (self.encoder or self.dtype != "bf16"):
             key = "encoder" if self.encoder else "dtype"

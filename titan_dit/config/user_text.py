@@ -42,7 +42,10 @@ def decode(data: bytes | bytearray) -> str:
 
 
 def read(file: Path, where: str, most: int = MAX_BYTES) -> str:
-    """The text of a file, with the line ends as they are; `where` begins an error."""
+    """The text of a file, with the line ends as they are; `where` begins an error.
+
+    Raises UserError if it is unreadable or not UTF-8.
+    """
     most = limits.raised(most)
     try:
         with file.open("rb") as opened:
@@ -73,7 +76,8 @@ def refuse_large(size: int, where: str, most: int) -> None:
 def lines(file: Path, where: str, most: int, fix: str) -> Iterator[tuple[int, str]]:
     """Number and text of each line that is not blank. `most`: bytes of a line; `fix` ends an error.
 
-    Only a line feed ends a line: a caption may hold other separators, such as U+2028.
+    Only a line feed ends a line: a caption may hold other separators, such as U+2028. Raises
+    UserError for a file that is unreadable or not UTF-8.
     """
     number = 0
     try:
@@ -152,7 +156,7 @@ def once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_json(file: Path, where: str, most: int = MAX_BYTES) -> Any:
-    """The value of a JSON file; `where` begins an error."""
+    """The value of a JSON file; `where` begins an error. Raises UserError if it is invalid."""
     text = read(file, where, most)
     try:
         return parse_json(text)
@@ -216,7 +220,7 @@ def read_csv(
 
 
 def csv_lines(file: Path, where: str, most: int, fix: str) -> Iterator[str]:
-    """The lines of a CSV file, with their ends."""
+    """The lines of a CSV file, with their ends. Raises UserError for one too long, or not UTF-8."""
     with io.TextIOWrapper(file.open("rb"), "utf-8-sig", newline="") as opened:
         number = 0
         try:

@@ -151,7 +151,7 @@ class BucketOrder:
 
     @property
     def num_rows(self) -> int:
-        """Samples of an epoch: a whole number of weights, too, which share out as many."""
+        """Samples of an epoch. Whole with weights, too: they change the shares, not the total."""
         return int(self.samples)
 
     def samples_before(self, round_number: int) -> int:

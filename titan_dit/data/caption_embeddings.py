@@ -49,7 +49,10 @@ def file_name(number: int) -> str:
 
 
 def texts_of(line: bytes, where: str) -> list[str]:
-    """The captions in a line of captions.jsonl; `where` begins an error."""
+    """The captions in a line of captions.jsonl; `where` begins an error.
+
+    Raises UserError if there are none.
+    """
     try:
         text = user_text.parse_json(line)["text"]
     except (ValueError, TypeError, KeyError):
@@ -174,7 +177,10 @@ class CaptionEmbeddings:
     def choices(
         self, pictures: Int64[np.ndarray, " b"], numbers: Sequence[int]
     ) -> Int64[np.ndarray, " b"]:
-        """Which of each picture's captions `chosen` is, from 0."""
+        """Which of each picture's captions `chosen` is, from 0.
+
+        Raises UserError for a damaged index.
+        """
         ends = self._ends[pictures]
         begins = np.where(pictures > 0, self._ends[pictures - 1], 0)
         counts = ends - begins
@@ -194,7 +200,10 @@ class CaptionEmbeddings:
     def of_captions(
         self, captions: Int64[np.ndarray, " b"], tokens: int | None = None
     ) -> dict[str, Tensor]:
-        """`text` or `text_ids`, and `text_length`, of captions by number; see `read`."""
+        """`text` or `text_ids`, and `text_length`, of captions by number; see `read`.
+
+        Raises UserError for a damaged index.
+        """
         if len(captions) and not 0 <= captions.min() <= captions.max() < self.file_ends[-1]:
             raise UserError(
                 f"[data] {self.path / INDEX}: names a caption outside of the "

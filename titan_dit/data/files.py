@@ -61,7 +61,7 @@ def read_latent(path: Path, shape: tuple[int, ...] | None = None) -> Float[Tenso
 
 
 def read_label(path: Path) -> int:
-    """Read the integer of a label file."""
+    """Read the integer of a label file. Raises BadFileError for anything else."""
     label = read_tensor(path)
     if label.numel() != 1 or label.is_complex():
         raise BadFileError(f"holds {list(label.shape)} values, not one label")
@@ -132,7 +132,10 @@ def read_whole(path: Path, check_size: Callable[[int], None] = check_latent_size
 
 
 def read_npy(data: bytearray) -> Tensor:
-    """Decode the bytes of a .npy file; zero-copy in native byte order."""
+    """Decode the bytes of a .npy file; zero-copy in native byte order.
+
+    Raises BadFileError for damage, objects, or values other than floating-point.
+    """
     wide = data[6:7] != b"\x01"  # The header length has four bytes in version 2, two in 1.
     start = 12 if wide else 10
     start += int.from_bytes(data[8:start], "little")
@@ -155,7 +158,7 @@ def read_npy(data: bytearray) -> Tensor:
 
 @lru_cache(maxsize=64)  # A dataset's files share a header, and parsing it is slower than reading.
 def npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Parse a .npy header: shape, Fortran order, dtype."""
+    """Parse a .npy header: shape, Fortran order, dtype. Raises BadFileError for damage."""
     file = io.BytesIO(head)
     try:
         version = np.lib.format.read_magic(file)
@@ -178,7 +181,10 @@ def check_unpacked(file: Path | io.BytesIO, size: int) -> None:
 
 
 def read_pt(data: bytearray) -> Tensor:
-    """Read the tensor of a .pt file, or its entry `latent`, with weights_only=True."""
+    """Read the tensor of a .pt file, or its entry `latent`, with weights_only=True.
+
+    Raises BadFileError for damage, other objects, or a tensor that is not dense.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of pickle protocols.
@@ -205,7 +211,10 @@ def read_pt(data: bytearray) -> Tensor:
 
 
 def read_safetensors(data: bytearray) -> Tensor:
-    """Read the tensor `latent` of a .safetensors file, or its only tensor."""
+    """Read the tensor `latent` of a .safetensors file, or its only tensor.
+
+    Raises BadFileError for damage.
+    """
     try:
         table = safetensors.load(bytes(data))
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
@@ -215,7 +224,10 @@ def read_safetensors(data: bytearray) -> Tensor:
 
 
 def only(table: dict[Any, Any]) -> Any:
-    """Return the entry `latent`, or the only entry."""
+    """Return the entry `latent`, or the only entry.
+
+    Raises BadFileError if there are none or several others.
+    """
     key = "latent" if "latent" in table else next(iter(table), None)
     if not table or (key != "latent" and len(table) != 1):
         names = ", ".join(sorted(map(str, table))[:4])

@@ -45,9 +45,10 @@ TEXT_DTYPES = {
 }
 """Dtypes of stored embeddings of captions."""
 CONDITION_DROPOUT = "condition_dropout"
-"""Field of a sample, float32: the dropout of its dataset; OF_THE_RUN for that of [objective]."""
+"""Field of a sample, float32: the condition dropout of its dataset."""
 OF_THE_RUN = -1.0
-"""In place of a dropout. Finite, as all stored values of a healthy sample are."""
+"""Value of CONDITION_DROPOUT that stands for [objective] condition_dropout; finite, because
+non-finite values mark a bad sample."""
 ONLINE = "none"
 """In place of a dtype: captions are token ids, which the encoder embeds while the run trains."""
 IDS = Field(torch.int32, (None,))
@@ -175,16 +176,16 @@ class TextFacts:
     tokenizer: str
     """SHA-256 of the tokens that the tokenizer makes of a fixed text."""
     layer: int | tuple[int, ...]
-    """The hidden state: 0 is the token embeddings; that of the last layer is the encoder's output,
-    with its final norm. Several lie side by side in a token's embedding."""
+    """The hidden state: 0 is the token embeddings; the last layer's is the encoder's output, with
+    its final norm. Several lie side by side in a token's embedding."""
     template: str
-    """What the encoder reads, with {} for the caption."""
+    """Text that the encoder reads, with {} for the caption."""
     width: int
     """Elements of a token's embedding."""
     tokens: int
     """Maximum tokens of a caption with its template; samples are padded to it."""
     padding: Padding = "removed"
-    """What is behind a caption's last token."""
+    """Treatment of the padding behind a caption's last token."""
     dtype: str = "float16"
     """Dtype of the stored embeddings; ONLINE if token ids are stored."""
     null: str = ""
@@ -320,8 +321,8 @@ class LatentFacts(DataFacts):
     text: TextFacts | None = None
     """The encoder of the captions; None if no embeddings are stored."""
     text_digest: str = ""
-    """SHA-256 of the embeddings' contents; `digest` is that of the latents and labels alone, so
-    that a run on labels goes on when captions are added."""
+    """SHA-256 of the embeddings' contents. `digest` is of the latents and labels alone, so that a
+    run on labels resumes when captions are added."""
     text_source: str = ""
     """Folder or name of the text encoder when the captions were encoded; "" if not known."""
     repeats: tuple[int, ...] = ()
@@ -329,9 +330,9 @@ class LatentFacts(DataFacts):
     weights: tuple[float, ...] = ()
     """Share of each dataset in the samples; empty unless they have weights."""
     condition_dropouts: tuple[float | None, ...] = ()
-    """Dropout of each dataset's conditions; None for that of [objective]."""
+    """Dropout of each dataset's conditions; None takes [objective] condition_dropout."""
     reference: ReferenceFacts | None = None
-    """What the field `reference` holds; None without references."""
+    """Description of the field `reference`; None without references."""
     mask_mean: float | None = None
     """Mean of all masks, 0 to 255: the field `mask` weighs the loss. None without masks."""
 
@@ -393,11 +394,11 @@ class LatentFacts(DataFacts):
         )
 
     def to_model_units(self, stored: Float[Tensor, "b c *size"]) -> Float[Tensor, "b c *size"]:
-        """Apply shift and scale."""
+        """(stored - shift) * scale, per channel."""
         return (stored - spread(self.shift, stored)) * spread(self.scale, stored)
 
     def to_stored_units(self, samples: Float[Tensor, "b c *size"]) -> Float[Tensor, "b c *size"]:
-        """Undo scale and shift, and clamp to `value_range` if there is one."""
+        """Inverse: samples / scale + shift, clamped to `value_range` if set."""
         stored = samples / spread(self.scale, samples) + spread(self.shift, samples)
         return stored if self.value_range is None else stored.clamp(*self.value_range)
 
@@ -455,7 +456,7 @@ class LatentFacts(DataFacts):
 
 
 def clip_of(shape: Shape) -> Shape:
-    """The shape of a clip; that of a picture gets one frame. The bytes of a sample are the same."""
+    """The shape of a clip; a picture's shape gets one frame. The bytes of a sample are the same."""
     return shape if len(shape) == 4 else (shape[0], 1, *shape[1:])
 
 

@@ -72,7 +72,7 @@ def survey(section: Latents) -> Listing | None:
     """List the files of a folder, with their labels; of shards, check all labels.
 
     With `verify`, `open_surveyed` checks the labels, after the SHA-256: a wrong label may be a
-    damaged file.
+    damaged file. Raises UserError for [data] buckets of a folder of files.
     """
     path = Path(section.path)
     if layout_of(path) != "shards":
@@ -302,7 +302,7 @@ class LatentShards(Source):
         return torch.cat([shard.labels for shard in self.shards])
 
     def groups(self) -> Int64[Tensor, " n"]:
-        """Return the labels; of several buckets, that of every row."""
+        """The label of every row; its bucket's number if `keeps_groups`."""
         if self.keeps_groups:
             return torch.cat(list(self.group_parts()))
         return self.labels
@@ -353,7 +353,7 @@ class LatentShards(Source):
         return self.read_numbered(rows, rows)
 
     def read_numbered(self, rows: Sequence[int], numbers: Sequence[int]) -> dict[str, Tensor]:
-        """`read` for samples of these numbers, each of which draws one of several captions."""
+        """`read` for samples of these numbers; each sample draws one of its row's captions."""
         return self.read_padded(rows, numbers)
 
     def in_text_groups(self, multiple: int) -> Source:
@@ -515,7 +515,7 @@ def beside_shape(name: str, manifest: dict[str, Any], shape: Sequence[int]) -> t
 
 
 def check_maps(path: Path, num_shards: int) -> None:
-    """Refuse more shards than the kernel lets a process map."""
+    """Raise UserError for more shards than the kernel lets a process map."""
     file = Path("/proc/sys/vm/max_map_count")
     most = int(file.read_text()) if file.is_file() else MAX_MAPS
     # torch and its libraries take some thousand.
@@ -559,7 +559,7 @@ def reference_facts(entry: dict[str, Any], vae: dict[str, Any] | None) -> Refere
 
 
 def check_shape(labels: Tensor, count: int, path: Path) -> None:
-    """Refuse labels that are not int64 [count]."""
+    """Raise UserError for labels that are not int64 [count]."""
     if labels.dtype != torch.int64 or tuple(labels.shape) != (count,):
         raise UserError(
             f"[data] {path}: label is {labels.dtype} {list(labels.shape)}, not int64 [{count}]. "
@@ -568,7 +568,7 @@ def check_shape(labels: Tensor, count: int, path: Path) -> None:
 
 
 def check_labels(labels: Tensor, num_classes: int, path: Path) -> None:
-    """Refuse labels outside [0, num_classes); names the first bad row."""
+    """Raise UserError for labels outside [0, num_classes); names the first bad row."""
     lowest, highest = torch.aminmax(labels)
     if lowest < 0 or highest >= num_classes:
         row = int(((labels < 0) | (labels >= num_classes)).nonzero()[0])

@@ -61,7 +61,7 @@ SPLITS = ("train", "training", "val", "valid", "validation", "test")
 
 
 def kind_of(name: str) -> str | None:
-    """A phrase for a file name of a known kind: what it is, why it is refused. Else None."""
+    """A phrase about a file name of a known kind: its kind, and why it is refused. Else None."""
     for pattern, what, why in OTHER_KINDS:
         if re.fullmatch(pattern, name, re.IGNORECASE):
             return f"{what}: {why}"
@@ -147,7 +147,10 @@ MANY_LABELS = 20_000
 def number_classes(
     root: Path, folders: list[str], classes: Sequence[str] | None, gaps: bool
 ) -> dict[str, int]:
-    """Class folder -> label. `gaps` allows labels without a folder."""
+    """Class folder -> label. `gaps` allows labels without a folder.
+
+    Raises UserError for folders that are no classes, or missing ones.
+    """
     if classes is not None:
         if unknown := sorted(set(folders) - set(classes)):
             raise UserError(
@@ -196,7 +199,10 @@ def refuse_mixture(root: Path, folders: list[str]) -> None:
 
 
 def enough_classes(root: Path, found: int, num_classes: int | None) -> int:
-    """Return `num_classes`, or `found` if unset; refuses `num_classes` below `found`."""
+    """Return `num_classes`, or `found` if unset.
+
+    Raises UserError for `num_classes` below `found`.
+    """
     if num_classes is not None and found > num_classes:
         raise UserError(
             f"[data] path={root}: num_classes={num_classes}, but there are {found} classes (0 to "
@@ -222,7 +228,10 @@ def missing_error(root: Path, num: int, first: Sequence[object]) -> UserError:
 
 
 def read_labels(paths: list[Path]) -> Int64[Tensor, " n"]:
-    """Read label files, about 20 s per million; threads would not be faster."""
+    """Read label files, about 20 s per million; threads would not be faster.
+
+    Raises UserError for one that is no label.
+    """
     if len(paths) > MANY_LABELS and LaunchedAs.here().is_first:
         stdio.write(
             sys.stderr,
@@ -326,6 +335,7 @@ def list_folder(
     """List an unpacked folder; unset arguments default to its manifest's values.
 
     With `num_classes`, classes may be missing. `classes` are names of class folders in label order.
+    Raises UserError for shards, or if the manifest differs.
     """
     layout = layout_of(root)
     if layout == "shards":
@@ -352,7 +362,10 @@ def list_folder(
 
 
 def list_classes(root: Path, num_classes: int | None, classes: Sequence[str] | None) -> Listing:
-    """List one folder per class; labels follow `classes`, else numeric names, else sorted order."""
+    """List one folder per class; labels follow `classes`, else numeric names, else sorted order.
+
+    Raises UserError for other files, an empty folder, or two kinds of data.
+    """
     folders, beside = entries(root)
     if beside := [name for name in beside if name != MANIFEST]:
         for name in entries(root / folders[0])[1]:
@@ -403,7 +416,10 @@ def list_classes(root: Path, num_classes: int | None, classes: Sequence[str] | N
 
 
 def list_pair(root: Path, num_classes: int | None, classes: Sequence[str] | None) -> Listing:
-    """List fast-DiT's features and labels, matched by file name."""
+    """List fast-DiT's features and labels, matched by file name.
+
+    Raises UserError for a file without a partner.
+    """
     features, label_folder = pairs_of(root, entries(root)[0])[0]
     files, label_files = list_files(root / features, {}), list_files(root / label_folder, {})
     label_of = {Path(name).stem: name for name in label_files}
@@ -447,7 +463,10 @@ def entries(root: Path) -> tuple[list[str], list[str]]:
 
 
 def list_files(folder: Path, kinds: dict[str, str]) -> list[str]:
-    """List a folder's samples in natural order; add the first file of each kind to `kinds`."""
+    """List a folder's samples in natural order; add the first file of each kind to `kinds`.
+
+    Raises UserError for other files or folders, or a sample twice.
+    """
     folders, files = entries(folder)
     strange = [*folders, *(name for name in files if suffix_of(name) not in KINDS)]
     if strange:
@@ -489,7 +508,7 @@ def natural(name: str) -> tuple[list[str | int], str]:
 
 
 def pairs_of(root: Path, folders: list[str]) -> list[tuple[str, str]]:
-    """Return the matching (features, labels) folders."""
+    """Return the matching (features, labels) folders. Raises UserError if one is missing."""
     pairs = []
     for name in folders:
         for half, other in (("features", "labels"), ("labels", "features")):

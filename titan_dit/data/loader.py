@@ -199,7 +199,10 @@ def load_samples(
     total_weight: float,
     step: int = 0,
 ) -> Batch:
-    """Load one batch of given (sample number, row) pairs, as training does."""
+    """Load one batch of given (sample number, row) pairs, as training does.
+
+    Raises UserError for a row that cannot be read or is refused.
+    """
     stored = NumberedSamples(source, inspect).__getitems__(pairs)
     if isinstance(stored, UserError):
         raise stored
@@ -222,7 +225,8 @@ def load(
     `step`: the optimizer step that takes the first one.
 
     The cursor is the only position; the loader keeps no state. `inspect` validates the fields in
-    the process that reads them. Copies to a GPU are asynchronous, through pinned memory.
+    the process that reads them. Copies to a GPU are asynchronous, through pinned memory. Raises
+    UserError for a row that cannot be read or is refused, Disruption for a killed worker.
     """
     weights = functools.lru_cache(maxsize=None)(functools.partial(weights_of, device=device))
     with warnings.catch_warnings():

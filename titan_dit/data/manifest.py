@@ -28,8 +28,8 @@ FORMAT = "titan_dit.latents/1"
 ENCODED_FORMAT = "titan_dit.latents/2"
 """Format of the shards of `data encode`: with the autoencoder, the crop and the source."""
 BUCKETS_FORMAT = "titan_dit.latents/3"
-"""Format of shards of several shapes: each holds rows of one bucket, and those of a bucket follow
-each other."""
+"""Format of shards of several shapes: a shard holds rows of one bucket, and a bucket's shards are
+consecutive."""
 SHARD_FORMATS = (FORMAT, ENCODED_FORMAT, BUCKETS_FORMAT)
 FOLDER_FORMAT = "titan_dit.folder/1"
 MANIFEST, CLAIM = "manifest.json", "pack.json"
@@ -55,8 +55,8 @@ VAE_KEYS = {
     "frames_factor": PositiveInt | None,
 }
 FEATURE_KEYS = {"name": str, "digest": str, "grid": tuple[Few, ...], "dim": Dim}
-"""Keys of `features`: those of pictures, in the tensor `features` of every shard, float16
-[n, rows, columns, dim]; `grid` holds rows and columns."""
+"""Keys of `features`: features of pictures, in the tensor `features` of every shard, float16 [n,
+rows, columns, dim]; `grid` holds rows and columns."""
 BUCKET_KEYS = {"shape": tuple[PositiveInt, ...], "count": PositiveInt}
 SHARD_KEYS = {"file": str, "count": PositiveInt, "bytes": PositiveInt, "sha256": str}
 TEXT_KEYS = {
@@ -74,7 +74,7 @@ TEXT_KEYS = {
 }
 """Keys of `text`, the embeddings of captions: see `data.caption_embeddings`."""
 REFERENCE_KEYS = {"kind": Literal["picture", "first_frame"], "channels": Few}
-"""Keys of `reference`: each shard holds these latents beside those of its samples."""
+"""Keys of `reference`: each shard holds the references' latents beside the samples'."""
 MASK_KEYS = {"mean": MaskMean}
 """Keys of `mask`: each shard holds uint8 weights of its samples' latent pixels."""
 INDEX_KEYS = {"file": str, "bytes": PositiveInt, "sha256": str}
@@ -99,7 +99,10 @@ def damaged(where: str | Path, what: str) -> UserError:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read `path`/manifest.json, unchecked; {} if there is none."""
+    """Read `path`/manifest.json, unchecked; {} if there is none.
+
+    Raises UserError if it is no manifest.
+    """
     file = path / MANIFEST
     if not file.is_file():
         return {}
@@ -125,9 +128,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(path: Path, buckets: Sequence[str] | None = None) -> dict[str, Any]:
-    """Read and check the manifest of a folder of shards; with `buckets` that of these alone.
+    """Read and check the manifest of a folder of shards. Raises UserError.
 
-    See `of_buckets`. Raises UserError.
+    `buckets`: keep only these, see `of_buckets`.
     """
     manifest = read_json(path)
     if manifest.get("format") not in SHARD_FORMATS:
@@ -184,7 +187,7 @@ def of_buckets(manifest: dict[str, Any], names: Sequence[str] | None, path: Path
 
 
 def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Check the keys, types and counts of a manifest of shards.
+    """Check the keys, types and counts of a manifest of shards. Raises UserError.
 
     The result has the buckets of any version in `buckets`, and in each shard's `bucket`.
     """
@@ -230,7 +233,10 @@ def check_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def check_beside(manifest: dict[str, Any], file: Path) -> None:
-    """Check the keys of `reference` and `mask`, if the shards hold these tensors."""
+    """Check the keys of `reference` and `mask`, if the shards hold these tensors.
+
+    Raises UserError.
+    """
     if manifest.get("reference") is not None:
         found = conform_keys(manifest["reference"], REFERENCE_KEYS, f"{file} reference")
         manifest["reference"] = found
@@ -243,7 +249,10 @@ def check_beside(manifest: dict[str, Any], file: Path) -> None:
 
 
 def check_networks(manifest: dict[str, Any], file: Path) -> None:
-    """Check the keys and types of the autoencoder and of the features, if they are there."""
+    """Check the keys and types of the autoencoder and of the features, if they are there.
+
+    Raises UserError.
+    """
     for name, keys in (("vae", VAE_KEYS), ("features", FEATURE_KEYS)):
         if manifest.get(name) is not None:
             manifest[name] = conform_keys(manifest[name], keys, f"{file} {name}")
@@ -253,7 +262,7 @@ def check_networks(manifest: dict[str, Any], file: Path) -> None:
 
 
 def check_text(values: Any, file: Path) -> dict[str, Any]:
-    """Check the keys, types and counts of the embeddings of captions."""
+    """Check the keys, types and counts of the embeddings of captions. Raises UserError."""
     where = f"{file} text"
     text = conform_keys(values, TEXT_KEYS, where, ("layer", "index", "files"))
     text["padding"] = text["padding"] or "removed"
@@ -276,7 +285,10 @@ def check_text(values: Any, file: Path) -> dict[str, Any]:
 
 
 def buckets_of(manifest: dict[str, Any], in_buckets: bool, file: Path) -> list[dict[str, Any]]:
-    """Shape and count of each bucket; of versions with one shape, that one."""
+    """Shape and count of each bucket; of versions with one shape, that one.
+
+    Raises UserError for damaged entries.
+    """
     buckets = [{"shape": manifest.get("shape"), "count": manifest["count"]}]
     if in_buckets:
         buckets = manifest.get("buckets") or []
@@ -298,7 +310,7 @@ def buckets_of(manifest: dict[str, Any], in_buckets: bool, file: Path) -> list[d
 
 
 def check_buckets(manifest: dict[str, Any], file: Path) -> None:
-    """Refuse buckets whose shards do not follow each other, or hold another number of rows."""
+    """Raise UserError unless a bucket's shards are consecutive and hold the bucket's rows."""
     numbers = [entry["bucket"] for entry in manifest["shards"]]
     buckets = manifest["buckets"]
     if numbers != sorted(numbers) or set(numbers) != set(range(len(buckets))):
@@ -317,7 +329,7 @@ def check_buckets(manifest: dict[str, Any], file: Path) -> None:
 
 
 def check_files(names: Sequence[str], file: Path) -> None:
-    """Refuse a shard that is not beside the manifest, or is listed twice."""
+    """Raise UserError for a shard that is not beside the manifest, or is listed twice."""
     for number, name in enumerate(names):
         if wrong := schema.wrong_name(name):
             raise damaged(file, f"shards[{number}] file = {schema.brief(name)} {wrong}")
@@ -326,7 +338,10 @@ def check_files(names: Sequence[str], file: Path) -> None:
 
 
 def read_folder_manifest(path: Path) -> dict[str, Any]:
-    """Read the optional manifest of a folder of latent files; missing keys are None."""
+    """Read the optional manifest of a folder of latent files; missing keys are None.
+
+    Raises UserError for an unknown key or a class twice.
+    """
     values, file = read_json(path), path / MANIFEST
     if unknown := sorted(values.keys() - FOLDER_KEYS.keys()):
         raise UserError(
@@ -348,7 +363,10 @@ def read_folder_manifest(path: Path) -> dict[str, Any]:
 
 
 def conform_units(value: Any, key: str, file: Path) -> Units:
-    """Check a scale or a shift: a number, or a list of one per channel."""
+    """Check a scale or a shift: a number, or a list of one per channel.
+
+    Raises UserError for a scale of 0.
+    """
     hint = tuple[Finite, ...] if isinstance(value, list | tuple) else Finite
     units: Units = conform(value, hint, f"[data] {file}: {key}")
     if key == "scale" and not all(units if isinstance(units, tuple) else (units,)):
@@ -359,7 +377,10 @@ def conform_units(value: Any, key: str, file: Path) -> Units:
 
 
 def check_channels(units: Units, key: str, channels: int, file: Path) -> None:
-    """Refuse units per channel whose number does not match; a mean and a std share theirs."""
+    """Raise UserError for units per channel of another number than the channels.
+
+    A mean and a std share their number.
+    """
     if isinstance(units, tuple) and len(units) not in (channels, channels / 2):
         raise UserError(
             f"[data] {file}: {key} holds {len(units)} numbers, but a sample has {channels} "
@@ -370,7 +391,10 @@ def check_channels(units: Units, key: str, channels: int, file: Path) -> None:
 def conform_keys(
     values: Any, hints: dict[str, Any], where: str, more: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Check the types of the known keys; keep the others unchecked. `more` must be there, too."""
+    """Check the types of the known keys; keep the others unchecked. `more` must be there, too.
+
+    Raises UserError.
+    """
     if not isinstance(values, dict):
         raise damaged(where, f"must be a table of {', '.join(hints)}")
     if missing := [key for key in (*hints, *more) if key not in values and key not in OPTIONAL]:
@@ -385,7 +409,7 @@ def conform_keys(
 def agreed(
     key: str, wanted: float | None, stated: Units | None, default: float, path: Path
 ) -> Units:
-    """Return `scale` or `shift`; refuses a config that contradicts the manifest."""
+    """Return `scale` or `shift`. Raises UserError for a config that contradicts the manifest."""
     if wanted is not None and stated is not None and wanted != stated:
         raise UserError(
             f"[data] {key}={wanted}, but {path / MANIFEST} says {key}={show(stated)}. Remove the "

@@ -306,14 +306,14 @@ class MixedLatents(Source):
                 )
 
     def as_ids(self) -> MixedLatents:
-        """See `Source.as_ids`; a set without captions stays as it is."""
+        """See `Source.as_ids`; a dataset without captions is unchanged."""
         if self.facts.text is None:
             return super().as_ids()
         given: Any = [source.as_ids() if source.facts.text else source for source in self.sources]
         return MixedLatents(given, self.datasets, self.text_multiple)
 
     def with_features(self) -> MixedLatents:
-        """See `Source.with_features`: those of several datasets are not read."""
+        """Raise UserError: features are not read from several datasets."""
         raise UserError(
             f"[repa] block is set, but [data] holds {len(self.sources)} datasets, and features are "
             "of one. Encode their pictures into one set, or leave [repa] out."
@@ -393,7 +393,10 @@ class MixedLatents(Source):
         data_order: str,
         batch_sizes: Sequence[int] = (),
     ) -> SampleOrder:
-        """The order of training; of several buckets, steps of one bucket each."""
+        """The order of training; of several buckets, steps of one bucket each.
+
+        Raises UserError if all of a dataset's rows in a bucket are held out.
+        """
         outs = split_held_out(held_out, self._firsts.tolist(), [run.count for run in self.runs])
         trained = [0] * len(self.sources)
         for run, out in zip(self.runs, outs, strict=True):

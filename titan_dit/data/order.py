@@ -24,7 +24,7 @@ from titan_dit.rng import GOLDEN, SPLITMIX, permutation, stream_key, words
 MIN_SIZE, MAX_SIZE = 1 << 16, 1 << 62
 """Minimum and maximum size of a `Permutation`."""
 ROUNDS = 8
-"""Rounds of the permutation; FF3 has as many (NIST SP 800-38G). The tests see structure with 2."""
+"""Rounds of the permutation, as in FF3 (NIST SP 800-38G). The tests see structure with 2."""
 GAMMA = np.uint64(GOLDEN)
 MIX = [(np.uint64(shift), np.uint64(multiplier)) for shift, multiplier in SPLITMIX]
 LAST_SHIFT, ONE = np.uint64(31), np.uint64(1)
@@ -182,7 +182,7 @@ class BatchPlan:
     skipped: tuple[SampleRange, ...] = ()
 
     def __call__(self, cursor: int) -> Step:
-        """See `StepPlan`; a batch goes on behind a skipped range."""
+        """See `StepPlan`; a batch continues after a skipped range."""
         parts, wanted = [], self.global_batch_size
         for first, end in self.skipped:
             if end <= cursor:
@@ -287,7 +287,7 @@ class LaterOrder:
         return self.order.rows([number - self.first for number in sample_numbers])
 
     def skipped(self, ranges: Sequence[SampleRange]) -> tuple[SampleRange, ...]:
-        """The skipped ranges of a run that are of this order, counted from its own 0."""
+        """The run's skipped ranges within this order, counted from its own 0."""
         first = self.first
         return tuple((max(0, begin - first), end - first) for begin, end in ranges if end > first)
 
@@ -371,7 +371,10 @@ class BlendOrder:
         held_out: Sequence[int],
         data_order: str,
     ) -> BlendOrder:
-        """Return the order of datasets of `sizes` rows, which include the held-out ones."""
+        """Return the order of datasets of `sizes` rows, which include the held-out ones.
+
+        Raises UserError for a dataset whose rows are all held out.
+        """
         ends = np.cumsum(sizes)
         firsts, rows = ends - sizes, np.array(held_out, dtype=np.int64)
         orders = []
@@ -427,7 +430,7 @@ class BlendedSource(Source):
         self.ends = self.counts.cumsum()
 
     def place_of(self, row: int) -> tuple[int, int]:
-        """(number of the dataset, row in it) of a row."""
+        """(number of the dataset, row in it) of a row. Raises IndexError."""
         if not 0 <= row < len(self):
             raise IndexError(f"sample {row} of {len(self)}")
         dataset = int(np.searchsorted(self.ends, row, side="right"))

@@ -91,7 +91,10 @@ class DataConfig(Named):
         return None
 
     def at(self, path: str) -> DataConfig:
-        """Return this section for a dataset at another path, for [validation] path."""
+        """Return this section for a dataset at another path, for [validation] path.
+
+        Raises UserError if it has no path.
+        """
         if "path" not in hints_of(type(self)):
             raise UserError(
                 f"[data] name={show(self.name)} has no path. Remove path and set samples."
@@ -181,7 +184,7 @@ class Latents(DataConfig):
         return tuple(self.at(each.path) for each in self.datasets) or (self,)
 
     def at(self, path: str) -> Latents:
-        """See `DataConfig.at`; with those of the chosen buckets that the dataset has."""
+        """See `DataConfig.at`; keeps the chosen buckets that the dataset has."""
         found = replace(self, path=path, datasets=())
         if self.buckets is None:
             return found
@@ -193,7 +196,7 @@ class Latents(DataConfig):
     def bucket_counts(self, text_multiple: int = 0) -> Mapping[BucketShape, int]:
         """See `DataConfig.bucket_counts`; reads the manifests, and the lengths of captions.
 
-        Of several datasets the samples of an epoch, without regard to held-out rows.
+        For several datasets the counts are samples of an epoch, held-out rows included.
         """
         from titan_dit.data.latent_facts import clip_of
         from titan_dit.data.manifest import SHARD_FORMATS, read_json, read_manifest
@@ -332,7 +335,7 @@ class IndexedData(DataConfig):
     """Check every id at the start, not only the first 134 million."""
 
     def __post_init__(self) -> None:
-        """Refuse weights and shares that fit no path."""
+        """Raise UserError for weights and shares that fit no path."""
         super().__post_init__()
         if len(self.weights) not in (0, len(self.paths)):
             raise UserError(

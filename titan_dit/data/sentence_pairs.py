@@ -139,7 +139,10 @@ class PairSurvey:
 
 
 def survey(section: SentencePairs) -> PairSurvey:
-    """Check the files and their ids, and find the samples."""
+    """Check the files and their ids, and find the samples.
+
+    Raises UserError if the tokenizer lacks a token of BERT's.
+    """
     files = open_files(section)
     assert files.tokenizer
     ids = files.tokenizer.ids
@@ -173,7 +176,10 @@ def survey(section: SentencePairs) -> PairSurvey:
 def check_spans(
     section: SentencePairs, parts: Sequence[TokenPart], spans: Sequence[Numbers]
 ) -> None:
-    """Refuse a part without a sample: every weighted one must have one, else one of all."""
+    """Raise UserError if a file's part has no sample.
+
+    With weights every file's training part needs one, else at least one file.
+    """
     empty = [part.prefix for part, own in zip(parts, spans, strict=True) if not len(own)]
     if empty and ((section.weights and not section.part) or len(empty) == len(parts)):
         raise UserError(

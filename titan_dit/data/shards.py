@@ -172,7 +172,7 @@ class ShardRows:
             yield files[begin], offsets[begin], buffers[begin:end]
 
     def is_cached(self, number: int, offset: int, buffers: list[memoryview]) -> bool:
-        """Read what is in the page cache; if it is not, have the kernel begin to read it."""
+        """Read the row from the page cache; if it is not there, let the kernel begin to read it."""
         descriptor = self.descriptors.get(number) or self.descriptor(number)
         size = sum(map(len, buffers))
         if self.can_ask:
@@ -190,7 +190,10 @@ class ShardRows:
         return False
 
     def fill(self, waiting: list[RowRead]) -> None:
-        """Complete the reads, waiting for the disk."""
+        """Complete the reads, waiting for the disk.
+
+        Raises UserError for a row that cannot be read.
+        """
         for read in waiting:
             while read.buffers:
                 try:
@@ -246,7 +249,10 @@ def open_unchanged(file: RowFile) -> int:
 
 
 def check_contents(file: RowFile, descriptor: int, found: os.stat_result) -> None:
-    """Refuse a file with another length or other tensors. Only its modification time may differ."""
+    """Raise UserError for a file with another length or other tensors.
+
+    Only its modification time may differ.
+    """
     now: tuple[StoredTensor, ...] = ()
     with suppress(ValueError, OSError):
         now = read_header(descriptor)

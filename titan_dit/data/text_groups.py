@@ -27,7 +27,7 @@ PART = 1 << 16
 
 
 def padded(tokens: Integer[np.ndarray, " n"], empty: int, multiple: int) -> Int64[np.ndarray, " n"]:
-    """Tokens of each caption with its padding; `empty`: those of the empty one."""
+    """Tokens of each caption with its padding; `empty`: tokens of the empty caption."""
     least: Int64[np.ndarray, " n"] = np.maximum(tokens, max(empty, 1)).astype(np.int64)
     return (least + multiple - 1) // multiple * multiple
 
@@ -134,7 +134,10 @@ class TextGroups(Source):
     def read_padded(
         self, rows: Sequence[int], there: Sequence[int], numbers: Sequence[int]
     ) -> dict[str, Tensor]:
-        """Read rows of one bucket, with their text padded to its tokens; `there`: in the set."""
+        """Read rows of one bucket, with their text padded to its tokens; `there`: in the set.
+
+        Raises ValueError for rows of several buckets.
+        """
         ends = np.cumsum(self.counts)
         buckets = set(np.searchsorted(ends, np.asarray(rows, np.int64), side="right").tolist())
         if len(buckets) > 1:
@@ -155,7 +158,7 @@ class TextGroups(Source):
         return self.source.row_name(self.rows_there([row])[0])
 
     def lines(self, order: SampleOrder) -> Iterator[str]:
-        """See `Source.lines`: those of the set."""
+        """See `Source.lines`: the lines of the grouped set."""
         return self.source.lines(order)
 
     def rows_there(self, rows: Sequence[int]) -> list[int]:

@@ -210,7 +210,10 @@ def histogram(file: IndexedFile, part: TokenPart, vocabulary: int, most: int) ->
 
 
 def check_ids(ids: NDArray[np.integer], vocabulary: int, file: IndexedFile, first: int) -> None:
-    """Refuse ids outside the vocabulary; `first` is the position of ids[0] in the file."""
+    """Raise BadSampleError for ids outside the vocabulary.
+
+    `first`: the position of ids[0] in the file.
+    """
     if int(ids.max()) < vocabulary and int(ids.min()) >= 0:
         return
     at = int(np.flatnonzero((ids >= vocabulary) | (ids < 0))[0])
@@ -253,7 +256,10 @@ def survey(section: Tokens) -> TokenSurvey:
 
 
 def check_windows(section: Tokens, parts: Sequence[TokenPart]) -> None:
-    """Refuse a part without a window: every weighted one must have one, else one of all."""
+    """Raise UserError if a file's part has no window.
+
+    With weights every file's training part needs one, else at least one file.
+    """
     short = [part for part in parts if not part.windows(section.sequence_length)]
     if short and ((section.weights and not section.part) or len(short) == len(parts)):
         raise UserError(
@@ -322,7 +328,10 @@ def reader_of(parts: Sequence[TokenPart], length: int) -> ShardRows:
 
 
 def modified_of(part: TokenPart) -> int:
-    """Modification time of this node's file, which may be a copy of the surveyed one."""
+    """Modification time of this node's file, which may be a copy of the surveyed one.
+
+    Raises UserError if it is missing or of another size.
+    """
     try:
         status = part.bin.stat()
     except OSError as error:

@@ -16,7 +16,7 @@ from titan_dit.config.section import UserError
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Tokens that end a document, in order of preference."""
 LARGEST_ID = 1 << 24
-"""Maximum id: sixteen times that of a large vocabulary."""
+"""Maximum id: sixteen times a large vocabulary's."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def is_id(number: object) -> bool:
 
 
 def kinds_of(part: Any) -> Iterator[str]:
-    """Types of a pre-tokenizer and of its parts."""
+    """Yield the "type" of a pre-tokenizer and, recursively, of its parts; "" if missing."""
     if isinstance(part, dict):
         yield part.get("type", "")
         for inner in part.get("pretokenizers", ()):

@@ -73,8 +73,8 @@ class Awaited(dist.Work):
 def await_sends(p2p: P2PGroups) -> None:
     """Make the works of sent messages report their completion.
 
-    Those of gloo and of the fake process group never do, so all sent tensors would be held until
-    the end of a pass. NCCL's do, once the receiver has got the message.
+    The works of gloo and of the fake process group never do, so all sent tensors would be held
+    until the end of a pass. NCCL's do, once the receiver has got the message.
     """
     send: Any = p2p.send
 
@@ -103,7 +103,7 @@ class RankReport:
     idle: float
     """Pipeline bubble: share of the step spent waiting for other stages, in the planned order."""
     notes: tuple[str, ...] = ()
-    """What a run says of its layers."""
+    """Console lines of a run about its layers."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def take_fake_step(
 
 @contextmanager
 def chunks_of_a_device() -> Iterator[None]:
-    """Use a GPU's chunks of logits and of rounded weights: those of a CPU would take minutes."""
+    """Use a GPU's chunks of logits and of rounded weights: a CPU's would take minutes."""
     own, cross_entropy.CHUNK = cross_entropy.CHUNK, cross_entropy.CHUNK_ON_DEVICE
     rounded = ROUNDED_AT_ONCE["cpu"]
     ROUNDED_AT_ONCE["cpu"] = ROUNDED_AT_ONCE["cuda"]

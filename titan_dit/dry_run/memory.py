@@ -49,7 +49,7 @@ class StorageKind(StrEnum):
     TEMPORARY = "temporary"
     """Allocated in backward, recomputation, the optimizer or the EMA."""
     HOST = "host"
-    """What [offload] holds in host memory; no device memory."""
+    """Tensors that [offload] holds in host memory; no device memory."""
 
 
 STATE = (
@@ -151,7 +151,7 @@ class MemoryLog(OperatorMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def phase(self, name: str, kind: StorageKind) -> Iterator[None]:
-        """Give new storages this kind within the block; those of a backward pass stay TEMPORARY."""
+        """Give new storages this kind within the block; a backward's storages stay TEMPORARY."""
         before, self.name, self.kind = (self.name, self.kind), name, kind
         self.phases.append((len(self.events), name))
         yield

@@ -90,7 +90,7 @@ def device_for(peak: int) -> tuple[str, float] | None:
 
 
 def candidates(config: JobConfig, plan: RunPlan) -> Iterator[Candidate]:
-    """Layouts with fewer axes that can run on as many ranks, the simplest first."""
+    """Layouts of the same ranks with fewer axes, the simplest first."""
     used = [axis for axis in DROPPED if getattr(plan.sizes, axis) > 1]
     for count in range(len(used), 0, -1):
         simpler = without(config, plan, used[:count])

@@ -28,7 +28,7 @@ Reader = Callable[[Sequence[Any], int], Message]
 
 @dataclass
 class Traffic:
-    """Calls and bytes by (axis, operation)."""
+    """Calls, and bytes that one rank sends, by (mesh axis, operation)."""
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)

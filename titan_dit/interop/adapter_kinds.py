@@ -1,9 +1,8 @@
-"""What the tensors of one layer in a file of adapters do to its weight W.
+"""The change that the tensors of one layer in an adapter file make to its weight W.
 
 LoRA (arXiv:2106.09685) adds scale B A; LoKr (LyCORIS, arXiv:2309.14859) scale w1 x w2, a Kronecker
 product; LoHa (arXiv:2108.06098) scale (w1_a w1_b) * (w2_a w2_b), element by element. The scale is
 alpha / rank. DoRA (arXiv:2402.09353) then gives each row, or each column, of the sum a norm.
-
 `low_rank` has the same effect as A and B, where there are such. `merged` is exact for all kinds.
 """
 
@@ -49,7 +48,7 @@ OTHERS = {
     ".oft_diag": "OFT",
     ".on_input": "IA3",
 }
-"""Ends of names of what is not read."""
+"""Ends of the names of tensors that are not read."""
 MERGE = "Add it to the base's weights with --merge, which is exact."
 MISFIT = "Give --base a run of the network that the adapters were trained on."
 EPS = torch.finfo(torch.float32).eps
@@ -71,7 +70,7 @@ def part_of(name: str) -> tuple[str, str]:
 
 
 def check_parts(layer: str, parts: Iterable[str]) -> None:
-    """Raise UserError unless the parts are those of one kind of adapter."""
+    """Raise UserError unless the parts make one kind of adapter."""
     given = set(parts) - {ALPHA, MAGNITUDE}
     if given & set(LOKR):
         halves = [(f"lokr_{w}", f"lokr_{w}_a", f"lokr_{w}_b") for w in ("w1", "w2")]
@@ -143,7 +142,7 @@ class LayerAdapter:
         return value / self.rank
 
     def change(self, device: str = "cpu") -> Float64[Tensor, "o i"]:
-        """What is added to the weight, before the scale and DoRA's norms."""
+        """The change of the weight, before the scale and DoRA's norms."""
         parts = {name: tensor.to(device).double() for name, tensor in self.parts.items()}
         if A in parts:
             return parts[B] @ parts[A]
@@ -221,7 +220,7 @@ def shortened(a: Tensor, b: Tensor) -> Pair:
 
 
 def stacked(pairs: list[Pair | None], sizes: list[int]) -> Pair:
-    """A and B of a layer whose outputs are those of several, one after the other.
+    """(A, B) of a layer that joins the outputs of several layers, one after the other.
 
     `sizes`: outputs of each; None adds 0 to them. One A if all have the same; else all A, one below
     the other, and a block-diagonal B.

@@ -143,7 +143,7 @@ class DiffusersDiT(Counterpart):
         return found
 
     def check_copies(self, theirs: Mapping[str, Tensor]) -> None:
-        """Refuse blocks with different embedders, and different rows after our classes."""
+        """Raise UserError unless all blocks' embedders and all rows after our classes are equal."""
         first = self.embedder(0)
         for name in [name for name in theirs if name.startswith(first)]:
             tensor = theirs[name]
@@ -173,7 +173,10 @@ class DiffusersDiT(Counterpart):
         return scheduler_json(objective)
 
     def facts(self, vae: Autoencoder | None, scale: float | None) -> LatentFacts:
-        """See `Counterpart.facts`."""
+        """See `Counterpart.facts`.
+
+        Raises UserError for an autoencoder with a scale per channel, or a shift.
+        """
         facts = LatentFacts(
             shape=self.config.sample_shape,
             count=0,
@@ -418,7 +421,7 @@ def noise_of(scheduler: Mapping[str, Any], steps: int) -> str | None:
 
 
 def class_names(labels: Any) -> tuple[str, ...]:
-    """The names in label order; () if there is none."""
+    """The names in label order; () if there is none. Raises UserError for a gap."""
     if not isinstance(labels, dict) or labels.keys() != {str(i) for i in range(len(labels))}:
         raise UserError(
             f"{INDEX}: id2label must name the classes from 0 on, without a gap. Correct it, or "

@@ -37,8 +37,8 @@ SIZES = {
 }
 """Keys of config.json and their types."""
 LATENTS, TOKENS = 64, 512
-"""Latent size and caption length of an import: those of a picture of 1,024 pixels, and the
-pipeline's."""
+"""Latent size and caption length of an import: of a picture of 1,024 pixels, and of the
+pipeline."""
 GUIDANCE_SCALE = 4.0
 """[model] guidance of imported weights with an embedding of it: the default of Flux2Pipeline."""
 TIME = "time_guidance_embed"
@@ -85,7 +85,7 @@ FIRST_NAMES = {
     "single_stream_modulation.lin": "single_stream_modulation.linear",
     "final_layer.linear": "proj_out",
 }
-"""Layers outside the blocks of black-forest-labs/flux2 -> those of diffusers."""
+"""Layer outside the blocks of black-forest-labs/flux2 -> layer in diffusers."""
 FIRST_GUIDANCE = {
     "guidance_in.in_layer": f"{TIME}.guidance_embedder.linear_1",
     "guidance_in.out_layer": f"{TIME}.guidance_embedder.linear_2",

@@ -47,7 +47,7 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class Rows:
-    """A linear layer whose outputs are those of layers of diffusers, one after the other."""
+    """A linear layer that joins the outputs of layers of diffusers, one after the other."""
 
     layers: tuple[str, ...]
     swaps: bool = False
@@ -150,7 +150,7 @@ class Counterpart(ABC):
 
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
-        """Our parameters on the meta device."""
+        """Our parameters on the meta device. Raises UserError for sizes that fit no network."""
         try:
             with torch.device("meta"):
                 return dict(self.config.build(self.output_channels).named_parameters())
@@ -188,7 +188,7 @@ def class_for(values: Mapping[str, Any]) -> type[Counterpart] | None:
 
 
 def class_for_model(config: Any) -> type[Counterpart] | None:
-    """The class for a [model] section; None for one of a class of one's own, and for others."""
+    """The counterpart of a [model] section; None for a user's own class and a model without one."""
     kind = class_of(config.name) if config.name in NETWORKS else None
     return kind if kind and type(config) is kind.trained_on else None
 
@@ -276,7 +276,8 @@ class TextToImage(Counterpart):
 
     config: TextToImageConfig
     prompts: ClassVar[Prompts | None] = None
-    """None: the facts of an import's text encoder are placeholders."""
+    """The pipeline's embedding of prompts; None if the facts of an import's text encoder are
+    placeholders."""
     direction: ClassVar[str]
     """[objective] direction of the released weights."""
     by_tokens: ClassVar[str] = "exponential"
@@ -344,7 +345,10 @@ class TextToImage(Counterpart):
         return objective | shift_of(given, self.by_tokens)
 
     def facts(self, vae: Autoencoder | None, scale: float | None) -> LatentFacts:
-        """See `Counterpart.facts`. Those of the text encoder are placeholders, see `text_of`."""
+        """See `Counterpart.facts`. The text encoder's facts are placeholders, see `text_of`.
+
+        Raises UserError if the autoencoder has other channels than the network.
+        """
         c = self.config.in_channels
         if vae is not None and vae.channels != c:
             raise UserError(
@@ -491,7 +495,7 @@ def write_parts(
     text: Mapping[str, tuple[Path, str]],
     facts: LatentFacts,
 ) -> None:
-    """Write what makes a folder with `transformer/` a pipeline: the index and the other parts.
+    """Write the index and the other parts that make a folder with `transformer/` a pipeline.
 
     `vae`: its folder. `text`: `text_parts`, or empty to leave them out.
     """

@@ -88,14 +88,14 @@ BLOCK = {
     "mlp.up": "ffn.net.0.proj",
     "mlp.down": "ffn.net.2",
 }
-"""Layers of a block that are the same there."""
+"""Layer in our block -> layer of the same layout in diffusers' block."""
 NORMS = {
     "attn.norm.q": "attn1.norm_q",
     "attn.norm.k": "attn1.norm_k",
     "cross.norm.q": "attn2.norm_q",
     "cross.norm.k": "attn2.norm_k",
 }
-"""Weights of the norms of queries and keys."""
+"""The same for the norms of queries and keys."""
 FIRST_OUTER = {
     "time_embedding.0": f"{CONDITION}.time_embedder.linear_1",
     "time_embedding.2": f"{CONDITION}.time_embedder.linear_2",
@@ -104,7 +104,7 @@ FIRST_OUTER = {
     "text_embedding.2": f"{CONDITION}.text_embedder.linear_2",
     "head.head": "proj_out",
 }
-"""Linear layers outside the blocks of Wan-Video/Wan2.1 -> those of diffusers."""
+"""Linear layer outside the blocks of Wan-Video/Wan2.1 -> layer in diffusers."""
 FIRST_BLOCK = {
     "self_attn.q": "attn1.to_q",
     "self_attn.k": "attn1.to_k",
@@ -143,7 +143,10 @@ def layouts(config: WanConfig) -> dict[str, Same]:
 
 
 def patch_layouts(config: WanConfig) -> dict[str, Same]:
-    """Those of the projections of noisy channels and of those given, in diffusers one kernel."""
+    """Layouts of the patch embedding and, with condition channels, of their projection.
+
+    Both are ranges of one kernel in diffusers.
+    """
     names, channels, given = PATCH, config.in_channels, config.condition_channels
     kernel = ClipKernel(names, config.patch_size)
     if not given:
@@ -180,7 +183,7 @@ class DiffusersWan(TextToImage):
 
     @classmethod
     def of_folder(cls, values: Mapping[str, Any], index: Mapping[str, Any]) -> DiffusersWan:
-        """See `Counterpart.of_folder`."""
+        """See `Counterpart.of_folder`. Raises UserError for another patch_size than [1, p, p]."""
         found = checked(values, SIZES)
         # I2V networks are given more channels than they predict.
         channels = conform(values.get("out_channels"), Few | None, f"{CONFIG}: out_channels")
@@ -238,7 +241,7 @@ class DiffusersWan(TextToImage):
         return {**UNIPC, "_diffusers_version": self.version, "flow_shift": shift}
 
     def objective_of(self, scheduler: Mapping[str, Any] | None) -> dict[str, Any]:
-        """See `Counterpart.objective_of`."""
+        """See `Counterpart.objective_of`. Raises UserError for keys that rectified_flow lacks."""
         if scheduler is None or scheduler.get("_class_name") != UNIPC["_class_name"]:
             return super().objective_of(scheduler)
         for key, value in UNIPC.items():

@@ -44,8 +44,8 @@ SIZES = {
 LENGTHS = (1536, 512, 512)
 """Positions on each axis for which diffusers computes angles, at least: the released weights'."""
 LATENTS, TOKENS = 128, 512
-"""Latent size and caption length of an import: those of a picture of 1,024 pixels, and the most
-that the pipeline encodes."""
+"""Latent size and caption length of an import: of a picture of 1,024 pixels, and the pipeline's
+maximum."""
 
 OUTER = {
     "embed.patch.linear": "all_x_embedder.{size}",
@@ -66,7 +66,7 @@ INNER = {
     "mlp.down": "feed_forward.w2",
     "mlp_out_norm": "ffn_norm2",
 }
-"""Weights of a block that are equal."""
+"""Layer in our block -> layer of the same layout in diffusers' block."""
 FIRST_OUTER = {
     "x_embedder": "all_x_embedder.{size}",
     "cap_embedder.1": "cap_embedder.1",

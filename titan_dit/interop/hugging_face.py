@@ -45,7 +45,10 @@ def is_transformers_folder(path: Path) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json as a dict with one entry in `architectures`."""
+    """config.json as a dict with one entry in `architectures`.
+
+    Raises UserError for other architectures.
+    """
     config = read_json(folder / CONFIG)
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
@@ -67,7 +70,10 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_weights(folder: Path, names: Sequence[str] = (WEIGHTS, PICKLED)) -> OnDemand:
-    """All tensors of a folder; a .bin is read as plain weights, without executing code."""
+    """All tensors of a folder; a .bin is read as plain weights, without executing code.
+
+    Raises UserError if there are none.
+    """
     for name in names:
         if (folder / name).is_file():
             return read_file(folder / name)
@@ -80,7 +86,10 @@ def read_weights(folder: Path, names: Sequence[str] = (WEIGHTS, PICKLED)) -> OnD
 
 
 def read_shards(folder: Path, index: str) -> OnDemand:
-    """The tensors of the files that an index names."""
+    """The tensors of the files that an index names.
+
+    Raises UserError for a file or a tensor that is missing.
+    """
     table = read_json(folder / index).get("weight_map")
     if not isinstance(table, dict) or not all(isinstance(v, str) for v in table.values()):
         raise UserError(f"{index} has no weight_map from names to files. Restore the file.")
@@ -103,7 +112,7 @@ def read_shards(folder: Path, index: str) -> OnDemand:
 
 
 def read_file(file: Path) -> OnDemand:
-    """The tensors of one file."""
+    """The tensors of one file. Raises UserError if it is damaged."""
     if file.suffix == ".bin":
         pickled = Pickled(file)
         return tensor_file.unwrap_weights(pickled.whole(), file.name, pickled.get)
@@ -179,7 +188,10 @@ def settings(
     defaults: Mapping[str, Any],
     fixed: Mapping[str, tuple[Any, ...]],
 ) -> dict[str, Any]:
-    """Values of a config.json; `fixed` keys may have only the values listed, or be absent."""
+    """Values of a config.json; `fixed` keys may have only the values listed, or be absent.
+
+    Raises UserError for a missing key or another value.
+    """
     if missing := [key for key in needed if not isinstance(config.get(key), int)]:
         raise UserError(f"config.json has no {', '.join(missing)}. Add the number.")
     for key, allowed in fixed.items():
@@ -473,7 +485,10 @@ def to_theirs(
 
 
 def cleaned(family: ModelFamily, tensors: Mapping[str, Tensor], names: Collection[str]) -> OnDemand:
-    """The tensors under current names, with the prefix; dropped tensors and copies are left out."""
+    """The tensors under current names, with the prefix; dropped tensors and copies are left out.
+
+    Raises UserError for copies that differ.
+    """
     kept = {family.name(name): name for name in tensors}
     if not any(name.startswith(family.prefix) for name in kept):
         whole = {*names, *family.copies}
@@ -493,7 +508,7 @@ def cleaned(family: ModelFamily, tensors: Mapping[str, Tensor], names: Collectio
 
 
 def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:
-    """Refuse missing and unexpected tensors, wrong shapes and dtypes, NaN and infinity."""
+    """Raise UserError for missing or unexpected tensors, wrong shapes or dtypes, NaN or inf."""
     problems = [f"{name} is missing" for name in expected if name not in tensors]
     problems += [f"{name} is unexpected" for name in tensors if name not in expected]
     for name, tensor in tensors.items():

@@ -48,7 +48,7 @@ GROUP = 32 * 2**20
 
 
 def record_of(tables: config_file.Tables, facts: DataFacts) -> dict[str, Any]:
-    """Return the checkpoint's record, like that of a run at step 0.
+    """Return the checkpoint's record, as of a run at step 0.
 
     `tables`: [model], [objective] and [data]; other sections are unknown and get their defaults.
     """
@@ -149,7 +149,7 @@ class Leaf:
 
 
 def leaves(tree: Mapping[str, Any], model: Mapping[str, Tensor]) -> Iterator[Leaf]:
-    """The tensors of a tree; those of one model parameter are adjacent, its averages included."""
+    """The tensors of a tree; a model parameter and its averages are adjacent."""
     order = {name: number for number, name in enumerate(model)}
     found = list(flattened(tree))
     yield from sorted(found, key=lambda leaf: next(order[k] for k in leaf.keys if k in order))
@@ -179,7 +179,7 @@ def groups(found: list[Leaf]) -> Iterator[Group]:
 
 
 def group_of(group: list[Leaf]) -> Group:
-    """(outline of some tensors, function that makes them)."""
+    """(outline, make) of a group; `make` computes a source that several leaves share once."""
 
     def make() -> TensorTree:
         made: dict[tuple[int, str], Tensor] = {}

@@ -71,11 +71,11 @@ change them: their adapters do not fit the base."""
 
 
 class AdapterFile(NamedTuple):
-    """Tensors of adapters and what is stated about them."""
+    """Tensors of adapters, and their config."""
 
     tensors: Mapping[str, Tensor]
     config: Mapping[str, Any]
-    """Of peft; {} without one."""
+    """peft's config; {} without one."""
     where: str
     """Its name, for messages."""
 
@@ -142,7 +142,10 @@ def parts_of(layouts: Mapping[str, Same], theirs: str) -> dict[str, Part]:
 
 
 def whole(layouts: Mapping[str, Same], theirs: str, pairs: Mapping[str, Pair]) -> Pair:
-    """A and B of their weight, of which several of ours are ranges; 0 in those not adapted."""
+    """(A, B) of diffusers' weight `theirs`, joined from our adapters of its ranges.
+
+    0 in ranges without one.
+    """
     parts = parts_of(layouts, theirs)
     sizes = [part.size for part in parts.values()]
     if next(iter(parts.values())).dim == 0:
@@ -158,7 +161,7 @@ def whole(layouts: Mapping[str, Same], theirs: str, pairs: Mapping[str, Pair]) -
 
 
 def to_originals(found: Counterpart, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
-    """A and B by the names of the network's first release, from those by diffusers' weights.
+    """Name in the network's first release -> (A, B), from pairs by diffusers' names.
 
     Raises UserError for a network without such names, and for a layer that has none.
     """
@@ -252,7 +255,10 @@ def opened(source: Path) -> AdapterFile:
 
 
 def config_of(given: str | None) -> dict[str, Any]:
-    """The peft config in the metadata of a file; {} without one."""
+    """The peft config in the metadata of a file; {} without one.
+
+    Raises UserError if it is no JSON object.
+    """
     try:
         values = json.loads(given or "{}")
     except ValueError:
@@ -350,7 +356,11 @@ def check_config(file: AdapterFile, unsupported: Sequence[str]) -> None:
 
 
 def scale_of(name: str, rank: int, config: Mapping[str, Any], where: str) -> float:
-    """Alpha / rank that a config states for a layer. UserError if it contradicts the tensors."""
+    """The scale in a peft config: lora_alpha / r, with use_rslora lora_alpha / sqrt(r).
+
+    1 without a config. Raises UserError for a bad r or alpha, or an r that is not the tensors'
+    rank.
+    """
     if not config:
         return 1.0
     stated = of_module("r", "rank_pattern", name, config)
@@ -377,7 +387,11 @@ def of_module(key: str, pattern: str, name: str, config: Mapping[str, Any]) -> A
 
 
 def layers_of(file: AdapterFile, found: Counterpart) -> Iterator[tuple[Rows, LayerAdapter, float]]:
-    """Yield the layers of diffusers that an adapter is of, the adapter, and its scale."""
+    """Yield (diffusers' layers that an adapter changes, the adapter, its scale).
+
+    Raises UserError for text-encoder adapters, duplicates, layers that are not linear, or no
+    adapter.
+    """
     by_layer: dict[str, dict[str, str]] = {}
     for name in file.tensors:
         layer, part = adapter_kinds.part_of(name)
@@ -433,7 +447,10 @@ def names_of(found: Counterpart) -> dict[str, Rows]:
 
 
 def resolved(layer: str, names: Mapping[str, Rows], found: Counterpart) -> tuple[str, Rows]:
-    """The name of a layer without its prefix, and the layers of diffusers that it is of."""
+    """(a layer's name without its prefix, diffusers' layers that it stands for).
+
+    Raises UserError if the network has none of that name.
+    """
     bare = layer
     for prefix in DOTTED:
         bare = bare.removeprefix(prefix)
@@ -454,7 +471,7 @@ def refuse_layer(name: str) -> NoReturn:
 
 
 def to_ours(found: Counterpart, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
-    """A and B by the names of our weights, from those by diffusers'; their ranks may differ."""
+    """Name of our weight -> (A, B), from pairs by diffusers' names; their ranks may differ."""
     outline = found.outline()
     ours: dict[str, Pair] = {}
     for name, layout in found.layouts().items():
@@ -471,7 +488,7 @@ def to_ours(found: Counterpart, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
 
 
 def range_of(name: str, part: Part, a: Tensor, b: Tensor) -> dict[str, Pair]:
-    """The adapter of one of our weights, which is a range of theirs; {} if it is 0 there."""
+    """The adapter of our weight that is a range of diffusers' one; {} if it is 0 there."""
     own = (b if part.dim == 0 else a).narrow(part.dim, part.first, part.size)
     if not own.any():
         return {}
@@ -479,7 +496,7 @@ def range_of(name: str, part: Part, a: Tensor, b: Tensor) -> dict[str, Pair]:
 
 
 def joined(layout: Same, pairs: Mapping[str, Pair], outline: Mapping[str, Tensor]) -> Pair:
-    """The A and B of one of our weights."""
+    """The A and B of one of our weights. Raises UserError for copies that differ."""
     own = [pairs[part] for part in layout.names if part in pairs]
     if isinstance(layout, Copies):
         if len(own) < len(layout.names) or any(not same(pair, own[0]) for pair in own):

@@ -235,7 +235,10 @@ class Original:
         return ours
 
     def to_original(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the original's names and tensors, including `pos_embed`, from our parameters."""
+        """Yield the original's names and tensors, including `pos_embed`, from our parameters.
+
+        Raises UserError for settings that the original lacks.
+        """
         if given := self.config.condition_channels:
             raise UserError(
                 f"[model] condition_channels={given}: the original DiT is given no further "
@@ -269,7 +272,8 @@ def moment(halves: Mapping[str, OnDemand], count: Tensor, name: str, key: str) -
 def infer(tensors: Mapping[str, Tensor], heads: int | None) -> Original:
     """Infer the network's sizes from the tensor shapes of a state dict.
 
-    `heads` cannot be inferred; None looks it up for S, B, L and XL.
+    `heads` cannot be inferred; None looks it up for S, B, L and XL. Raises UserError for shapes of
+    no DiT.
     """
     kernel, grid = with_ndim(tensors, PATCH, 4), with_ndim(tensors, POSITIONS, 3)
     table = with_ndim(tensors, TABLE["embed.label.table.weight"], 2)
@@ -331,7 +335,10 @@ def name_of(config: DiTConfig) -> str | None:
 
 
 def heads_of(hidden: int, layers: int) -> int:
-    """Look up the heads of the published size with this width and depth."""
+    """Look up the heads of the published size with this width and depth.
+
+    Raises UserError if it is none of those.
+    """
     for width, depth, heads in SIZES.values():
         if (width, depth) == (hidden, layers):
             return heads
@@ -347,7 +354,7 @@ def check_tensors(
     what: str = "the weights do",
     network: str = "a DiT",
 ) -> None:
-    """Refuse missing and unexpected tensors, wrong shapes and dtypes, NaN and infinity."""
+    """Raise UserError for missing or unexpected tensors, wrong shapes or dtypes, NaN or inf."""
     problems = [f"missing: {name}" for name in shapes if name not in tensors]
     problems += [f"unexpected: {name}" for name in tensors if name not in shapes]
     for name, shape in shapes.items():
@@ -365,7 +372,10 @@ def check_tensors(
 
 
 def check_positions(found: Float[Tensor, "1 n d"], model: DiTConfig) -> None:
-    """Refuse a `pos_embed` that differs from the fixed table: our models compute the table."""
+    """Raise UserError for a `pos_embed` that differs from the fixed table.
+
+    Our models compute the table.
+    """
     difference = (found.float() - positions(model)).abs().max().item()
     # In half-precision files, the positions are rounded too.
     if difference > max(ROUNDING, torch.finfo(found.dtype).eps):

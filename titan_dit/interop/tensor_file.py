@@ -131,7 +131,7 @@ def open_safetensors(path: Path) -> tuple[OnDemand, dict[str, str]]:
 
 @contextmanager
 def reading(path: Location) -> Iterator[None]:
-    """Turn an error of reading tensors into one line that names their file or checkpoint."""
+    """Turn an error of reading tensors into a UserError that names their file or checkpoint."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -152,7 +152,10 @@ class Pickled:
         return self.content
 
     def load(self) -> Mapping[str, Any]:
-        """Call torch.load with weights_only=True, which executes no code."""
+        """Call torch.load with weights_only=True, which executes no code.
+
+        Raises UserError for damage and other objects.
+        """
         try:
             content = self.torch_load()
         except pickle.UnpicklingError as error:
@@ -343,7 +346,8 @@ def read_weight_file(path: Path) -> WeightFile:
 def open_file(path: Path) -> tuple[Mapping[str, Any], dict[str, str], Getter]:
     """A file's content by its keys, its metadata, and a function that reads one tensor.
 
-    Names "ema.x" and "model.x" in a .safetensors file become nested dicts.
+    Names "ema.x" and "model.x" in a .safetensors file become nested dicts. Raises UserError if it
+    is damaged.
     """
     if path.suffix != ".safetensors":
         file = Pickled(path)
@@ -368,7 +372,7 @@ def open_file(path: Path) -> tuple[Mapping[str, Any], dict[str, str], Getter]:
 def unwrap_weights(state: Any, where: str, get: Getter, keys: tuple[str, ...] = ()) -> OnDemand:
     """A state dict without the name prefixes of DistributedDataParallel and torch.compile.
 
-    `get(*keys, name)` reads a tensor.
+    `get(*keys, name)` reads a tensor. Raises UserError for anything else.
     """
     if not isinstance(state, Mapping):
         raise UserError(f"{where} is a {type(state).__name__}, not a state dict. {SAVE_STATE}")
@@ -440,7 +444,10 @@ def arguments_of(stored: Any) -> dict[str, Any]:
 
 
 def read_tensors(path: Path, flag: str, names: Sequence[str]) -> dict[str, Tensor]:
-    """Read all tensors of a .safetensors file; those in `names` must exist and not be empty."""
+    """Read all tensors of a .safetensors file.
+
+    Raises UserError if it is damaged, or a tensor in `names` is missing or empty.
+    """
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except (SafetensorError, OSError) as error:
@@ -478,7 +485,7 @@ def not_finite(rows: Tensor, first: int = 0) -> str:
 
 
 def check_finite(path: Path, flag: str, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse NaN and infinity in the inputs of a network, [b, ...] by name."""
+    """Raise UserError for NaN and infinity in the inputs of a network, [b, ...] by name."""
     for name, tensor in tensors.items():
         if lost := not_finite(tensor):
             raise UserError(
@@ -487,7 +494,10 @@ def check_finite(path: Path, flag: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def check_labels(path: Path, flag: str, labels: Tensor, num_classes: int) -> None:
-    """Refuse non-integers and labels above num_classes; num_classes or a negative is no label."""
+    """Raise UserError for labels that are no integers, or above num_classes.
+
+    num_classes or a negative is no label.
+    """
     if labels.is_floating_point() or labels.dtype == torch.bool or labels.max() > num_classes:
         raise UserError(
             f"{flag} {path}: labels must be integers up to {num_classes}; {num_classes} means no "

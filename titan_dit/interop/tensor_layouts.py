@@ -28,11 +28,11 @@ class Same:
     """True if a weight's columns are in another order: an adapter's A does not fit it."""
 
     def to_ours(self, *theirs: Tensor) -> Tensor:
-        """The parameter."""
+        """Our parameter, of any shape, from the other format's tensors in the order of `names`."""
         return theirs[0]
 
     def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
-        """The inverse."""
+        """The inverse of `to_ours`: the tensors in the order of `names`."""
         return (ours,)
 
 
@@ -45,7 +45,7 @@ class Row(Same):
         return theirs[0][0]
 
     def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
-        """The inverse."""
+        """The matrix [1, d]."""
         return (ours[None],)
 
 
@@ -60,7 +60,7 @@ class Transposed(Same):
         return theirs[0].t()
 
     def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
-        """The inverse."""
+        """The weight [in, out]."""
         return (ours.t(),)
 
 
@@ -76,7 +76,7 @@ class FusedQKV(Same):
         return swap_leading(rows.contiguous(), 3, self.heads)
 
     def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
-        """The inverse."""
+        """The weight [in, out], or the bias [out]."""
         return (swap_leading(ours, self.heads, 3).t(),)
 
 
@@ -91,7 +91,7 @@ class RowsOfQKV(Same):
         return swap_leading(theirs[0], 3, self.heads)
 
     def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
-        """The inverse."""
+        """The weight [out, in], or the bias [out], in the other order."""
         return (swap_leading(ours, self.heads, 3),)
 
 
@@ -99,7 +99,7 @@ class RowsOfQKV(Same):
 class SplitQKV(Same):
     """Linear layers of queries, keys and values; ours is one of outputs [heads, 3, head_dim].
 
-    Of keys and values alone for two names.
+    With two names: of keys and values alone.
     """
 
     heads: int
@@ -109,7 +109,7 @@ class SplitQKV(Same):
         return swap_leading(torch.cat(theirs), len(self.names), self.heads)
 
     def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
-        """The inverse."""
+        """A weight [out / len(names), in], or a bias, for each of `names`."""
         return swap_leading(ours, self.heads, len(self.names)).chunk(len(self.names))
 
 
@@ -122,7 +122,7 @@ class SplitGate(Same):
         return torch.stack(theirs, 1).flatten(0, 1)
 
     def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
-        """The inverse."""
+        """Gate and value, each [ffn, in]."""
         return torch.unflatten(ours, 0, (-1, 2)).unbind(1)
 
 
@@ -135,7 +135,7 @@ class FusedGate(Same):
         return SplitGate(self.names).to_ours(*theirs[0].chunk(2))
 
     def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
-        """The inverse."""
+        """The weight [2 ffn, in], gate before value."""
         return (torch.cat(SplitGate(self.names).to_theirs(ours)),)
 
 
@@ -155,11 +155,11 @@ class Part(Same):
     is_last: bool
 
     def to_ours(self, *theirs: Tensor) -> Tensor:
-        """The parameter."""
+        """Our parameter, from its range of the whole tensor."""
         return self.inner.to_ours(theirs[0].narrow(self.dim, self.first, self.size))
 
     def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
-        """The range."""
+        """The range alone; the function `to_theirs` joins the ranges of a tensor."""
         return self.inner.to_theirs(ours)
 
 
@@ -175,7 +175,7 @@ class ConvKernel(Same):
         return theirs[0].permute(0, 2, 3, 1).flatten(1)
 
     def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
-        """The inverse."""
+        """The kernel [out, c, p, p]."""
         return (ours.view(len(ours), self.patch, self.patch, -1).permute(0, 3, 1, 2),)
 
 
@@ -188,7 +188,7 @@ class ClipKernel(ConvKernel):
         return super().to_ours(theirs[0].squeeze(2))
 
     def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
-        """The inverse."""
+        """The kernel [out, c, 1, p, p]."""
         (kernel,) = super().to_theirs(ours)
         return (kernel.unsqueeze(2),)
 
@@ -211,7 +211,7 @@ class Table(Same):
         return theirs[0].flatten()
 
     def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
-        """The inverse."""
+        """The table [1, rows, d]."""
         return (ours.view(1, self.rows, -1),)
 
 
@@ -220,7 +220,7 @@ class Copies(Same):
     """Equal tensors under several names."""
 
     def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
-        """The inverse."""
+        """Our tensor under each of `names`."""
         return (ours,) * len(self.names)
 
 
@@ -232,11 +232,11 @@ class FilledTable(Copies):
     rows: int
 
     def to_ours(self, *theirs: Tensor) -> Tensor:
-        """The rows of the classes, and the null row."""
+        """The table [classes + 1, d]: the rows of the classes, and the null row."""
         return theirs[0][: self.classes + 1]
 
     def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
-        """The inverse."""
+        """Copies of the table [rows, d]."""
         null = ours[-1:].expand(self.rows - self.classes, -1)
         return super().to_theirs(torch.cat((ours[:-1], null)))
 
@@ -248,19 +248,19 @@ class Padded(Same):
     padding: int
 
     def to_ours(self, *theirs: Tensor) -> Tensor:
-        """The parameter; its last rows are 0."""
+        """The table [rows + padding, d]; its last rows are 0."""
         rows = theirs[0]
         return torch.cat((rows, rows.new_zeros(self.padding, *rows.shape[1:])))
 
     def to_theirs(self, ours: Tensor) -> tuple[Tensor, ...]:
-        """The inverse."""
+        """The table [rows, d], without our last rows."""
         return (ours[: len(ours) - self.padding],)
 
 
 def to_theirs(
     layouts: Mapping[str, Same], ours: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield their tensors with their names; each of ours is read once."""
+    """Yield (name, tensor) of the other format, from our parameters; each of ours is read once."""
     ranges = list[Tensor]()
     for name, layout in layouts.items():
         parts = layout.to_theirs(ours[name])
@@ -276,7 +276,10 @@ def to_theirs(
 def to_ours(
     layouts: Mapping[str, Same], theirs: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
 ) -> OnDemand:
-    """Our fp32 tensors, computed from theirs on demand. `parameters`: ours on the meta device."""
+    """Our parameters in fp32, converted lazily from the other format's tensors `theirs`.
+
+    `parameters`: ours, on the meta device, for the shapes.
+    """
 
     def get(name: str) -> Tensor:
         parts = (theirs[part].float() for part in needed(layouts[name]))

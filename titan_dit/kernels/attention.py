@@ -86,7 +86,10 @@ def attend(
     *,
     backend: SDPBackend,
 ) -> Tensor:
-    """Attention by one of torch's backends; RuntimeError if the backend refuses these tensors."""
+    """`layers.attend` by one of torch's backends: q [b, heads, n, d], k and v [b, groups, m, d].
+
+    Raises RuntimeError if the backend refuses these tensors.
+    """
     with sdpa_kernel(backend):
         return layers.attend(q, k, v, causal, lengths)
 
@@ -94,7 +97,10 @@ def attend(
 def attend_finitely(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, lengths: Tensor | None = None
 ) -> Tensor:
-    """Torch's choice, but not cuDNN for the lengths at which its gradients can be NaN."""
+    """`layers.attend` by torch's choice, but not cuDNN where its gradients can be NaN.
+
+    q [b, heads, n, d], k and v [b, groups, m, d], lengths [b].
+    """
     if not overflows_at(k.shape[2], causal):
         return layers.attend(q, k, v, causal, lengths)
     # Only for these lengths: the context costs 10 us of the host.
@@ -105,7 +111,10 @@ def attend_finitely(
 def by_products(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, lengths: Tensor | None = None
 ) -> Tensor:
-    """Attention by fp32 matmuls. Not torch's math backend, which torch.compile turns into flash."""
+    """`layers.attend` by fp32 matmuls: q [b, heads, n, d], k and v [b, groups, m, d].
+
+    Not torch's math backend, which torch.compile turns into flash.
+    """
     scale, n = 1 / math.sqrt(q.shape[-1]), k.shape[2]
     k, v = for_heads(k, q.shape[1]), for_heads(v, q.shape[1])
     if not causal and lengths is None:
@@ -231,7 +240,7 @@ def refusal(key: str, shape: AttentionShape) -> str | None:
 
 
 def sample(shape: AttentionShape) -> list[Tensor]:
-    """q, k and v of one sample, of zeros, with gradients; strided views, as in the layers."""
+    """q, k and v [1, heads, n, d] of zeros, with gradients; strided views, as in the layers."""
     # Fewer tokens, with the same remainder: kernels differ in the lengths they accept.
     tokens = min(shape.tokens, PROBE_TOKENS + shape.tokens % PROBE_TOKENS)
     size = (1, tokens, shape.heads, shape.head_dim)

@@ -19,7 +19,7 @@ from torch.autograd.function import FunctionCtx
 from titan_dit.models.vocabulary import Vocabulary
 
 CHUNK = 2**19
-"""Logits that are in fp32 at a time on a CPU: as many as its caches hold."""
+"""Logits that are in fp32 at a time on a CPU: they fit its caches."""
 CHUNK_ON_DEVICE = 2**26
 """Logits that are in fp32 at a time on a GPU: 256 MiB."""
 

@@ -37,7 +37,7 @@ def product(
 
 
 def suits_onednn(x: Tensor, weight: Tensor) -> bool:
-    """True for plain fp32 CPU tensors."""
+    """True for plain fp32 CPU tensors, x [..., i] and weight [o, i]."""
     return (
         type(x) is Tensor
         and type(weight) in (Tensor, nn.Parameter)
@@ -54,7 +54,7 @@ def has_onednn() -> bool:
 
 
 def onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute x @ weight.T + bias."""
+    """Compute x @ weight.T + bias: x [..., i], weight [o, i], bias [o] to [..., o]."""
     if torch.compiler.is_compiling():
         result: Tensor = torch.ops.titan_dit.linear(x, weight, bias)
     else:

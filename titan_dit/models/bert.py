@@ -143,7 +143,7 @@ class Head(nn.Module):
         return losses.new_zeros(labels.shape).scatter(1, places, losses)
 
     def scored(self, x: Float[Tensor, "b m d"], targets: Tensor | None) -> Tensor:
-        """The loss per token; without `targets` the logits."""
+        """The loss per token [b, m]; without `targets` [b, m] the logits [b, m, vocabulary]."""
         logits = self.out(self.dense_norm(F.gelu(self.dense(x))))
         result: Tensor = self.vocabulary(logits, targets)
         return result

@@ -56,7 +56,7 @@ class BERTConfig(Section):
     """Dropout of the embedding and of the outputs of attention and MLP; attention probabilities
     have none."""
     init_std: PositiveFloat = 0.02
-    """Standard deviation of initial matrices; with norm_place = "pre" those that write to the
+    """Standard deviation of initial matrices; with norm_place = "pre" matrices that write to the
     residual stream have init_std / sqrt(2 num_layers)."""
 
     def __post_init__(self) -> None:

@@ -28,7 +28,10 @@ from titan_dit.models.layers import (
 
 
 class Embed(nn.Module):
-    """Inputs to the stream: tokens [b, n, d] and the condition [b, d] after its SiLU."""
+    """Inputs to the stream: tokens [b, n, d] and the embedding [b, d], after its SiLU.
+
+    The embedding is of timestep and label.
+    """
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -48,13 +51,13 @@ class Embed(nn.Module):
         tokens = self.patch(inputs["tokens"].to(dtype))
         if "condition" in inputs:
             tokens = tokens + self.condition(inputs["condition"].to(dtype))
-        condition = self.timestep(inputs["timestep"]) + self.label(inputs["labels"])
-        # Every block applies SiLU to the condition first: compute it once.
-        return tokens + side["positions"].to(tokens.dtype), F.silu(condition)
+        embedding = self.timestep(inputs["timestep"]) + self.label(inputs["labels"])
+        # Every block applies SiLU to the embedding first: compute it once.
+        return tokens + side["positions"].to(tokens.dtype), F.silu(embedding)
 
 
 class Block(nn.Module):
-    """Attention and MLP, each modulated and gated by the condition."""
+    """Attention and MLP, each modulated and gated by the embedding of timestep and label."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -64,13 +67,13 @@ class Block(nn.Module):
         self.mlp = MLP(hidden, config.ffn)
 
     def forward(self, stream: Stream, side: SideInputs) -> Stream:
-        """Update the tokens; the condition passes through."""
-        x, condition = stream
-        parts = self.modulation(condition)[:, None].chunk(6, -1)  # each [b, 1, d]
+        """Update the tokens; the embedding passes through."""
+        x, embedding = stream
+        parts = self.modulation(embedding)[:, None].chunk(6, -1)  # each [b, 1, d]
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = parts
         x = scaled_add(x, gate_attn, self.attn(modulate(x, shift_attn, scale_attn)))
         x = scaled_add(x, gate_mlp, self.mlp(modulate(x, shift_mlp, scale_mlp)))
-        return x, condition
+        return x, embedding
 
 
 class Head(nn.Module):
@@ -84,8 +87,8 @@ class Head(nn.Module):
 
     def forward(self, stream: Stream, side: SideInputs) -> Float[Tensor, "b n d"]:
         """The last adaLN and the output layer."""
-        x, condition = stream
-        shift, scale = self.modulation(condition)[:, None].chunk(2, -1)
+        x, embedding = stream
+        shift, scale = self.modulation(embedding)[:, None].chunk(2, -1)
         prediction: Tensor = self.out(modulate(x, shift, scale))
         return prediction
 

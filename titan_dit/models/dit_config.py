@@ -145,7 +145,7 @@ class DiTConfig(Section):
             },
             stream={
                 "tokens": TensorSpec((n, hidden), token_dim=0),
-                "condition": TensorSpec((hidden,)),
+                "embedding": TensorSpec((hidden,)),
             },
             predictions={"prediction": TensorSpec((n, patch * patch * outputs), token_dim=0)},
             static={"positions": TensorSpec((n, hidden), token_dim=0, dtype=torch.float32)},

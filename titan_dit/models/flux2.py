@@ -70,12 +70,12 @@ class Embed(nn.Module):
         With condition channels `condition` [b, n, k]; with reference tokens `reference` [b, n, c].
         """
         timestep, dtype = inputs["timestep"], self.patch.weight.dtype
-        condition = self.timestep(timestep)
+        embedding = self.timestep(timestep)
         if self.scale is not None:
             # In the unit of the time.
-            condition = condition + self.guidance(torch.full_like(timestep, 1000 * self.scale))
-        condition = F.silu(condition)
-        modulation = torch.cat([part(condition) for part in self.modulation.values()], -1)
+            embedding = embedding + self.guidance(torch.full_like(timestep, 1000 * self.scale))
+        embedding = F.silu(embedding)
+        modulation = torch.cat([part(embedding) for part in self.modulation.values()], -1)
         # At least fp32: its gradient is a sum over all blocks.
         exact = modulation.to(torch.promote_types(modulation.dtype, torch.float32))
         return embedded_tokens(self, inputs), self.text(inputs["text"].to(dtype)), exact

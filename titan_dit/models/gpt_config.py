@@ -76,7 +76,7 @@ class GPTConfig(Section):
     """Dropout of the embedding and of the outputs of attention and MLP; attention probabilities
     have none."""
     init_std: PositiveFloat = 0.02
-    """Standard deviation of initial matrices; those that write to the residual stream have
+    """Standard deviation of initial matrices; matrices that write to the residual stream have
     init_std / sqrt(2 num_layers)."""
 
     def __post_init__(self) -> None:

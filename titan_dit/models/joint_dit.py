@@ -65,8 +65,8 @@ class Embed(nn.Module):
         """
         tokens = embedded_tokens(self, inputs)
         is_real = side["text_positions"] < inputs["text_length"][:, None]
-        condition = nn.functional.silu(self.timestep(inputs["timestep"]))
-        modulation = self.modulation(condition)
+        embedding = nn.functional.silu(self.timestep(inputs["timestep"]))
+        modulation = self.modulation(embedding)
         # At least fp32: its gradient is a sum over all blocks.
         exact = modulation.to(torch.promote_types(modulation.dtype, torch.float32))
         return tokens, self.text(inputs["text"], is_real), exact

@@ -282,8 +282,8 @@ class PaddedEmbedder(nn.Module):
 
 
 CONDITION = "embed.condition.weight"
-"""Name of the projection of further input channels: it starts at zero, so that weights without it
-predict what they did."""
+"""Parameter name of the condition-channel projection. Initialised to zero: a checkpoint without it
+predicts as before."""
 CLASS_TABLE = "embed.label.table.weight"
 """Name of the label table [num_classes + 1, hidden]: a row per class, then the null row."""
 
@@ -364,7 +364,10 @@ class NormOverHeads(nn.Module):
     def forward(
         self, q: Float[Tensor, "b _heads n d"], k: Float[Tensor, "b _heads m d"]
     ) -> tuple[Tensor, Tensor]:
-        """Normalise in fp32 or fp64 and round once; samples may pass as more heads of one."""
+        """Normalise in fp32 or fp64 and round once; shapes stay.
+
+        Samples may pass as more heads of one.
+        """
         weights = [
             torch.unflatten(self.own(x), 0, (-1, 1, self.head_dim)) for x in (self.q, self.k)
         ]
@@ -463,7 +466,10 @@ class Attention(nn.Module):
         samples: int,
         lengths: Int[Tensor, " b"] | None = None,
     ) -> Float[Tensor, "b n _"]:
-        """The values of `heads` that each query of `samples` samples attends to, as tokens."""
+        """Attention output of q, k, v from `heads`, as tokens [b, n, d]; `samples` is b.
+
+        Raises ValueError if mask "lengths" gets no lengths.
+        """
         if self.mask == "none":
             y = self.attend(q, k, v)
         elif self.mask == "causal":

@@ -59,7 +59,10 @@ def shapes(model: nn.Module, config: LoRAConfig) -> dict[str, torch.Size]:
 
 
 def initializers(model: nn.Module) -> dict[str, Initializer]:
-    """Initial distributions of all A and B, by name: A uniform, B zero; and numbers of layers."""
+    """Name -> initializer of every adapter and of the dropout's layer-number buffers.
+
+    A is uniform, B zero.
+    """
     names = [name for name, _ in model.named_parameters() if is_adapter(name)]
     found: dict[str, Initializer] = {name: UNIFORM if name.endswith(A) else zeros for name in names}
     end = f".{lora_dropout.NUMBER}"

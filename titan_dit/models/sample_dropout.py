@@ -82,7 +82,7 @@ def least_kept(rate: float) -> int:
 
 
 def dropped(dropout: SampleDropout | None, x: Tensor, side: SideInputs) -> Tensor:
-    """Apply dropout in training, when the samples have keys."""
+    """Apply dropout to `x` [b, n, ...] in training, when the samples have keys."""
     keys = side.get("dropout_keys")
     if dropout is None or keys is None:
         return x

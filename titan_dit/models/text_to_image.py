@@ -1,4 +1,4 @@
-"""What networks that take captions share: how they are put together from their parts."""
+"""The assembly of networks that take captions, from their embed, blocks and head."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ModulationTable(nn.Module):
 
 
 def embedded_tokens(embed: Any, inputs: Mapping[str, Tensor]) -> Float[Tensor, "b _ d"]:
-    """The picture's tokens in the stream: projected by `patch`, those of the reference behind them.
+    """The picture's tokens in the stream, projected by `patch`; a reference's follow.
 
     Further channels are projected by `condition`, and added. `inputs`: as of the network.
     """
@@ -44,16 +44,16 @@ def embedded_tokens(embed: Any, inputs: Mapping[str, Tensor]) -> Float[Tensor, "
 
 
 def image_rotary(side: SideInputs) -> Float[Tensor, "_ 2 p"]:
-    """Angles of the stream's tokens: those of the picture, then those of a reference."""
+    """Angles of the stream's tokens: of the picture, then of a reference."""
     if "reference_rotary" not in side:
         return side["rotary"]
     return torch.cat((side["rotary"], side["reference_rotary"]))
 
 
 def predicted(tokens: Float[Tensor, "b _ d"], side: SideInputs) -> Float[Tensor, "b n d"]:
-    """The tokens of the picture, without those of a reference behind them, which are as many.
+    """The first half of the tokens if a reference follows the picture, else all.
 
-    Of a cp rank's slice, too: it holds the same share of both.
+    Also valid on a cp slice, which holds the same share of both.
     """
     if "reference_rotary" not in side:
         return tokens

@@ -1,4 +1,4 @@
-"""What the [model] sections of networks that take captions share. Imports torch late.
+"""Base class of the [model] sections of networks that take captions. Imports torch late.
 
 In most of them caption and picture are two tensors of tokens in the stream, which attention joins:
 context and sequence parallelism slice each by itself.
@@ -58,7 +58,7 @@ class TextToImageConfig(Section):
     @property
     @abstractmethod
     def condition(self) -> tuple[str, int]:
-        """Name and width of the stream's third tensor, which the time is in."""
+        """Name and width of the stream's third tensor: the embedded timestep, or its modulation."""
 
     @abstractmethod
     def flops(self, output_channels: int, text_tokens: int, tokens: int) -> Mapping[str, int]:
@@ -70,7 +70,7 @@ class TextToImageConfig(Section):
 
     @abstractmethod
     def static(self, device: torch.device) -> dict[str, Tensor]:
-        """Side inputs that are equal for all samples: those of `static_specs`."""
+        """Side inputs that are equal for all samples, by the names of `static_specs`."""
 
     @abstractmethod
     def build(self, output_channels: int) -> Model:
@@ -108,7 +108,7 @@ class TextToImageConfig(Section):
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Rows and columns of a picture's tokens; of a clip its frames before them."""
+        """(rows, columns) of a picture's tokens; of a clip's (frames, rows, columns)."""
         height, width = self.sides
         return height // self.shape[3], width // self.shape[3]
 
@@ -283,7 +283,7 @@ def check_axes(
 ) -> None:
     """Raise UserError unless axes have even numbers of channels that make up a head.
 
-    `shape`: of the network. `default`: the axes of such a head, as many.
+    `shape`: of the network. `default`: the axes of such a head, of the same number.
     """
     hidden, _, heads, _ = shape
     count = len(default)

@@ -46,14 +46,17 @@ def exactly(x: Tensor) -> Tensor:
 
 
 def modulated(x: Float[Tensor, "b n d"], shift: Tensor, scale: Tensor) -> Float[Tensor, "b n d"]:
-    """LayerNorm, `shift` and `scale` (see `parts_of`) in fp32 or fp64, rounded once."""
+    """LayerNorm, `shift` and `scale` [b, 1 or n, d] in fp32 or fp64, rounded once.
+
+    `shift` and `scale`: see `parts_of`.
+    """
     return modulate(exactly(x), shift, scale).to(x.dtype)
 
 
 def gated(
     x: Float[Tensor, "b n d"], gate: Tensor, update: Float[Tensor, "b n d"]
 ) -> Float[Tensor, "b n d"]:
-    """Compute x + gate * update in fp32 or fp64, rounded once."""
+    """Compute x + gate * update in fp32 or fp64, rounded once; `gate` [b, 1 or n, d]."""
     return scaled_add(exactly(x), gate, exactly(update)).to(x.dtype)
 
 

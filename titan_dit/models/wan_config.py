@@ -47,8 +47,8 @@ class WanConfig(ConditionedConfig):
     patch_size: Few = 2
     """Latent pixels per token side; a token is of one latent frame."""
     latent_frames: Few | None = None
-    """Frames of a latent: an autoencoder that makes one of four keeps the first frame, so 81 frames
-    are 21. 1 is a picture. Unset: those of the data, of its largest bucket."""
+    """Latent frames of a clip: (frames - 1) / 4 + 1 for Wan's autoencoder, so 81 frames give 21; 1
+    is a picture. Unset: those of the data, of its largest bucket."""
     in_channels: Few = 16
     """Channels of a latent."""
     text_tokens: Dim = 512

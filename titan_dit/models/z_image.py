@@ -67,7 +67,7 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP between norms; `update` is what the kinds of blocks share."""
+    """Attention and MLP between norms; all kinds of blocks share `update`."""
 
     def __init__(self, config: ZImageConfig) -> None:
         super().__init__()

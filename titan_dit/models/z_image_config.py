@@ -43,7 +43,7 @@ class ZImageConfig(TextToImageConfig):
     num_layers: Layers | None = None
     """Blocks that caption and picture pass together."""
     num_refiner_layers: Layers | None = None
-    """Blocks before them that the caption passes alone, and as many for the picture."""
+    """Blocks before them for the caption alone, and the same number for the picture alone."""
     num_heads: Few | None = None
     patch_size: Few = 2
     """Latent pixels per token side."""

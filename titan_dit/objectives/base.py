@@ -177,9 +177,10 @@ class Objective:
         return {}
 
     def drawn_specs(self) -> Sequence[ModelSpec]:
-        """The network for shapes of inputs that are drawn with, beside those of the data's buckets.
+        """Specs of the network for input shapes that only sampling uses; () if none.
 
-        Of data in buckets only.
+        Such as other caption lengths. Used with bucketed data only: an executor for each is built
+        on first use.
         """
         return ()
 
@@ -237,7 +238,7 @@ class Objective:
         return batch
 
     def collected(self, fields: Mapping[str, Field]) -> Mapping[str, Field]:
-        """The fields of a batch after `collect`, by those of the data."""
+        """The fields of a batch after `collect`, from the data's fields."""
         return fields
 
     def readings(self) -> Mapping[str, float]:
@@ -277,7 +278,7 @@ class Objective:
         """
 
     def remember(self, folder: Path) -> None:
-        """Write to the run directory what would take long to compute again; on the first rank."""
+        """Write results that take long to compute to the run directory; on the first rank."""
 
     def check_preview(self, sampling: SamplingConfig, generation: GenerationConfig) -> None:
         """Raise UserError if `preview` cannot draw with the data, before training starts."""
@@ -309,7 +310,7 @@ def with_collect(
 
 
 def at_least_fp32(prediction: Tensor) -> Tensor:
-    """Cast a prediction to the loss's dtype: fp32, or fp64 for fp64."""
+    """Cast a tensor of any shape to the loss's dtype: fp32, or fp64 for fp64."""
     return prediction.to(torch.promote_types(prediction.dtype, torch.float32))
 
 
@@ -326,6 +327,9 @@ def missing_members(thing: object, protocol: type) -> str:
 
 
 def lacks(model: object, protocol: type) -> str:
-    """Part of a message about a [model] section that does not fit: the members that it lacks."""
+    """Clause ": it has no a, b" of an error, for the members of `protocol` that `model` lacks.
+
+    "" if none.
+    """
     missing = missing_members(model, protocol)
     return f": it has no {missing}" if missing else ""

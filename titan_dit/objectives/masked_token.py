@@ -96,7 +96,7 @@ class MaskedModel(Protocol):
 
 
 def bidirectional(model: ModelConfig) -> MaskedModel:
-    """The section, if it describes a model of masked tokens."""
+    """The section of a model of masked tokens. Raises UserError for another model."""
     if not isinstance(model, MaskedModel):
         raise UserError(
             f"[model] name={show(model.name)} predicts no masked tokens, as [objective] "

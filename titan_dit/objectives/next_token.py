@@ -40,7 +40,7 @@ class CausalModel(Windowed, Protocol):
 
 
 def causal(model: ModelConfig) -> CausalModel:
-    """The section, if it describes a language model."""
+    """The section of a causal language model. Raises UserError for another model."""
     if not isinstance(model, CausalModel) or model.spec().mask != "causal":
         raise UserError(
             f"[model] name={show(model.name)} is no causal language model, as [objective] "
@@ -133,7 +133,7 @@ class NextToken(Objective):
         return found
 
     def check_preview(self, sampling: SamplingConfig, generation: GenerationConfig) -> None:
-        """Refuse a prompt that the data's tokenizer cannot encode."""
+        """Raise UserError for a prompt that the data's tokenizer cannot encode."""
         codec = codec_of(self.data.tokenizer)
         text_drawing.prompt_ids(generation.prompt, codec, self.data, "[generation] prompt")
 

@@ -47,10 +47,10 @@ class Alignment(nn.Module):
     """Projects a block's tokens, and adds the gradient of their distance from the features."""
 
     own_tokens: Callable[[Tensor], Tensor] = staticmethod(lambda tokens: tokens)
-    """Values [b, n, ...] of a cp rank's tokens -> those of this tp rank's; replaced by sequence
-    parallelism."""
+    """Values [b, n, ...] of a cp rank's tokens -> values of this tp rank's tokens; replaced by
+    sequence parallelism."""
     join_tokens: Callable[[Tensor], Tensor] = staticmethod(lambda tokens: tokens)
-    """This rank's tokens -> those of the whole picture, which a convolution takes."""
+    """This rank's tokens -> all tokens of the picture, which a convolution takes."""
     own_of_all: Callable[[Tensor], Tensor] = staticmethod(lambda tokens: tokens)
     """The inverse of `join_tokens`."""
     own_weights: Callable[[Tensor], Tensor] | None = None
@@ -102,7 +102,7 @@ class Alignment(nn.Module):
         return self.own_of_all(self.projected(pictures).flatten(2).transpose(1, 2))
 
     def projected(self, x: Tensor) -> Tensor:
-        """The projector's output, with its parameters as plain tensors."""
+        """The projector's output [b, n, features], with its parameters as plain tensors."""
         weights = dict(self.projector.named_parameters())
         x = x.to(next(iter(weights.values())).dtype)
         if self.own_weights is None:
@@ -112,7 +112,7 @@ class Alignment(nn.Module):
         return functional_call(self.projector, plain, (x,))  # type: ignore[no-any-return]
 
     def take_sums(self) -> Tensor | None:
-        """`sums`, which begin anew."""
+        """Return `sums`, and reset them."""
         found, self.sums = self.sums, None
         return found
 
@@ -122,13 +122,13 @@ class Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, tokens: Tensor, loss: Tensor, factor: Tensor) -> Tensor:
-        """The tokens."""
+        """The tokens, unchanged; `loss` and `factor` are scalars."""
         ctx.save_for_backward(factor)
         return tokens.view_as(tokens)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """The gradients of tokens and loss."""
+        """The gradients of the tokens, which is `grad`, and of the loss, which is `factor`."""
         (factor,) = ctx.saved_tensors  # type: ignore[attr-defined]
         return grad, factor, None
 

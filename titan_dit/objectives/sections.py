@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class FrozenWork:
     """Modules without gradients that run before each step, such as a text encoder.
 
-    They are sharded over the data ranks; all ranks share the samples. Zeros: there are none.
+    They are sharded over the data ranks; all ranks share the samples. All values are 0 without such
+    modules.
     """
 
     parameters: int = 0
@@ -188,7 +189,7 @@ class MaskedTokenConfig(ObjectiveConfig):
     """Second task: are the two spans of a sample in order, or swapped? Needs pairs of spans,
     [data] name = "sentence_pairs"; without it windows, [data] name = "tokens"."""
     mask_share: Annotated[float, Bound(above=0, below=1)] = 0.15
-    """Share of a sample's tokens that are predicted. Of those 80% are replaced by [MASK], 10% by a
+    """Share of a sample's tokens that are predicted. 80% of them are replaced by [MASK], 10% by a
     random token, 10% stay."""
     mask_id: NonNegativeInt | None = None
     """Id of [MASK]. Unset: the data's, else the first id that the data does not use."""

@@ -166,7 +166,10 @@ def first_tokens(
 
 
 def prompt_ids(text: str, codec: Codec, facts: TokenFacts, where: str) -> list[int]:
-    """The ids of a prompt; for an empty one the id that ends a document, as a text follows it."""
+    """The ids of a prompt; for an empty one the id that ends a document, as a text follows it.
+
+    Raises UserError for ids outside the data's vocabulary.
+    """
     try:
         ids = codec.encode(text)
     except UserError as error:

@@ -102,7 +102,7 @@ class Meter:
         self.steps_of[bucket] += 1
 
     def read(self) -> tuple[float, float]:
-        """(milliseconds per step, of which waiting for data) since the last reading."""
+        """(ms per step, ms of these waiting for data), means since the last call; resets them."""
         elapsed, steps = time.perf_counter() - self.start, max(1, self.steps)
         result = 1e3 * elapsed / steps, 1e3 * self.waited / steps
         self.restart()

@@ -90,7 +90,7 @@ def keep_rows(file: Path, resumed_step: int) -> list[Row]:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Read a metrics.jsonl, without damaged lines and those without a step."""
+    """Read a metrics.jsonl; skip damaged lines, and lines without a step."""
     numbers = (int, float, type(None))
     return [
         row

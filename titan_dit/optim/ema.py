@@ -46,7 +46,7 @@ class Fit:
     weights: tuple[float, ...]
     """One per given profile; their sum is 1."""
     error: float
-    """L2 distance of the combined profile to the wanted one, over the norm of that one."""
+    """L2 distance of the combined profile to the wanted one, relative to the wanted one's norm."""
 
 
 def products(a: Sequence[Profile], b: Sequence[Profile]) -> Array:
@@ -259,9 +259,10 @@ def averaged_from(parameter: Tensor) -> Tensor:
 def move_one_by_one(
     averages: list[Tensor], weights: list[Tensor], share: float, skipped: Tensor
 ) -> None:
-    """Add share (weights - averages), unless `skipped` is 1: a kernel per tensor.
+    """Add share (weights - averages) to averages of equal shapes: a kernel per tensor.
 
-    `skipped`: 0 or 1, an fp32 scalar on the device; reading it on the host would synchronise.
+    `skipped`: if 1, nothing is added; 0 or 1, an fp32 scalar on the device. Reading it on the host
+    would synchronise.
     """
     moved = share * (1 - skipped)
     torch._foreach_lerp_(averages, weights, [moved] * len(weights))

@@ -56,7 +56,7 @@ def clip_norm(
 
 
 def square_sum(norms: Tensor, replicas: int) -> Tensor:
-    """The sum of the squares in fp64, divided by the number of ranks that add it."""
+    """The sum of the squares of norms [n] in fp64, over the number of ranks that add it."""
     total = norms.double().square().sum()
     return total if replicas == 1 else total / replicas
 

@@ -70,7 +70,10 @@ class Muon(AdamW):
         states: Sequence[State],
         group: Group,
     ) -> None:
-        """One pass over a group's momentum; no operation waits for `skip`."""
+        """One pass over a group's momentum; no operation waits for `skip`.
+
+        Raises UserError for a matrix without a gradient.
+        """
         if not group["matrices"]:
             super().update(weights, gradients, states, group)
             return

@@ -245,7 +245,7 @@ def apply_gradients(optimizer: Optimizer, lr: float, skip: Tensor, step: int = 0
 
 
 def device_of(parameters: Iterable[Tensor]) -> torch.device:
-    """The device of parameters, which is the host's memory with [offload] parameters."""
+    """The device of parameters; "cpu" with [offload] parameters."""
     return next(iter(parameters)).device
 
 

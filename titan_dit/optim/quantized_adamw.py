@@ -72,7 +72,10 @@ class QuantizedAdamW(AdamW):
         return True
 
     def new_states(self, weights: Sequence[Tensor], group: Group) -> list[State]:
-        """Scales of zero, which is a moment of zero whatever the codes; and the steps so far."""
+        """Scales of 0, so that moments are 0 whatever the codes, and the number of steps.
+
+        Raises UserError if the block size does not divide a matrix's columns on this rank.
+        """
         if not group["block"]:
             return super().new_states(weights, group)
         device = weights[0].device
@@ -210,10 +213,9 @@ def codes_of(bits: str, is_signed: bool, device: torch.device) -> Codes:
     from torchao.optim import subclass_4bit, subclass_8bit
 
     def least(codes: Tensor, values: Tensor) -> Tensor:
-        """Codes of a second moment, of which none but that of 0 stands for 0.
+        """Codes of a second moment in which only an exact 0 gets code 0.
 
-        A weight whose first moment lives longer would take steps of first moment / eps. torchao's
-        table of 4 bits has no 0.
+        A rounded 0 would make the step first moment / eps. torchao's 4-bit table has no 0.
         """
         return codes if is_signed else torch.where(values > 0, codes.clamp(min=1), codes)
 

@@ -59,9 +59,9 @@ class OptimizerConfig(Named):
         raise NotImplementedError
 
     def num_moments(self, name: str, shape: Sequence[int]) -> float:
-        """fp32 tensors of a parameter's shape that its state takes as much memory as.
+        """Size of a parameter's optimizer state, in fp32 tensors of its shape (AdamW: 2).
 
-        What cannot fit is refused by it.
+        Memory checks use it.
         """
         return 1
 
@@ -235,8 +235,8 @@ class MuonConfig(AdamWConfig):
     """Format of the Newton-Schulz iterations and of the matrices that ranks exchange for them."""
     adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
     """Factor of a matrix [a, b] on its learning rate, as torch.optim.Muon's adjust_lr_fn.
-    match_rms_adamw: 0.2 sqrt(max(a, b)), so that lr and weight_decay may be those of AdamW.
-    original: sqrt(max(1, a / b)); lr is then about 0.02, and adamw_lr must be set."""
+    match_rms_adamw: 0.2 sqrt(max(a, b)), so that AdamW's lr and weight_decay fit. original:
+    sqrt(max(1, a / b)); lr is then about 0.02, and adamw_lr must be set."""
     adamw_lr: PositiveFloat | None = None
     """Peak learning rate of the parameters that take AdamW; unset is lr."""
     matrices: tuple[str, ...] = ("blocks.*",)
@@ -273,7 +273,7 @@ class MuonConfig(AdamWConfig):
         return PROJECTIONS if any(fnmatchcase(name, p) for p in self.fused_qkv) else 1
 
     def check(self, shapes: Mapping[str, torch.Size], model_spec: ModelSpec) -> None:
-        """Refuse patterns that match no matrix, and fused_qkv for rows of another layout."""
+        """Raise UserError for patterns without a matrix, or fused_qkv for rows of other layouts."""
         own = {name: shape for name, shape in shapes.items() if self.takes(name, shape)}
         if not own:
             raise UserError(

@@ -87,18 +87,18 @@ def token_shard(style: ParallelStyle | None) -> Shard:
 
 
 def product_then_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x @ weight.T + bias, by two operators."""
+    """Return x @ weight.T + bias, by two operators: x [..., i], weight [o, i] to [..., o]."""
     assert bias is not None
     return F.linear(x, weight) + bias
 
 
 def product_alone(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
-    """Return x @ weight.T, a partial sum over tp."""
+    """Return x @ weight.T, a partial sum over tp: x [..., i], weight [o, i] to [..., o]."""
     return F.linear(x, weight)
 
 
 def add_bias(layer: Any, _: object, reduced: Tensor) -> Tensor:
-    """Forward hook of a row-parallel layer: add the bias to this rank's tokens."""
+    """Forward hook of a row-parallel layer: add the bias [o] to this rank's tokens [..., o]."""
     # A rank's gradient covers its tokens only: a partial sum over tp.
     bias: Tensor = layer.bias.to_local(grad_placements=[Partial()])
     return reduced + bias

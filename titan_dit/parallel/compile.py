@@ -1,7 +1,6 @@
-"""torch.compile: block by block, and of the objective.
+"""torch.compile: block by block, and `prepare` and the loss of the objective in training.
 
-All blocks share one graph, so it is compiled once. Of the objective `prepare` and the loss in
-training.
+All blocks share one graph, so it is compiled once.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def dynamic(config: CompileConfig, tp: int) -> bool | None:
 
 
 def expect_shapes(number: int) -> None:
-    """Let one function have graphs of as many shapes; by default torch stops at eight."""
+    """Let one function have graphs of `number` shapes; by default torch stops at eight."""
     if number > 1:
         from torch._dynamo import config as dynamo
 

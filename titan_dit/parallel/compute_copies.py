@@ -62,7 +62,7 @@ class ComputeCopies:
         self.versions: list[int] = []
         """Version counters of the weights at the last cast: a later change raises them."""
         self.forwards = self.waiting = 0
-        """Forwards so far, and those that have not had their backward yet."""
+        """Forwards so far, and forwards whose backward is still due."""
         self.in_backward: set[int] = set()
         """Numbers of the forwards whose backward is running."""
 

@@ -49,7 +49,7 @@ def apply(
     """Make every attention layer of the model attend over all ranks of the 1D `mesh`.
 
     `attention`: the value of [precision] attention, for ring; Ulysses keeps the layer's kernel.
-    `compiled`: [compile] enabled, for ring.
+    `compiled`: [compile] enabled, for ring. Raises UserError for a model without such a layer.
     """
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     if not attentions:
@@ -91,7 +91,7 @@ def slice_tokens(
 
 
 def join_tokens(slices: Sequence[Tensor], slicing: Slicing, dim: int = 1) -> Tensor:
-    """The inverse of `slice_tokens`: the slices of all ranks to tokens in the sample's order."""
+    """The inverse of `slice_tokens`: join all ranks' slices along `dim`, in the sample's order."""
     parts: dict[int, Tensor] = {}
     for rank, mine in enumerate(slices):
         chunks = chunks_of(rank, len(slices), slicing)
@@ -116,7 +116,8 @@ def ulysses_attention(
     `attend`: computes attention over all tokens for heads/c heads, with the mask.
 
     One all-to-all precedes `attend`, one follows. The result is bitwise that of one rank. Each rank
-    sends 4 (c-1)/c^2 b n d (heads + groups) elements in forward and backward together.
+    sends 4 (c-1)/c^2 b n d (heads + groups) elements in forward and backward together. Raises
+    UserError if c does not divide the heads.
     """
     c, heads = peers.size, q.shape[1]
     if heads % c:

@@ -1,7 +1,7 @@
 """FSDP2: parameters, gradients, optimizer state sharded over dp_shard and cp (arXiv:2304.11277).
 
-A unit is what is all-gathered and reduced at once: some blocks, or embed and head. Only this file
-calls torch's fully_shard and the methods that it adds.
+A unit, all-gathered and reduced at once, is some blocks, or embed and head. Only this file calls
+torch's fully_shard and the methods that it adds.
 """
 
 from __future__ import annotations
@@ -133,9 +133,9 @@ def shard_exact(
 ) -> None:
     """Shard the modules of `Model.exact` as one unit, gathered from a forward to its backward.
 
-    A unit has one format, so these cannot be in those of their blocks. Hooks inside of blocks would
-    break compiled ones: the model's forward gathers the unit, and the end of the backward, where
-    FSDP2 reduces what no hook has, its gradients.
+    A unit has one dtype, so these modules cannot join their blocks' units. Hooks inside compiled
+    blocks would break the graph: the model's pre-forward hook gathers the unit, FSDP2's
+    end-of-backward callback reduces its gradients.
     """
     if not (exact := exact_modules(model)):
         return
@@ -165,8 +165,8 @@ def units(blocks: Sequence[nn.Module], size: int | None) -> list[list[nn.Module]
     """Consecutive blocks, `size` to a unit; None takes sizes that double from 1 up to LARGEST_UNIT.
 
     The first all-gather of a step and its last reduce-scatter overlap with no work. Both belong to
-    the first unit, so it is the smallest. Those of later units overlap with the work on the units
-    before them.
+    the first unit, so it is the smallest. The collectives of later units overlap with the work on
+    the units before them.
     """
     largest = max((count_parameters(block) for block in blocks), default=1)
     ends = itertools.accumulate(unit_sizes(len(blocks), largest, size), initial=0)

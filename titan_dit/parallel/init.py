@@ -1,4 +1,8 @@
-"""Initial weights, equal on every layout and, by the counter, on every device."""
+"""Initial weights: a function of (seed, parameter name), equal on every layout.
+
+With initial_weights = "counter" also on every device, except initializers that draw on the CPU (see
+`initialize`).
+"""
 
 from __future__ import annotations
 

@@ -179,13 +179,16 @@ class InputDropout:
 
 
 def update(x: Tensor, a: Tensor, b: Tensor, scale: float, drop: Drop) -> Tensor:
-    """Return scale * (x A.T) B.T, for whole tensors or for a tp rank's shards."""
+    """Return scale * (x A.T) B.T: x [..., i], A [r, i], B [o, r] to [..., o].
+
+    For whole tensors or for a tp rank's shards.
+    """
     if isinstance(a, DTensor) and isinstance(b, DTensor):
         return sharded(x, a, b, scale, drop)
-    return plain(drop(x, 0), a, b, scale)
+    return low_rank_product(drop(x, 0), a, b, scale)
 
 
-def plain(
+def low_rank_product(
     x: Float[Tensor, "*n i"], a: Float[Tensor, "r i"], b: Float[Tensor, "o r"], scale: float
 ) -> Float[Tensor, "*n o"]:
     """Return scale * (x A.T) B.T."""
@@ -193,7 +196,10 @@ def plain(
 
 
 def sharded(x: Tensor, a: DTensor, b: DTensor, scale: float, drop: Drop) -> DTensor:
-    """`plain` on a tp rank's parts. `x` and the result are DTensors, placed as the layer's."""
+    """`low_rank_product` on a tp rank's parts.
+
+    `x` and the result are DTensors, placed as the layer's.
+    """
     grads: dict[str, Any] = {"a": [Replicate()], "b": [Replicate()]}
     placement: Placement = Replicate()
     first = 0
@@ -206,7 +212,7 @@ def sharded(x: Tensor, a: DTensor, b: DTensor, scale: float, drop: Drop) -> DTen
     own_b = b.to_local(grad_placements=grads["b"])
 
     def product(own: Tensor) -> Tensor:
-        return plain(drop(own, first), own_a, own_b, scale)
+        return low_rank_product(drop(own, first), own_a, own_b, scale)
 
     return on_shards(x, a.device_mesh, placement, b.shape[0], product)
 
@@ -218,10 +224,11 @@ def on_shards(
     outputs: int,
     product: Callable[[Tensor], Tensor],
 ) -> DTensor:
-    """A linear layer's `product` of a tp rank's part of `x`, as a DTensor.
+    """Apply `product` to this tp rank's part of `x`; return the output as a DTensor.
 
-    `placement`: that of the weight [outputs, inputs]. Shard(0), column-parallel: a rank has some of
-    the outputs. Shard(1), row-parallel: some of the inputs, and the result is a partial sum.
+    `placement`: of the weight [outputs, inputs]. Shard(0), column-parallel: x replicated, output
+    Shard(-1). Shard(1), row-parallel: x Shard(-1), output Partial. Replicate: both replicated.
+    `outputs`: the global output dim, for uneven shards.
     """
     last = x.ndim - 1
     given: list[Placement] = [Shard(last) if placement == Shard(1) else Replicate()]

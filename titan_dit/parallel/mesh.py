@@ -54,12 +54,12 @@ class AxisSizes:
 
     @property
     def data(self) -> int:
-        """Ranks that read different samples."""
+        """Ranks that process different samples: dp_replicate x dp_shard."""
         return self.product("samples")
 
     @property
     def model(self) -> int:
-        """Ranks that work on the same samples."""
+        """Ranks that process the same samples: pp x cp x tp."""
         return self.product("samples", has=False)
 
     @property
@@ -192,31 +192,31 @@ class Mesh:
         return not any(self.whole[name].get_local_rank() for name in names)
 
     def sum_loss(self, value: Tensor) -> Tensor:
-        """All-reduce the ranks' loss shares; one loss, or several as a vector."""
+        """All-reduce the ranks' loss shares in fp32: a scalar, or several losses as a vector."""
         # fp32: ranks without a loss do not know its dtype.
         total = value.detach().float().clone()
         dist.all_reduce(total, group=self.loss.get_group())
         return total
 
     def sum_over_all(self, value: Tensor) -> Tensor:
-        """All-reduce over all ranks."""
+        """All-reduce a tensor of any shape over all ranks."""
         total = value.clone()
         dist.all_reduce(total)
         return total
 
     def sum_over_data(self, value: Tensor) -> Tensor:
-        """All-reduce over the data-parallel ranks."""
+        """All-reduce a tensor of any shape over the data-parallel ranks."""
         total = value.clone()
         dist.all_reduce(total, group=self.data.get_group())
         return total
 
     def gather_over_data(self, rows: Tensor) -> Tensor:
-        """All-gather equally sized rows over the data-parallel ranks, in rank order."""
+        """All-gather rows [n, ...] over the data-parallel ranks, in order: [ranks * n, ...]."""
         return gathered(rows, self.data.get_group(), self.sizes.data)
 
 
 def gathered(rows: Tensor, group: dist.ProcessGroup, num_ranks: int) -> Tensor:
-    """All-gather equally sized rows over a group, in rank order."""
+    """All-gather rows [n, ...] over a group, in rank order: [ranks * n, ...]."""
     rows = rows.contiguous()  # Else the parts would have the strides of a permuted tensor.
     parts = [torch.empty_like(rows) for _ in range(num_ranks)]
     dist.all_gather(parts, rows, group=group)

@@ -41,7 +41,7 @@ def apply(model: Model, config: OffloadConfig) -> None:
 
 
 def buffers_of(model: Model) -> list[Tensor]:
-    """The host memory of a stage's activations."""
+    """The host buffers of a stage's activations, uint8 [bytes]."""
     state: Offload | None = getattr(model, "offload", None)
     every = state.buffers.every if state else ()
     return [found for buffer in every if (found := buffer()) is not None]
@@ -50,7 +50,7 @@ def buffers_of(model: Model) -> list[Tensor]:
 def around(
     state: Offload, block: nn.Module, inner: Callable[..., Any], *, is_first: bool
 ) -> Callable[..., Any]:
-    """A block's call that hands over what it saves."""
+    """A block's call that hands its saved tensors to `state`."""
 
     def call(stream: Any, side: Mapping[str, Tensor]) -> Any:
         if not torch.is_grad_enabled():
@@ -70,9 +70,10 @@ class Link:
         self.stream: torch.cuda.Stream | None = None
 
     def copy(self, target: Tensor, source: Tensor, device: torch.device) -> torch.cuda.Event | None:
-        """Start a copy behind all work that the current stream has been given.
+        """Start a copy to a tensor of the same shape, after the current stream's work.
 
-        The caller keeps both tensors until its own stream has waited for the event.
+        The caller keeps both tensors until its own stream has waited for the event, which is None
+        on a CPU.
         """
         if device.type != "cuda":
             target.copy_(source)
@@ -87,7 +88,7 @@ class Link:
 
 
 def wait(event: torch.cuda.Event | None) -> None:
-    """Let the current stream wait for a copy; the host goes on."""
+    """Let the current stream wait for a copy, without blocking the host."""
     if event is not None:
         torch.cuda.current_stream().wait_event(event)
 
@@ -105,7 +106,7 @@ class HostBuffers:
         """All buffers, for the dry run's count."""
 
     def take(self, num_bytes: int, *, pinned: bool) -> Tensor:
-        """A buffer of at least so many bytes, uint8."""
+        """A free or new buffer of at least `num_bytes` bytes, uint8 [size]."""
         size = 1 << (num_bytes - 1).bit_length()
         if found := self.free.get(size):
             return found.pop()
@@ -114,7 +115,10 @@ class HostBuffers:
         return buffer
 
     def give(self, buffer: Tensor) -> None:
-        """Take a buffer back. Copies into it start behind those out of it: one stream has both."""
+        """Return a buffer, uint8 [size], for reuse.
+
+        No wait: copies in and out run on one stream, in order.
+        """
         self.free.setdefault(buffer.numel(), []).append(buffer)
 
 
@@ -132,7 +136,7 @@ class Storage:
         state.bytes_out += self.num_bytes
 
     def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event | None:
-        """Start a copy to or from the host."""
+        """Start a copy of bytes, uint8 [num_bytes], to or from the host."""
         return self.state.link.copy(target, source, self.device)
 
     def fetch(self) -> None:
@@ -144,7 +148,7 @@ class Storage:
             self.state.bytes_back += self.num_bytes
 
     def read(self) -> Tensor:
-        """The bytes on the device, for work on the current stream."""
+        """The bytes on the device, uint8 [num_bytes], for work on the current stream."""
         self.fetch()
         wait(self.event)
         assert self.here is not None
@@ -163,17 +167,20 @@ class Storage:
 
 
 class Saved:
-    """What one call of a block saves. Autograd's handles keep it alive."""
+    """The tensors that one call of a block saves. Autograd's handles keep it alive."""
 
     def __init__(self, state: Offload, before: Saved | None, stays: set[int]) -> None:
-        """`before`: that of the block before it. `stays`: storages to leave alone, by address."""
+        """`before`: saved tensors of the block before it.
+
+        `stays`: storages to leave alone, by address.
+        """
         self.state, self.stays = state, stays
         self.before = None if before is None else weakref.ref(before)
         # Weak: a handle's end frees its storage, while the block's backward goes on.
         self.storages = weakref.WeakValueDictionary[int, Storage]()
 
     def pack(self, tensor: Tensor) -> Any:
-        """Hand over a tensor, or a wrapper of several; returns what `unpack` takes."""
+        """Hand over a tensor of any shape, or a wrapper of several; return `unpack`'s argument."""
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.wait()
         if hasattr(type(tensor), "__tensor_flatten__"):
@@ -197,7 +204,7 @@ class Saved:
 
 
 def unpack(packed: Any) -> Tensor:
-    """The tensor of a `Saved.pack`."""
+    """The tensor, in its shape, from the result of `Saved.pack`."""
     if isinstance(packed, Tensor):
         return packed
     if isinstance(packed[0], Saved):
@@ -221,9 +228,9 @@ class Offload:
         self.ahead = ahead
         self.link, self.buffers = Link(), HostBuffers()
         self.running: Saved | None = None
-        """That of the block whose forward runs."""
+        """Saved tensors of the block whose forward runs."""
         self.last: weakref.ref[Saved] | None = None
-        """That of the block before it."""
+        """Saved tensors of the last block that began its forward."""
         self.leaving: list[weakref.ref[Saved]] = []
         """Blocks whose copies to the host may be under way."""
         self.arriving: list[weakref.ref[Saved]] = []
@@ -252,7 +259,7 @@ class Offload:
         return saved_tensors_hooks(pack, unpack)
 
     def end_forward(self) -> None:
-        """The running block is done: free what blocks have saved that are `ahead` before it."""
+        """End the running block; free the saved tensors of the blocks `ahead` or more before it."""
         saved, self.running = self.running, None
         assert saved is not None
         if saved.storages:
@@ -262,7 +269,10 @@ class Offload:
             one.leave()
 
     def use(self, saved: Saved) -> None:
-        """The backward of a block begins or goes on: fetch it and the blocks before it."""
+        """Fetch a block's tensors and those of the `ahead` blocks before it.
+
+        Called in its backward.
+        """
         if self.arriving and self.arriving[0]() is saved:
             return
         wanted = [saved]
@@ -283,7 +293,7 @@ class Offload:
 
 
 def alive(references: Iterable[weakref.ref[Saved]]) -> list[Saved]:
-    """What still exists of these."""
+    """The referenced objects that still exist."""
     return [found for reference in references if (found := reference()) is not None]
 
 

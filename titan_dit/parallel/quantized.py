@@ -46,7 +46,10 @@ def apply(model: Model, config: LoRAConfig, device: torch.device) -> None:
 
 
 def bytes_like(name: str, weight: Tensor, codes: WeightCodes) -> Tensor:
-    """The bytes of a layer's weight on the meta device, cut as the weight is."""
+    """The bytes of a layer's weight on the meta device, cut as the weight is.
+
+    Raises UserError if blocks do not divide the columns on a rank.
+    """
     shape = codes.shape(weight.shape)
     held = torch.empty(shape, dtype=torch.uint8, device=weight.device)
     if not isinstance(weight, DTensor):
@@ -79,7 +82,7 @@ def product_of(codes: WeightCodes) -> Callable[[Tensor, Tensor, Tensor | None], 
 
 
 def part_of_bias(bias: Tensor | None, placement: Placement, ranks: int) -> Tensor | None:
-    """What a tp rank adds to its product: its outputs' bias, or its share of a sum over ranks."""
+    """The bias in a tp rank's product: its outputs' part, or its share of a sum over ranks."""
     if not isinstance(bias, DTensor):
         return bias
     if placement == Shard(1):

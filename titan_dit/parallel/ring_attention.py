@@ -1,5 +1,8 @@
 """Ring attention: queries stay, keys and values rotate around the ranks (arXiv:2310.01889).
 
+Shapes, for n tokens on a rank: q, out, d_out and dq [b, heads, n, d]; k, v, dk and dv [b, groups,
+n, d]; kv and dkv, the stacked keys and values, [2, b, groups, n, d]; lse [b, heads, n].
+
 Also the ring and all-to-all exchanges of one process group. They are functional collectives, which
 are asynchronous and can be traced by torch.compile. Only this file calls these private operators
 (torch.ops._c10d_functional), which take the group's name in torch 2.11 to 2.15.
@@ -35,13 +38,17 @@ class Peers(Protocol):
         """This rank's position in the ring."""
 
     def send(self, message: Tensor) -> Tensor:
-        """Start sending to the next rank; returns the previous rank's message for `arrive`.
+        """Start sending to the next rank; return the buffer of the previous rank's message.
 
-        The message must not be modified before `arrive`.
+        The buffer has the message's shape [r, b, ...]; `arrive` waits until it is filled. The
+        message must not be modified before `arrive`.
         """
 
     def arrive(self, incoming: Tensor) -> Tensor:
-        """Wait for the message that `send` returned. On a GPU the stream waits, not the host."""
+        """Wait for the message in the buffer that `send` returned; return the message [r, b, ...].
+
+        On a GPU the stream waits, not the host.
+        """
 
     def all_to_all(self, parts: Tensor) -> Tensor:
         """Send parts[i] to rank i; rank j's part becomes [j] of the result. Differentiable."""
@@ -128,7 +135,10 @@ class Block:
     def forward(
         self, kernel: AttentionKernel, q: Tensor, kv: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of the queries over the keys."""
+        """Output [b, heads, m, d] and log-sum-exp [b, heads, m] of the block's m queries.
+
+        q [b, heads, n, d] and kv [2, b, groups, n, d] are whole.
+        """
         k, v = (for_heads(x, q.shape[1]) for x in take(kv, self.at_keys))
         return kernel.forward(take(q, self.at_queries), k, v, scale, self.causal)
 
@@ -142,7 +152,7 @@ class Block:
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of the queries, the keys and the values."""
+        """Gradients of the block's queries [b, heads, m, d], keys and values [b, groups, k, d]."""
         groups = kv.shape[2]
         k, v = (for_heads(x, q.shape[1]) for x in take(kv, self.at_keys))
         d_out, q, out, lse = (take(x, self.at_queries) for x in (d_out, q, out, lse))
@@ -180,14 +190,17 @@ def put(whole: Tensor, at: tuple[slice, ...], values: Tensor) -> Tensor:
 
 
 def of_groups(x: Tensor, groups: int) -> Tensor:
-    """Sum the gradients of keys or values over each group's heads, in fp32; see `for_heads`."""
+    """Sum gradients [b, heads, n, d] of keys or values over each group: [b, groups, n, d].
+
+    The sum is fp32, see `for_heads`.
+    """
     if x.shape[1] == groups:
         return x
     return torch.unflatten(x, 1, (groups, -1)).sum(2, dtype=accumulator(x.dtype))
 
 
 def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention over two sets of keys.
+    """Merge attention over two sets of keys: outputs [b, heads, n, d], log-sum-exps [b, heads, n].
 
     Each output is weighted by its share of the softmax's sum, exp(lse - merged lse) <= 1: it cannot
     overflow. `out` is fp32, because bf16 rounding would accumulate over c blocks.
@@ -200,10 +213,11 @@ def merge(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> tuple[T
 def add(
     dq: Tensor, more: Tensor, dk: Tensor, dv: Tensor, arrived: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Add a block's gradients to dq, and to those of its keys and values, stacked.
+    """(dq + more, gradients [2, b, groups, n, d] of the block's keys and values so far).
 
-    The sums are fp32, as `dq` and `arrived` are. `arrived`: the keys' and values' gradients so far;
-    None for the first block that adds to these keys.
+    `more`, `dk` and `dv`: the block's gradients. `arrived`: the gradients of its keys and values
+    from other ranks; None for the first block that adds to these keys. The sums are fp32, as `dq`
+    and `arrived` are.
     """
     dkv = torch.stack((dk, dv))
     dkv = dkv.to(accumulator(dk.dtype)) if arrived is None else dkv + arrived
@@ -318,7 +332,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def found(kernel: AttentionKernel | str, q: Tensor, causal: bool) -> AttentionKernel:
-    """Resolve a kernel's name."""
+    """The kernel, by its name for q [b, heads, n, d]; or `kernel` itself."""
     return named(kernel, q, causal) if isinstance(kernel, str) else kernel
 
 
@@ -331,7 +345,10 @@ def travel_forward(
     compiled: bool = False,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp over the keys of all ranks, after c - 1 rotations."""
+    """Output [b, heads, n, d] and log-sum-exp [b, heads, n] over the keys of all ranks.
+
+    Keys and values rotate c - 1 times.
+    """
     scale, merge = 1 / math.sqrt(q.shape[-1]), joining(compiled).merge
     moving = torch.stack((k, v))
     incoming = peers.send(moving) if peers.size > 1 else moving
@@ -360,11 +377,11 @@ def travel_backward(
     compiled: bool = False,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return dq, and dk and dv stacked; `out` and `lse` are those over ALL keys.
+    """Return dq [b, heads, n, d], and dk and dv stacked, [2, b, groups, n, d].
 
-    Keys and values rotate c - 1 times again. Their gradients follow one rotation behind, and the
-    last rotation returns them to their rank. A rank's own contribution is never sent, so that
-    gradients need c - 1 rotations too, not c.
+    `out` and `lse` are over ALL keys. Keys and values rotate c - 1 times again. Their gradients
+    follow one rotation behind, and the last rotation returns them to their rank. A rank's own
+    contribution is never sent, so that gradients need c - 1 rotations too, not c.
     """
     scale, join = 1 / math.sqrt(q.shape[-1]), joining(compiled)
     moving = torch.stack((k, v))

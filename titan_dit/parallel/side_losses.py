@@ -28,7 +28,7 @@ def apply(model: Model, mesh: Mesh, plan: TensorPlan) -> None:
             tp = mesh.axis("tp")
             is_sharded = shard_dim(plan.stream[module.place]) == 1
             distribute_module(module, tp)
-            module.own_weights = partial(plain, is_partial=is_sharded)
+            module.own_weights = partial(own_copy, is_partial=is_sharded)
             if is_sharded:
                 module.own_tokens = partial(own_tokens, axes=[tp])
                 axes.append(tp)
@@ -37,8 +37,8 @@ def apply(model: Model, mesh: Mesh, plan: TensorPlan) -> None:
         module.own_of_all = partial(own_tokens, axes=axes)
 
 
-def plain(parameter: Tensor, *, is_partial: bool) -> Tensor:
-    """A tp rank's copy of a parameter; its gradient is a partial sum if `is_partial`."""
+def own_copy(parameter: Tensor, *, is_partial: bool) -> Tensor:
+    """A tp rank's copy of a replicated parameter; its gradient is a partial sum if `is_partial`."""
     assert isinstance(parameter, DTensor)
     return parameter.to_local(grad_placements=[Partial() if is_partial else Replicate()])
 

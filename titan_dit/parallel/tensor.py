@@ -156,7 +156,10 @@ def placed(parameter: nn.Parameter) -> str:
 
 
 def own_chunk(positions: Tensor, rank: int, size: int) -> Tensor:
-    """The positions of the tokens that a rank holds between blocks, as `Shard(1)` cuts them."""
+    """Positions [n / tp, ...] of the tokens that a rank holds between blocks, from all [n, ...].
+
+    Cut as by `Shard(1)`.
+    """
     share = positions.shape[0] // size
     return positions.narrow(0, rank * share, share)
 
@@ -245,13 +248,19 @@ def unwrap(stream: Stream) -> Stream:
 
 
 def split(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """This rank's shard of a whole tensor; backward all-gathers the gradient."""
+    """This rank's shard of a whole tensor [..., s, ...], s at `dim`: [..., s / tp, ...].
+
+    Backward all-gathers the gradient.
+    """
     whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return whole.redistribute(placements=[Shard(dim)]).to_local()
 
 
 def join(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """All-gather a tensor's shards; backward keeps this rank's shard of the gradient."""
+    """All-gather the shards [..., s / tp, ...] of a tensor at `dim`: [..., s, ...].
+
+    Backward keeps this rank's shard of the gradient.
+    """
     part = DTensor.from_local(tensor, mesh, [Shard(dim)], run_check=False)
     # Every rank computes the same from here on, so the gradients are equal.
     return part.redistribute(placements=[Replicate()]).to_local()
@@ -495,7 +504,10 @@ class SummedNorm(ParallelStyle):
 
 
 def total_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Sum a tensor over the ranks; backward sums the gradient, of which each rank has a part."""
+    """Sum a tensor of any shape over the ranks.
+
+    Backward sums the gradient, of which each rank has a part.
+    """
     part = DTensor.from_local(x, mesh, [Partial()], run_check=False)
     total = part.redistribute(placements=[Replicate()]).to_local()
     # Two steps: a gradient that is a partial sum would pass the redistribution as it is.
@@ -512,7 +524,10 @@ def shard_logits(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def score_shard(mesh: DeviceMesh, rows: int, logits: Tensor, targets: Tensor, size: int) -> Tensor:
-    """`Vocabulary.score` for sharded logits, or whole ones if the plan replicates the layer."""
+    """`Vocabulary.score` of logits [b, n, this rank's rows], for targets [b, n].
+
+    The logits have all `rows` if the plan replicates the layer.
+    """
     if logits.shape[-1] == rows:
         return cross_entropy.cross_entropy(logits, targets, size)
     group = mesh.get_group()
@@ -530,7 +545,10 @@ def score_shard(mesh: DeviceMesh, rows: int, logits: Tensor, targets: Tensor, si
 
 
 def gather_logits(mesh: DeviceMesh, rows: int, logits: Tensor) -> Tensor:
-    """`Vocabulary.whole`: all-gather; without gradients."""
+    """`Vocabulary.whole`: all-gather logits [b, n, this rank's rows] to [b, n, rows].
+
+    Without gradients.
+    """
     if logits.shape[-1] == rows:
         return logits
     mine = F.pad(logits, (0, largest_share(rows, mesh) - logits.shape[-1])).contiguous()

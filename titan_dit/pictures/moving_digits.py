@@ -55,7 +55,7 @@ class Motion(NamedTuple):
     digit: int
     direction: str
 
-    def said(self, ink: str) -> str:
+    def phrase(self, ink: str) -> str:
         """The words."""
         return f"a {ink} {DIGITS[self.digit]} moves {self.direction}"
 
@@ -68,7 +68,7 @@ class Caption(NamedTuple):
 
     def __str__(self) -> str:
         """The words."""
-        return " and ".join(motion.said(ink) for motion, ink in zip(self, INKS, strict=True))
+        return " and ".join(motion.phrase(ink) for motion, ink in zip(self, INKS, strict=True))
 
 
 @cache

@@ -64,10 +64,10 @@ def planned_calls(order: Order, stage_ranks: Sequence[int], sends: Sends | None 
     for rank, actions in enumerate(order):
         calls: list[Call] = []
         groups: Any = _Noted(rank, calls)
-        source: Any = Planned(stage_ranks, sequences, groups, (), torch.device("cpu"))
-        source.empty = lambda message: message
+        messages: Any = Planned(stage_ranks, sequences, groups, (), torch.device("cpu"))
+        messages.empty = lambda message: message
         own = {m for (sender, _), out in sequences.items() if sender == rank for m in out}
-        for action in source.actions(actions):
+        for action in messages.actions(actions):
             calls.append(Call("run", action))
             output = output_of(action)
             at_once = [output] if output in own else []

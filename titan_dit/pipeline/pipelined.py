@@ -1,8 +1,8 @@
 """The executor of a pipeline: this rank's stages, run in the order of a schedule.
 
-`PipelinedExecutor` holds the stages. A `Loop` runs the actions of a pass one by one, receives their
-inputs and sends their outputs. A `Source` says which action is next. `Planned`: as listed, waiting
-for the messages that each one needs. `Deciding` (run_time.py): by what has arrived.
+`PipelinedExecutor` holds the stages. A `Loop` runs the actions of a pass one by one; `Messages`
+receives their inputs and sends their outputs. `Planned` yields the actions as listed, waiting for
+the messages that each one needs. `Deciding` (run_time.py) yields them by what has arrived.
 """
 
 from __future__ import annotations
@@ -46,21 +46,24 @@ from titan_dit.pipeline.tied import TiedWeights
 from titan_dit.pipeline.transports.base import tensors_of
 
 
-class Source(Protocol):
-    """Yields the actions of a pass and transfers its messages: `Planned` or `Deciding`."""
+class Messages(Protocol):
+    """Receives and sends the messages of a pass.
+
+    `Planned` and `Deciding` also yield its actions.
+    """
 
     def take(self, message: Action) -> Stream:
-        """Receive a message of another rank, for an action that this source has yielded."""
+        """Wait for a message of another rank that a yielded action needs; return its tensors."""
 
     def send(self, message: Action, tensors: Stream) -> None:
-        """Send an output to the rank that uses it, without waiting for that rank."""
+        """Send an output to the rank that uses it. Does not wait for that rank."""
 
     def flush(self) -> None:
-        """Wait until everything is sent; at the end of a pass."""
+        """Wait until everything is sent. Called at the end of a pass."""
 
 
 class Microbatches(NamedTuple):
-    """What a pass computes."""
+    """The inputs of a pass, and the function of its outputs."""
 
     inputs: Sequence[Mapping[str, Tensor]]
     """Inputs of the first stage, by microbatch."""
@@ -81,14 +84,14 @@ class Loop:
         self,
         stages: Mapping[int, Stage],
         num_stages: int,
-        source: Source,
+        messages: Messages,
         work: Microbatches,
         mark: Mark = unmarked,
         finish_stage: Callable[[Stage], None] = lambda stage: None,
     ) -> None:
         """`finish_stage` is called after the last backward of a stage."""
         self.stages, self.num_stages = stages, num_stages
-        self.source, self.work, self.mark = source, work, mark
+        self.messages, self.work, self.mark = messages, work, mark
         self.finish_stage = finish_stage
         self.unfinished = dict.fromkeys(stages, len(work.inputs))
         """Stage -> microbatches whose backward has not ended."""
@@ -97,10 +100,10 @@ class Loop:
         """Outputs for another stage of this rank."""
 
     def run(self, actions: Iterable[Action]) -> None:
-        """Perform the actions, which the source of the messages yields."""
+        """Perform the actions, which `Planned` or `Deciding` yields; then flush the messages."""
         for action in actions:
             self.perform(action)
-        self.source.flush()
+        self.messages.flush()
 
     def perform(self, action: Action) -> None:
         """Perform one action."""
@@ -152,7 +155,7 @@ class Loop:
 
     def take(self, message: Action) -> Stream:
         """An input from another stage of this rank, or from another rank."""
-        return self.made.pop(message) if message in self.made else self.source.take(message)
+        return self.made.pop(message) if message in self.made else self.messages.take(message)
 
     def pass_on(self, message: Action, tensors: Stream) -> None:
         """Give an output to the stage that uses it; the pipeline's final outputs have none."""
@@ -161,7 +164,7 @@ class Loop:
             self.made[message] = tensors
         elif 0 <= reader < self.num_stages:
             self.mark(PipelineEvent.SENDS, message)
-            self.source.send(message, tuple(tensor.detach().contiguous() for tensor in tensors))
+            self.messages.send(message, tuple(tensor.detach().contiguous() for tensor in tensors))
 
 
 RECEIVES_AHEAD = 2
@@ -170,7 +173,7 @@ a forward makes steps up to 6% longer (simulated); with 2 none."""
 
 
 class Planned:
-    """The source of actions of one pass in a planned order, and its messages.
+    """The actions and the messages of one pass in a planned order.
 
     Sent tensors are freed once they are sent. gloo never reports that, so on a CPU they live until
     the end of the pass.
@@ -189,8 +192,8 @@ class Planned:
         self.stage_ranks, self.mark = stage_ranks, mark
         self.p2p, self.stream, self.device = p2p, stream, device
         incoming = {s: sent for (s, target), sent in sequences.items() if target == p2p.rank}
-        self.source_of = {message: s for s, sent in incoming.items() for message in sent}
-        self.next_of = {source: iter(sent) for source, sent in incoming.items()}
+        self.sender_of = {message: s for s, sent in incoming.items() for message in sent}
+        self.next_of = {sender: iter(sent) for sender, sent in incoming.items()}
         self.arriving: dict[Action, tuple[Stream, list[dist.Work]]] = {}
         self.sends: list[tuple[Stream, dist.Work]] = []
 
@@ -207,16 +210,16 @@ class Planned:
     def post_inputs(self, action: Action) -> None:
         """Start receiving the messages that an action needs from other ranks."""
         for message in inputs_of(action, len(self.stage_ranks)):
-            if message in self.source_of:
+            if message in self.sender_of:
                 self.post(message)
 
     def post(self, message: Action) -> None:
         """Start receiving a message of another rank, and all that its sender sends before it."""
-        source = self.source_of[message]
+        sender = self.sender_of[message]
         while message not in self.arriving:
-            sent = next(self.next_of[source])
+            sent = next(self.next_of[sender])
             buffers = self.empty(sent)
-            self.arriving[sent] = buffers, self.p2p.receive(buffers, source)
+            self.arriving[sent] = buffers, self.p2p.receive(buffers, sender)
             self.mark(PipelineEvent.ALLOWS, sent)
 
     def take(self, message: Action) -> Stream:
@@ -327,16 +330,16 @@ class PipelinedExecutor(Executor):
 
     def perform(self, order: Order, sequences: Channels, work: Microbatches) -> None:
         """This rank's actions of an order."""
-        source = self.source(Planned, sequences)
-        self.loop(source, work).run(source.actions(order[self.p2p.rank]))
+        messages = self.messages(Planned, sequences)
+        self.loop(messages, work).run(messages.actions(order[self.p2p.rank]))
 
-    def loop(self, source: Source, work: Microbatches) -> Loop:
+    def loop(self, messages: Messages, work: Microbatches) -> Loop:
         """The loop of a pass in a planned order."""
         # All replicas run the same order: they reduce a stage while others still compute.
-        return Loop(self.stages, len(self.stage_ranks), source, work, self.mark, reduce_gradients)
+        return Loop(self.stages, len(self.stage_ranks), messages, work, self.mark, reduce_gradients)
 
-    def source(self, kind: type[P], sequences: Channels) -> P:
-        """The source of a pass whose messages are sent in these sequences."""
+    def messages(self, kind: type[P], sequences: Channels) -> P:
+        """The messages of a pass, sent in these sequences; of class `kind`."""
         return kind(
             self.stage_ranks, sequences, self.p2p, self.shapes.stream, self.device, self.mark
         )
@@ -403,8 +406,8 @@ class PipelinedExecutor(Executor):
             if outputs
             else torch.empty(shape, dtype=like.dtype, device=self.device)
         )
-        mesh, source = self.p2p.mesh, self.p2p.global_rank(self.stage_ranks[-1])
-        dist.broadcast(whole, source, mesh.get_group())
+        mesh, sender = self.p2p.mesh, self.p2p.global_rank(self.stage_ranks[-1])
+        dist.broadcast(whole, sender, mesh.get_group())
         return whole
 
 

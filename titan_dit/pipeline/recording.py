@@ -39,7 +39,7 @@ TAG = 1_000_003
 
 
 class Offset(NamedTuple):
-    """A rank's clock minus that of the first rank, in nanoseconds."""
+    """A rank's clock minus the first rank's, in nanoseconds."""
 
     at_ns: float
     """Time of the measurement, on the first rank's clock."""
@@ -50,7 +50,7 @@ class Offset(NamedTuple):
 
 @dataclass(frozen=True)
 class Clock:
-    """A rank's clock against that of the first rank."""
+    """A rank's clock, relative to the first rank's."""
 
     before: Offset
     after: Offset
@@ -69,7 +69,10 @@ NO_OFFSET = Offset(0.0, 0.0, 0.0)
 
 
 def fastest(trips: Sequence[tuple[int, int, int]]) -> Offset:
-    """The offset by the fastest of (sent, answered on the other clock, received) round trips."""
+    """The clock offset in ns from the round trip with the least delay, taken at its middle.
+
+    `trips`: (sent, answered on the other clock, received).
+    """
     sent, answered, received = min(trips, key=lambda trip: trip[2] - trip[0])
     middle = (sent + received) / 2
     return Offset(middle, answered - middle, received - sent)

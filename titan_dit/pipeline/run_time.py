@@ -49,7 +49,7 @@ class DecidingExecutor(PipelinedExecutor):
         """See `PipelinedExecutor.learn`."""
         self.transport.use(self.shapes.stream)
         decider = Decider(self.order[self.p2p.rank], len(self.stage_ranks), self.memory)
-        source = Deciding(
+        messages = Deciding(
             decider,
             self.transport,
             self.decisions,
@@ -58,8 +58,8 @@ class DecidingExecutor(PipelinedExecutor):
             self.device,
             self.mark,
         )
-        loop = Loop(self.stages, len(self.stage_ranks), source, work, self.mark)
-        loop.run(source.actions())
+        loop = Loop(self.stages, len(self.stage_ranks), messages, work, self.mark)
+        loop.run(messages.actions())
         # Replicas decide differently and finish their stages in different orders, but all must
         # issue their collectives in one order.
         for _, stage in sorted(self.stages.items()):
@@ -84,7 +84,7 @@ def close(transport: Transport, decisions: Decisions) -> None:
 
 
 class Deciding:
-    """The source of actions of one pass, and its messages.
+    """The actions and the messages of one pass in run-time order.
 
     In a tp x cp group the first rank's `Decider` chooses. The other ranks run its choices, once the
     messages that these need have arrived; their Deciders only name the messages to receive.
@@ -131,7 +131,7 @@ class Deciding:
             self.receive()
         if waits:
             self.mark(PipelineEvent.WAITS, None)
-        self.decisions.tell(found)
+        self.decisions.send(found)
         return found
 
     def followed(self) -> Action:
@@ -139,14 +139,14 @@ class Deciding:
         self.mark(PipelineEvent.DECIDES, None)
         self.receive()
         waits = False
-        action = self.decisions.told()
+        action = self.decisions.next_decision()
         while not (action and self.remote_inputs(action) <= self.here):
             if not waits:
                 self.mark(PipelineEvent.WAITS, Waiting.INPUT)
             waits = True
             self.transport.wait()
             self.receive()
-            action = action or self.decisions.told()
+            action = action or self.decisions.next_decision()
         if waits:
             self.mark(PipelineEvent.WAITS, None)
         return action
@@ -222,7 +222,7 @@ class Decisions:
             self.peers = [*meet(open_group(ranks), wanted).values()]
         self.received: deque[Action] = deque()
 
-    def tell(self, action: Action) -> None:
+    def send(self, action: Action) -> None:
         """Send this rank's next action to the other ranks; never blocks."""
         for peer in self.peers:
             peer.tell(action.stage, action.microbatch, action.kind.encode())
@@ -237,7 +237,7 @@ class Decisions:
             for stage, microbatch, kind, _ in peer.exchange():
                 self.received.append(Action(Kind(kind.decode()), stage, microbatch))
 
-    def told(self) -> Action | None:
+    def next_decision(self) -> Action | None:
         """The next received action; None if none has been read yet."""
         return self.received.popleft() if self.received else None
 

@@ -30,12 +30,12 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Runtime:
-    """What performs the training passes of a pipeline."""
+    """The executor of a pipeline's training passes: torch's schedule class or the own loop."""
 
     line: str
-    """Console text: what runs, and why."""
+    """Console text: the executor, and why it was chosen."""
     torch: Callable[..., Any] | None = None
-    """torch's schedule class, or what makes its schedule; None for the own loop."""
+    """torch's schedule class, or a function that makes its schedule; None for the own loop."""
     posts: bool = False
     """torch's schedule says when receives are posted, too. Otherwise they are posted as in the own
     loop: torch's classes post most of them when their action is next, and then wait for them."""
@@ -45,7 +45,7 @@ class Unfit(ValueError):
     """torch's runtime cannot run this pipeline."""
 
     def __init__(self, reason: str, fix: str) -> None:
-        """`fix`: what to set for it; a sentence without its dot."""
+        """`fix`: the advice, a sentence without its dot."""
         super().__init__(f"{reason}. {fix}.")
         self.reason = reason
 

@@ -82,7 +82,7 @@ class Stage:
         self.kept[microbatch] = inputs, outputs
 
     def backward(self, microbatch: int, gradients: Gradients) -> Stream:
-        """Full backward: returns the input gradients, accumulates those of the weights."""
+        """Full backward: return the input gradients, accumulate the weights' gradients."""
         inputs, outputs, gradients = self.pop_learning(microbatch, gradients)
         if outputs:  # A first stage whose parameters are all frozen has none.
             torch.autograd.backward(outputs, gradients)

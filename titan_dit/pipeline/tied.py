@@ -75,7 +75,7 @@ class TiedWeights:
         target: int,
         dtype: torch.dtype | None = None,
     ) -> Sequence[Tensor]:
-        """Send `tensors` from `source` to `target`; return what has arrived, () on other ranks.
+        """Send `tensors` from `source` to `target`; return the received ones, () on other ranks.
 
         `like`: tensors of the shapes that arrive. The source does not wait: its tensors may change
         after the next call.

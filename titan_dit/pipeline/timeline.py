@@ -41,7 +41,7 @@ OUTSIDE = ("data wait", "optimizer", "outside")
 KINDS = (*COMPUTING, *IDLE, *OUTSIDE)
 
 GOES_ON = (PipelineEvent.DECIDES, PipelineEvent.WAITS, PipelineEvent.BEGINS, PipelineEvent.FINISHED)
-"""Moments that show that a rank has sent its last output and goes on."""
+"""Events that show that a rank has sent its last output."""
 
 WAITED = 1e-4
 """Seconds; a shorter wait may be for a message that had already arrived."""
@@ -65,7 +65,7 @@ class Done(NamedTuple):
     start: float
     end: float
     free: float
-    """Time at which the rank had sent its output and could go on."""
+    """Time at which the rank had sent its output."""
 
 
 class Arrival(NamedTuple):
@@ -596,7 +596,7 @@ def whole(
 
 
 def timeline_lines(timeline: Timeline, suspects: Suspects) -> list[str]:
-    """The whole text."""
+    """Lines of the text file: header, prediction, table, ms per link, suspects."""
     first, last = timeline.first_step, timeline.last_step
     head = (
         f"pipeline timeline, steps {first} to {last}: {len(timeline.ranks)} ranks, "
@@ -736,7 +736,7 @@ class TimelinePicture:
     """The sheet, and where a moment is on it."""
 
     def __init__(self, timeline: Timeline, number: int, width_s: float | None = None) -> None:
-        """`width_s`: seconds of the whole width; None: those of the pass."""
+        """`width_s`: seconds of the whole width; None takes the length of the pass."""
         self.timeline, self.number = timeline, number
         self.start, end = timeline.span_of(number)
         self.length = end - self.start

@@ -49,13 +49,13 @@ class TorchExecutor(PipelinedExecutor):
 
     def learn(self, work: Microbatches) -> None:
         """See `PipelinedExecutor.learn`."""
-        source = self.source(MessagesOnDemand, self.channels)
+        messages = self.messages(MessagesOnDemand, self.channels)
         order = self.order[self.p2p.rank]
-        driver = LoopDriver(self.loop(source, work), source, order, self.posts)
+        driver = LoopDriver(self.loop(messages, work), messages, order, self.posts)
         with driven(self.driven, driver):
             step(self.schedule, self.num_microbatches)
         driver.end()
-        source.flush()
+        messages.flush()
 
 
 class MessagesOnDemand(Planned):

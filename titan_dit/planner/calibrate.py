@@ -350,7 +350,7 @@ def allocator_of(found: Sequence[MeasuredStep], overhead: Overhead) -> Overhead:
 
 
 def changes(before: Device, after: Device) -> Iterator[str]:
-    """A line for every coefficient: its fitted value, and what it was."""
+    """A line for every coefficient: its fitted value, and the value before."""
     old, new = coefficients(before), coefficients(after)
     old["allocator"], new["allocator"] = before.overhead.allocator, after.overhead.allocator
     for key, value in new.items():

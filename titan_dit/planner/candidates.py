@@ -336,7 +336,7 @@ class Space:
                     yield found
 
     def _schedules(self, pp: int) -> Iterator[tuple[str, int]]:
-        """Schedules and stages per rank; those of the config without a pipeline."""
+        """Schedules and stages per rank; without a pipeline the config's."""
         own = self.config.pipeline
         if pp == 1:
             yield own.schedule, own.virtual_stages

@@ -110,7 +110,10 @@ def fewest(
 def smallest(
     config: JobConfig, device: Device, fixed: Collection[str], model: CostModel, gpus: int
 ) -> SmallestLayout | None:
-    """The layout that needs least on `gpus`; the first one that fits, if one does."""
+    """The first layout found that fits on `gpus` GPUs, else the one that needs the least memory.
+
+    None if no layout is valid. cp is varied only if none fits and activations dominate.
+    """
     found = smallest_of(SEARCHED_AXES, config, device, fixed, model, gpus)
     if found is None or memory_of.fits(found.needed, device) or not found.is_mostly_activations:
         return found

@@ -52,7 +52,10 @@ Line: TypeAlias = Callable[[float, float], float]
 
 
 def interpolated(first: Trace, second: Trace, sizes: tuple[int, int], size: int) -> Trace:
-    """The trace of `size` samples, which may lie beyond `sizes`, those of the two traces."""
+    """The trace of `size` samples, linear in the size, which may lie outside `sizes`.
+
+    `sizes`: samples of the two traces.
+    """
     share = (size - sizes[0]) / (sizes[1] - sizes[0])
 
     def line(one: float, two: float) -> float:
@@ -209,9 +212,9 @@ class Rehearsals:
         return *split_key(plan), plan.precision, self.in_float8(plan)
 
     def in_float8(self, plan: RunPlan) -> frozenset[str]:
-        """Names of the linears in float8, which depend on the tokens of a microbatch.
+        """Names of the linears in float8 in one block of each kind.
 
-        Those of one block of each kind.
+        They depend on the tokens of a microbatch.
         """
         precision, size = plan.precision, plan.microbatch_size
         if precision.float8 == "off":
@@ -310,7 +313,7 @@ def sizes_of(plan: RunPlan) -> tuple[int, int]:
 
 
 def float8_sizes(plan: RunPlan) -> tuple[int, int]:
-    """Two microbatch sizes with as many tokens as float8 takes: multiples of 16."""
+    """Two microbatch sizes whose tokens are multiples of 16, as float8 needs."""
     small = SIZES[0]
     return (small, LARGE) if small * plan.attended_per_rank % UNIT == 0 else (LARGE, 2 * LARGE)
 
@@ -651,7 +654,7 @@ def items(
 
 
 def number(a: Any, b: Any, law: Callable[[float, float], float]) -> Any:
-    """Two numbers combined with `law`. Text and booleans must be equal."""
+    """Two numbers combined with `law`. Raises OtherOperatorsError for unequal text or booleans."""
     if isinstance(a, bool | str):
         if a != b:
             raise OtherOperatorsError

@@ -216,11 +216,11 @@ class DataParallel:
     links: Network
     runtime: Runtime
     copies_take_time: bool = True
-    """False: those of [offload] parameters between host and device take none."""
+    """False: copies of [offload] parameters between host and device take no time."""
 
     @cached_property
     def shards(self) -> int:
-        """Ranks of FSDP's group; replicas of `Runtime.sharding` are as many."""
+        """Ranks of FSDP's group, or of the replicas of `Runtime.sharding`."""
         return self.plan.sizes.product("fsdp")
 
     @cached_property
@@ -251,7 +251,7 @@ class DataParallel:
         return {}
 
     def units(self, shape: StageShape) -> tuple[FSDPUnit, list[FSDPUnit]]:
-        """The root unit of a stage (perhaps empty), and those of its blocks."""
+        """The FSDP units of a stage: the root unit (perhaps empty), then its blocks' units."""
         if shape not in self._units:
             self._units[shape] = self._new_units(shape)
         return self._units[shape]

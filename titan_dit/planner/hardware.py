@@ -91,11 +91,11 @@ class Device:
     launch_us: NonNegativeFloat
     """Host time of one kernel."""
     host_gb_per_s: NonNegativeFloat = 0.0
-    """What copies between a GPU and pinned memory of its host reach, in each direction; 0: not
+    """Bandwidth of copies between a GPU and its host's pinned memory, in each direction; 0: not
     known, and [offload] has no price."""
     host_memory_gb_per_s: NonNegativeFloat = 0.0
-    """What the CPUs of a node reach of the bandwidth of its memory, bytes read plus written. A full
-    node's ranks share it evenly. 0: not known, and [offload] parameters has no price."""
+    """Measured memory bandwidth of a node's CPUs, bytes read plus written. A full node's ranks
+    share it evenly. 0: not known, and [offload] parameters has no price."""
     efficiency: Efficiency
     overhead: Overhead
     error: Fraction
@@ -179,7 +179,10 @@ def read(path: Path) -> Device:
 
 
 def build(table: Mapping[str, Any], kind: Any, file: str, prefix: str) -> Any:
-    """The dataclass `kind` from a table of a file; `prefix`: "[table] " in messages."""
+    """The dataclass `kind` from a table of a file; `prefix`: "[table] " in messages.
+
+    Raises UserError for an unknown or missing key.
+    """
     hints = hints_of(kind)
     for key in table:
         if key not in hints:
@@ -195,7 +198,10 @@ def build(table: Mapping[str, Any], kind: Any, file: str, prefix: str) -> Any:
 
 
 def value_of(value: object, hint: Any, file: str, prefix: str, key: str) -> Any:
-    """A value of a file, checked and converted to its field's type."""
+    """A value of a file, checked and converted to its field's type.
+
+    Raises UserError for another type.
+    """
     is_table = dataclasses.is_dataclass(hint) or get_origin(hint) is Mapping
     if not is_table:
         return conform(value, hint, f"{file}: {prefix}{key}")
@@ -210,7 +216,10 @@ def value_of(value: object, hint: Any, file: str, prefix: str, key: str) -> Any:
 
 
 def entry_key(name: str, hint: Any, file: str, table: str) -> Any:
-    """The key of a mapping: a group size in [inner_gb_per_s], else text."""
+    """The key of a mapping: a group size in [inner_gb_per_s], else text.
+
+    Raises UserError for other text there.
+    """
     if get_args(hint)[0] is not int:
         return name
     if not name.isdecimal():
@@ -227,7 +236,7 @@ def item_hint(hint: Any) -> Any:
 
 
 def missing(key: str, prefix: str) -> str:
-    """The error for a missing key, with the example device's value."""
+    """Error text for a missing key, with the example device's value."""
     example: Any = toml_text.parse(FOLDER / f"{EXAMPLE}.toml")
     if prefix:
         example = example[prefix.strip("[] ")]

@@ -51,7 +51,7 @@ class GroupCost(NamedTuple):
     inner: float
     """Bytes/s of one rank inside the node."""
     pair: float
-    """Bytes/s from one rank to the next: what one GPU reaches; between nodes at most its share of a
+    """Bytes/s from one rank to the next, limited by one GPU; between nodes also by its share of a
     NIC."""
     pass_s: float
     """Latency of the n - 1 hops of a ring."""
@@ -83,7 +83,7 @@ class Network:
         return self._cost(axis).group
 
     def seconds(self, message: Message) -> float:
-        """Seconds of a message on its group."""
+        """Seconds of a collective or send on its axis's slowest group; 0 on a group of one rank."""
         axis, operation, nbytes = message
         if axis == "pp" and operation == "send":
             stages = range(self.sizes.pp - 1)

@@ -66,10 +66,10 @@ class MeasuredStep:
 
 
 def measured_run(run: Path, flag: str = "--run", trust: bool = False) -> MeasuredStep:
-    """The steps of a run: the median over its rows. UserError, with `flag`, without metrics.
+    """The median step of a run's rows; of a run resumed on other ranks, of the rows since then.
 
-    Of a run that was resumed on other ranks, those since then. `trust`: import the modules that its
-    config names.
+    `trust`: import the modules that its config names. Raises UserError, with `flag`, without
+    metrics.
     """
     tables_file, metrics_file = run / run_files.CONFIG, run / run_files.METRICS
     if not tables_file.is_file():
@@ -153,7 +153,8 @@ def versions_of(run: Path) -> dict[str, str]:
 def measured_on_gpu(file: Path, trust: bool = False) -> list[MeasuredStep]:
     """The steps of titan_dit that benchmarks/gpu.py measured, one for each contender and cell.
 
-    `trust`: import the modules that their configs name.
+    `trust`: import the modules that their configs name. Raises UserError for a file of something
+    else.
     """
     if not file.is_file():
         raise UserError(

@@ -48,7 +48,8 @@ class OptimizerState:
     embed: float = 2.0
     """Tensors of the optimizer per trained element of embed; AdamW has two."""
     block: float = 2.0
-    """That of the blocks; the mean if they are of several kinds."""
+    """Tensors of the optimizer per trained element of the blocks; the mean if they are of several
+    kinds."""
     head: float = 2.0
     averages: int = 0
     """Number of EMAs; each holds all elements."""
@@ -201,9 +202,9 @@ class Sharding:
 
 
 class KeptBlocks:
-    """What consecutive blocks keep of a microbatch on the device, in bytes.
+    """Bytes that consecutive blocks keep of a microbatch on the device.
 
-    With [offload] activations those of `ahead` blocks and the running one are there, see
+    With [offload] activations the tensors of `ahead` blocks and of the running one are there, see
     `parallel.offload`. A block saves its input, which `Part.kept` counts for the part before it:
     embed keeps as much as the first of these blocks saves.
     """
@@ -213,16 +214,16 @@ class KeptBlocks:
         each = [kind for kind, count in blocks for _ in range(count)]
         self.count, self.ahead = len(each), ahead or 0
         self.whole = [0.0, *accumulate(counts.blocks[kind].kept for kind in each)]
-        """Bytes of the first blocks."""
+        """[i]: bytes of the first i blocks."""
         self.moved = [0.0, *accumulate(moved[kind] for kind in each)]
-        """Those of them that are copied to the host."""
+        """[i]: bytes of the first i blocks that [offload] copies to the host."""
 
     def before(self, number: int) -> float:
-        """Bytes of the blocks before block `number` while it runs; of the head, their count."""
+        """Bytes of the blocks before block `number` while it runs; `count` stands for the head."""
         return self.whole[number] - self.moved[max(0, number - self.ahead)]
 
     def during(self, number: int) -> float:
-        """These and the block's own."""
+        """`before`, with the block's own bytes."""
         return self.before(number) + self.whole[number + 1] - self.whole[number]
 
     @property
@@ -411,7 +412,7 @@ class InFlight(NamedTuple):
 
     kind: Kind
     place: int
-    """The action's stage among those of the rank."""
+    """Index of the action's stage among the rank's stages."""
     held: tuple[int, ...]
     """Microbatches whose activations are held: before a forward, else with the action's own."""
     halves: tuple[int, ...]
@@ -442,7 +443,10 @@ def highest_of_schedule(
 
 @lru_cache(maxsize=4096)
 def exceeded(schedule: str, pp: int, microbatches: int, virtual_stages: int) -> tuple[bool, ...]:
-    """By pipeline rank: True if the rank before it never holds less."""
+    """Per pipeline rank: True if each of its highest states is covered by one of the rank before.
+
+    The memory of such a rank need not be computed.
+    """
     flights = highest_of_schedule(schedule, pp, microbatches, virtual_stages)
     return tuple(
         rank > 0 and all(any(_is_above(other, own) for other in flights[rank - 1]) for own in each)
@@ -580,7 +584,7 @@ class StageParts:
 
     @cached_property
     def of_blocks(self) -> KeptBlocks:
-        """What its blocks keep of a microbatch."""
+        """Bytes that its blocks keep of a microbatch."""
         return KeptBlocks(self.counts, self.blocks, self.ahead)
 
     @cached_property
@@ -674,7 +678,7 @@ def whole_table(counts: Counts, tp: int, width: int) -> float:
 
 
 def of_products(part: Part) -> float:
-    """Bytes of the gradients from which a part computes those of its weights."""
+    """Bytes of the output gradients from which a part computes its weights' gradients."""
     return sum(
         count * product.batch * product.m * product.k * GRADIENT_BYTES[product.dtype]
         for product, count in part.backward.products.items()
@@ -1023,7 +1027,10 @@ def in_flight(plan: RunPlan) -> tuple[tuple[tuple[InFlight, ...], ...], tuple[fl
 
 
 def exceeded_ranks(plan: RunPlan) -> frozenset[int]:
-    """Pipeline ranks that never hold more than the rank before; empty for an order from a file."""
+    """Pipeline ranks that never hold more than the rank before.
+
+    Empty for an order from a file and for a run-time order.
+    """
     if plan.order_of_file is not None or plan.decides_at_run_time:
         return frozenset()
     order = plan.pipeline.schedule, plan.sizes.pp, plan.num_microbatches
@@ -1060,7 +1067,7 @@ class DeviceMemory:
 
 
 def on_device(held: Mapping[StorageKind, float]) -> float:
-    """The sum of a rank's bytes that are in the memory of its device."""
+    """Bytes in device memory: the sum of `held` without HOST."""
     return sum(size for kind, size in held.items() if kind is not StorageKind.HOST)
 
 

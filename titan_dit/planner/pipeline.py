@@ -1,8 +1,8 @@
-"""The time of a pipeline's pass: `schedules.simulator` for a search, which plays an order often.
+"""The time of a pipeline's pass: `schedules.simulator` for a search, which repeats an order often.
 
-What an action waits for depends on the order alone: it is looked up once, then played with the
-times of many layouts. The ends are those of `simulate`. A pass of many microbatches is played with
-fewer: once the pipeline is full, every further round takes as long as the one before.
+The inputs of an action depend on the order alone: they are looked up once, then simulated with the
+times of many layouts. The ends are those of `simulate`. A pass of many microbatches is simulated
+with fewer: once the pipeline is full, every further round takes the same time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MIN_ROUNDS = 3
 """Minimum number of rounds to play. A round is `pp` microbatches, or the group of an interleaved
 schedule."""
 MAX_ACTIONS = 8192
-"""Maximum number of actions of a pass that is played whole."""
+"""Maximum number of actions of a pass that is simulated whole."""
 LAST_KINDS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 """Actions that end a stage's work on a microbatch."""
 
@@ -175,7 +175,7 @@ def round_of(plan: RunPlan) -> int:
 def program(
     schedule: str, num_ranks: int, virtual_stages: int, num_microbatches: int
 ) -> tuple[CompiledAction, ...]:
-    """The compiled order of a schedule; cached, because a search plays it with many times."""
+    """The compiled order of a schedule. Cached: a search replays it with many durations."""
     return compiled(
         pipeline_order(
             schedule,

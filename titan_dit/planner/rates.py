@@ -23,14 +23,14 @@ class Runtime:
     is_fused: bool | None = None
     """True if elementwise operators are fused. None: as [compile] says."""
     sharding: Literal["fsdp", "gradients", "replicas"] = "fsdp"
-    """What dp_shard does. "fsdp": FSDP. "gradients": FSDP that keeps parameters gathered
+    """Meaning of dp_shard. "fsdp": FSDP. "gradients": FSDP that keeps parameters gathered
     (SHARD_GRAD_OP). "replicas": plain replicas, whose gradients are all-reduced."""
     overlaps_data: bool = True
     """Gathers and reductions over data-parallel ranks hide behind computing."""
     reduces_each_microbatch: bool = False
     """Gradients are reduced over data-parallel ranks in every microbatch, not in the last one."""
     gather_bytes: int | None = None
-    """Bytes per parameter of an all-gather; None: those of [precision] dtype."""
+    """Bytes per parameter of an all-gather; None takes the itemsize of [precision] dtype."""
     gradient_bytes: int = 4
     """Bytes per gradient of a reduction over data-parallel ranks."""
     update_bytes: float | None = None

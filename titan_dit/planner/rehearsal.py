@@ -60,7 +60,7 @@ GATHERS = ("gather", "index", "index_select", "embedding")
 SCATTERS = ("scatter_add_", "index_put_", "index_add_", "scatter_")
 """Operators that change as many bytes of their first argument as their last tensor has."""
 OVERWRITES = ("copy_", "fill_", "zero_", "foreach_copy_")
-"""In-place operators that do not read what they change."""
+"""In-place operators that do not read the tensor that they change."""
 
 
 class Access(NamedTuple):
@@ -207,7 +207,7 @@ class OperatorLog(TrafficLog):  # type: ignore[no-untyped-call]
 
 
 def attention(args: Sequence[Any], *, is_backward: bool) -> AttentionCall:
-    """Torch's fused kernel; its arguments begin with q, k, v, those of backward with a gradient."""
+    """Torch's fused kernel; its arguments begin with q, k, v, in backward with a gradient."""
     q, k = args[1:3] if is_backward else args[:2]
     batch, heads, queries, head_dim = q.shape
     # Fake tensors are on the CPU, whose kernel has one flag.
@@ -773,7 +773,7 @@ class State:
 
 
 def two_replicas(plan: RunPlan) -> RunPlan:
-    """The plan of one pipeline stage and of two replicas, of which one is rehearsed.
+    """The plan of one pipeline stage and two replicas, one of them rehearsed.
 
     With a single replica the norm of the gradients would be sent over the tp or cp group.
     """

@@ -64,7 +64,7 @@ CP_TERMS = ("cp", "attention")
 
 
 def work_key(candidate: Candidate) -> WorkKey:
-    """The bucket of a candidate."""
+    """The key of candidates with equal work."""
     return WorkKey(*(getattr(candidate, name) for name in WorkKey._fields))
 
 
@@ -158,11 +158,12 @@ def floor_of(busy: Busy, candidate: Candidate, model: RunPlan) -> float:
 
 
 def least_bytes(counts: Counts, coarse: Candidate, fine: Candidate, model: RunPlan) -> float:
-    """Lower bound of the first pipeline rank's bytes: its weights, and what forward keeps.
+    """Lower bound of the device bytes of the first pipeline rank.
 
-    The counts are those of a coarser split with the same recomputation. In a pipeline FSDP
-    keeps the gathered weights. Except in V-shaped schedules, the first rank begins with a
-    forward for each rank.
+    The sum of fp32 weights, sharded (none with [offload] parameters), and the activations of
+    min(pp, microbatches) forwards, of one in V-shaped schedules. With pp > 1 and FSDP also the
+    gathered weights, unless float8, and with more microbatches than pp, not V-shaped, as many bytes
+    of unreduced gradients. `counts`: of the coarser split `coarse` with the same recomputation.
     """
     blocks = counts.blocks.values()
     # Of several kinds, the first stage may hold any number.
@@ -252,7 +253,10 @@ def tp_crosses_nodes(sizes: AxisSizes, device: Device) -> bool:
 
 
 def shortened(plan: RunPlan) -> RunPlan:
-    """The plan with fewer microbatches and as many in flight: long orders take long to read."""
+    """The plan with fewer microbatches, with the same number in flight.
+
+    Long orders take long to read.
+    """
     most = ROUNDS * plan.sizes.pp
     fixed = plan.pipeline.schedule == "gpipe" or plan.order_of_file is not None
     if plan.sizes.pp == 1 or fixed or plan.num_microbatches <= most:
@@ -518,7 +522,7 @@ class Search:
         return self.model.bound(self.space.plan(candidate), counts, self.device)
 
     def _before_rehearsal(self, candidate: Candidate, known: list[Candidate]) -> float | None:
-        """The highest bound from scaled counts of coarser splits; None if those do not fit."""
+        """The highest bound from scaled counts of coarser splits; None if these do not fit."""
         bounds = [0.0]
         for coarse in known:
             counts = self._counts(coarse)

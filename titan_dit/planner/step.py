@@ -108,7 +108,7 @@ def check_offload(config: OffloadConfig, device: Device) -> None:
 
 
 def check_host_steps(config: JobConfig) -> None:
-    """Raise UserError for an update whose time on a CPU is not that of reading and writing it."""
+    """Raise UserError for an update whose CPU time is not bound by its memory traffic."""
     if not config.offload.parameters:
         return
     if type(config.optimizer) is not AdamWConfig:
@@ -288,7 +288,7 @@ class StepTime:
     """The terms of a step's time, each computed when it is asked for."""
 
     def __init__(self, plan: RunPlan, counts: Counts, device: Device, runtime: Runtime) -> None:
-        """UserError if the device's file does not say what the layout needs."""
+        """Raises UserError if the device's file lacks a value that the layout needs."""
         check_offload(plan.offload, device)
         self.plan, self.counts, self.device, self.runtime = plan, counts, device, runtime
         self.links = Network(plan.sizes, device)
@@ -384,7 +384,7 @@ class StepTime:
         )
 
     def link_s(self, data: DataParallel, shape: StageShape, kind: str) -> float:
-        """Seconds of what comes from the host in a block's backward: its activations and weights.
+        """Seconds of copies from the host in a block's backward: its activations and weights.
 
         0 unless [offload] brings both: either has the link for itself.
         """

@@ -44,7 +44,7 @@ class AttentionCall(NamedTuple):
     queries: float
     """Tokens of this rank."""
     keys: float
-    """Tokens that they attend to, those of other ranks included."""
+    """Tokens that they attend to, on other ranks, too."""
     head_dim: float
     dtype: str
     is_causal: bool
@@ -188,7 +188,8 @@ class Part:
     tensors: int
     """Parameter tensors."""
     on_host: Work = field(default_factory=Work)
-    """What of `update` the host does with [offload] parameters: clipping, optimizer, EMA."""
+    """Part of `update` that runs on the host with [offload] parameters: clipping, optimizer,
+    EMA."""
     allocated: AllocatedBytes | None = None
     """Bytes at every moment, whose maxima the peaks are; None if not known."""
     quantized: float = 0.0
@@ -225,7 +226,7 @@ class Counts:
     stream: float
     """Bytes per rank that a microbatch sends between two pipeline stages."""
     tied: float
-    """Elements on a tp rank of which the last pipeline stage has a copy."""
+    """Elements on a tp rank that the last pipeline stage has a copy of."""
 
     @property
     def block(self) -> Part:

@@ -65,7 +65,7 @@ class Features:
 def load(name: str, weights: str, device: torch.device, where: str = "--features") -> Features:
     """The feature network `name`, with Inception's weights from the file `weights`.
 
-    `where` names the flag or key in errors.
+    `where` names the flag or key in errors. Raises UserError for an unknown name.
     """
     kind, _, rest = name.partition(":")
     if kind == "efficientnet" and (not rest or rest.isdecimal()):
@@ -80,7 +80,7 @@ def load(name: str, weights: str, device: torch.device, where: str = "--features
 def inception(weights: str, device: torch.device, where: str) -> Features:
     """FID's InceptionV3 as torch-fidelity ports it: 2,048 pooled features.
 
-    Pictures are resized to 299 pixels as TensorFlow 1 did.
+    Pictures are resized to 299 pixels as TensorFlow 1 did. Raises UserError without its weights.
     """
     module = fidelity("feature_extractor_inceptionv3", f"{where} inception")
     if not weights:
@@ -115,7 +115,7 @@ def inception(weights: str, device: torch.device, where: str) -> Features:
 def efficientnet(name: str, pixels: int, device: torch.device, where: str) -> Features:
     """EfficientNet-Lite0 of ImageNet: 1,280 pooled features. Pictures are resized, bicubic.
 
-    Its weights come with a package: nothing is downloaded.
+    Its weights come with a package: nothing is downloaded. Raises UserError without the package.
     """
     if pixels < 32:
         raise UserError(f"{where} {name}: the network needs at least 32 pixels.")
@@ -186,7 +186,8 @@ def install_advice() -> str:
 def fidelity(module: str, what: str) -> ModuleType:
     """A module of torch_fidelity, without executing its package, which imports torchvision.
 
-    torchvision from another index than torch's does not load, and is not needed here.
+    torchvision from another index than torch's does not load, and is not needed here. Raises
+    UserError without the package.
     """
     name = "torch_fidelity"
     if name in sys.modules:

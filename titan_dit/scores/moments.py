@@ -1,4 +1,4 @@
-"""Count, mean and covariance of features. Those of parts merge exactly."""
+"""Count, mean and covariance of features. The moments of parts merge exactly."""
 
 from __future__ import annotations
 

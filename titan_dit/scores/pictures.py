@@ -123,7 +123,8 @@ def formats_of(names: Sequence[str]) -> tuple[str, ...]:
 def listed(folder: Path, where: str) -> FolderPictures:
     """The pictures that metadata, parquet or tar files list; without any, all below the folder.
 
-    Classes may be missing, as among drawn pictures. Without a list they are the top folders.
+    Classes may be missing, as among drawn pictures. Without a list they are the top folders. Raises
+    UserError if there are none.
     """
     by_list = open_listed(folder, ListingOptions.to_score(f"{where} "))
     if by_list is not None:
@@ -190,7 +191,8 @@ def is_loop(folder: str, name: str) -> bool:
 def open_npz(path: Path, where: str, *, labelled: bool = True) -> Pictures:
     """The pictures of a .npz. An uncompressed array is not read into memory.
 
-    `labelled`: read and check the classes, if there are any.
+    `labelled`: read and check the classes, if there are any. Raises UserError for other arrays than
+    uint8 [n, height, width, 3].
     """
     array = array_of(path, where)
     if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] != 3 or not len(array):
@@ -215,7 +217,10 @@ def open_npz(path: Path, where: str, *, labelled: bool = True) -> Pictures:
 
 
 def counts_in(path: Path, where: str, count: int) -> dict[str, int]:
-    """Pictures of each class in a .npz of `count` pictures; {} if it has no labels."""
+    """Pictures of each class in a .npz of `count` pictures; {} if it has no labels.
+
+    Raises UserError for labels of another shape or dtype.
+    """
     if LABELS not in names_in(path, where):
         return {}
     labels = array_of(path, where, LABELS)
@@ -240,7 +245,10 @@ def names_in(path: Path, where: str) -> set[str]:
 
 
 def array_of(path: Path, where: str, name: str = PICTURES) -> np.ndarray:
-    """An array of a .npz, mapped into memory if it is not compressed."""
+    """An array of a .npz, mapped into memory if it is not compressed.
+
+    Raises UserError if it is missing or unreadable.
+    """
     found = names_in(path, where)
     if name not in found:
         raise UserError(
@@ -299,7 +307,7 @@ def header_of(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any], in
 
 
 def mapped(path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> np.ndarray:
-    """An uncompressed array of a .npz, as a memory map."""
+    """An uncompressed array of a .npz, as a memory map. Raises ValueError for Python objects."""
     with archive.open(entry) as file:
         shape, fortran, dtype, length = header_of(file)
     if dtype.hasobject:  # Mapped, they would be read as addresses.

@@ -33,7 +33,10 @@ class DrawsPictures(Protocol):
     """An objective whose samples are pictures, as `diffusion.objective.Diffusion`."""
 
     def picture_size(self, sampling: SamplingConfig) -> int:
-        """Width and height in pixels of what `pictures` draws. UserError if it cannot."""
+        """Width and height in pixels of the pictures that `pictures` draws.
+
+        Raises UserError if none.
+        """
 
     def knows_classes(self, like: Mapping[str, int]) -> bool:
         """True if `picture_conditions` follows the proportions `like`, or needs no classes."""
@@ -59,7 +62,7 @@ class DrawsPictures(Protocol):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What draws pictures, the feature network, and the features of the reference."""
+    """Scores drawn pictures: by the feature network, against the features of the reference."""
 
     objective: DrawsPictures
     config: FIDConfig

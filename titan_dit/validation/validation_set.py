@@ -137,7 +137,10 @@ def open_set(
     job: JobSection,
     text: TextConfig,
 ) -> ValidationSet | None:
-    """Open [validation] path, else take the `held_out` rows; None if disabled. Collective."""
+    """Open [validation] path, else take the `held_out` rows; None if disabled. Collective.
+
+    Raises UserError if it does not fit the training data.
+    """
     if not config.every:
         return None
     if not config.path and not data.has_validation_part:
@@ -171,7 +174,7 @@ def open_set(
 def check_alike(where: str, other: Source, source: Source) -> None:
     """Raise UserError unless fields, units and classes equal the training data's.
 
-    Of data in buckets some buckets are enough, and its captions may be shorter.
+    Data in buckets may have only some of the buckets, and shorter captions.
     """
     ours, its = fields_by_bucket(source), fields_by_bucket(other)
     several = len(ours) > 1
@@ -276,7 +279,7 @@ class Validator:
     def losses(self) -> dict[str, float]:
         """Mean loss over all rows, the objective's summary, losses of evaluations and terms.
 
-        Of data in buckets also the loss of each.
+        For data in buckets also the loss of each.
         """
         source, sizes = self.chosen.source, self.batch_sizes
         parts: Sums = {}

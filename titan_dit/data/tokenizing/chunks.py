@@ -55,7 +55,7 @@ class Unpacking(io.RawIOBase):
         return size
 
     def unpacked(self) -> Iterator[bytes]:
-        """Yield the unpacked bytes in pieces."""
+        """Yield the unpacked bytes in pieces. Raises EOFError if the stream ends too early."""
         waiting = self.more()
         while waiting:
             decoder = new_decoder(self.magic)
@@ -228,7 +228,7 @@ def chunks_in(shown: str, name: str, file: Any, where: str, limits: Limits) -> I
 
 
 def rest_of_line(file: Any, most: int) -> bytes:
-    """Read up to a line's end; of more than `most` bytes those beyond are left out."""
+    """Read up to a line's end; bytes beyond `most` are left out."""
     kept: bytes = file.readline(most + 1)
     if len(kept) > most and not kept.endswith(b"\n"):
         while (part := file.readline(CHUNK_BYTES)) and not part.endswith(b"\n"):
@@ -262,7 +262,10 @@ def advice_for(bad: Sequence[BadLine]) -> str:
 
 
 def texts_of(chunk: TextChunk, keys: Sequence[str]) -> Iterator[tuple[str, ...] | BadLine]:
-    """Yield each document's texts, one per key; a .txt file is one text for every key."""
+    """Yield each document's texts, one per key, or a BadLine.
+
+    A .txt file is one text for every key.
+    """
     is_text = chunk.kind == "txt"
     parts = [chunk.data] if is_text else chunk.data.split(b"\n")
     for number, part in enumerate(parts, chunk.first_line):

@@ -158,7 +158,10 @@ def encode_here(
 def encode_all(
     recipe: Recipe, chunks: Iterator[tuple[TextChunk, int]], workers: int
 ) -> Iterator[tuple[Encoded, int]]:
-    """Yield (encoded chunk, bytes read up to it), in order."""
+    """Yield (encoded chunk, bytes read up to it), in order.
+
+    Raises UserError if a worker was killed.
+    """
     if workers == 1:
         yield from encode_here(recipe, chunks)
         return

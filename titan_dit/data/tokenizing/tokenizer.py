@@ -18,7 +18,10 @@ BERT_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def needed(package: str, where: str) -> Any:
-    """Import an optional package; `where` is the command or key that needs it."""
+    """Import an optional package; `where` is the command or key that needs it.
+
+    Raises UserError if it is missing.
+    """
     try:
         return importlib.import_module(package)
     except ImportError:
@@ -50,7 +53,7 @@ def read(path: Path, where: str) -> Any:
 
 
 def check_ids(vocabulary: Mapping[str, int], where: str) -> None:
-    """Refuse ids above LARGEST_ID: the library allocates a list up to the largest id."""
+    """Raise UserError for ids above LARGEST_ID: the library allocates a list up to the largest."""
     if (largest := max(vocabulary.values(), default=0)) > LARGEST_ID:
         raise UserError(
             f"{where} has the id {largest:,}, above {LARGEST_ID:,}. Number its tokens from 0."
@@ -58,7 +61,10 @@ def check_ids(vocabulary: Mapping[str, int], where: str) -> None:
 
 
 def from_vocabulary(vocab: Path, merges: Path | None, lower: bool, where: str) -> Any:
-    """GPT-2's tokenizer from vocab.json and merges.txt, or BERT's from vocab.txt."""
+    """GPT-2's tokenizer from vocab.json and merges.txt, or BERT's from vocab.txt.
+
+    Raises UserError for a missing or invalid file.
+    """
     library = needed("tokenizers", where)
     models = library.models
     for file in filter(None, (vocab, merges)):
@@ -137,7 +143,10 @@ def text_of(tokenizer: Any) -> str:
 
 
 def end_of_document(tokenizer: Any, name: str | None, where: str) -> int:
-    """Id of the token that ends a document: `name`, else the first known one."""
+    """Id of the token that ends a document: `name`, else the first known one.
+
+    Raises UserError if there is none.
+    """
     known = tokenizer.get_vocab()
     found = next((word for word in ([name] if name else ENDS) if word in known), None)
     if found is None:

@@ -1,4 +1,4 @@
-"""The tensor-parallel plan of FLUX.2 (that of the text-to-image DiT, tensor_plans/joint_dit.py).
+"""The tensor-parallel plan of FLUX.2 (as of the text-to-image DiT, tensor_plans/joint_dit.py).
 
 Attention is sharded by heads, the MLPs by their width. The modulation is computed once, outside the
 blocks, and replicated there with all else that is small.
@@ -26,7 +26,7 @@ EMBEDDERS = (
 def plan(sequence_parallel: bool) -> TensorPlan:
     """Between blocks the tokens are sharded (sequence parallelism), or whole on every rank.
 
-    Those of the caption and those of the picture are sharded apart: a rank holds a share of each.
+    The caption's and the picture's tokens are sharded separately: a rank holds a share of each.
     """
     shard = Shard(1) if sequence_parallel else None
 

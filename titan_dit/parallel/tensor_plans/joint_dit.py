@@ -1,4 +1,4 @@
-"""The tensor-parallel plan of the text-to-image DiT (that of DiT, tensor_plans/dit.py).
+"""The tensor-parallel plan of the text-to-image DiT (as of DiT, tensor_plans/dit.py).
 
 Attention is sharded by heads, the MLP by its width. The modulation is computed once, outside the
 blocks, and replicated there with all else that is small; a block's table is replicated, too.
@@ -20,7 +20,7 @@ from titan_dit.parallel.tensor import (
 def plan(sequence_parallel: bool) -> TensorPlan:
     """Between blocks the tokens are sharded (sequence parallelism), or whole on every rank.
 
-    Those of the caption and those of the picture are sharded apart: a rank holds a share of each.
+    The caption's and the picture's tokens are sharded separately: a rank holds a share of each.
     """
     shard = Shard(1) if sequence_parallel else None
 

@@ -1,4 +1,4 @@
-"""The tensor-parallel plan of Wan (that of the text-to-image DiT, tensor_plans/joint_dit.py).
+"""The tensor-parallel plan of Wan (as of the text-to-image DiT, tensor_plans/joint_dit.py).
 
 Both attentions are sharded by heads, whose norms over all heads sum over the ranks; the MLP is
 sharded by its width. The caption and the modulation are computed once, outside the blocks, and

@@ -1,4 +1,4 @@
-"""The tensor-parallel plan of Z-Image (that of DiT, tensor_plans/dit.py).
+"""The tensor-parallel plan of Z-Image (as of DiT, tensor_plans/dit.py).
 
 Attention is sharded by heads, the MLP by its width, a block's modulation by outputs. Norms are
 replicated, as is everything outside the blocks.
@@ -23,7 +23,7 @@ NORMS = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
 def plan(sequence_parallel: bool) -> TensorPlan:
     """Between blocks the tokens are sharded (sequence parallelism), or whole on every rank.
 
-    Those of the caption and those of the picture are sharded apart: a rank holds a share of each.
+    The caption's and the picture's tokens are sharded separately: a rank holds a share of each.
     """
     shard = Shard(1) if sequence_parallel else None
     norm = norm_of_tokens(sequence_parallel)

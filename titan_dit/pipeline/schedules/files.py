@@ -33,8 +33,8 @@ MESSAGE = re.compile(r"\d{1,9}(SEND|RECV)_[FB]\d{1,9}", re.ASCII)
 LEFT_OUT = re.compile(
     r"\d{1,9}(WAIT_SEND_[FB]\d{1,9}|UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)", re.ASCII
 )
-"""What some versions of torch write besides: parameters stay gathered for a pass, and each stage's
-gradients are reduced after its last backward."""
+"""Cells that only some versions of torch write. They are ignored: parameters stay gathered for a
+pass, and each stage's gradients are reduced after its last backward."""
 
 
 def write_order(path: Path, order: Order, comments: Iterable[str] = ()) -> None:

@@ -133,7 +133,7 @@ def inputs_of(action: Action, num_stages: int) -> Iterator[Action]:
 
 
 def output_of(action: Action) -> Action:
-    """The output of an action; that of a full backward is an input gradient, too."""
+    """The output of an action; a full backward's is an input gradient, too."""
     return action._replace(kind=Kind.BACKWARD_INPUT) if action.kind is Kind.BACKWARD else action
 
 
@@ -166,7 +166,7 @@ def channels(order: Order, stage_ranks: Sequence[int]) -> Channels:
 
 
 class Call(NamedTuple):
-    """What a rank's host does next in a step."""
+    """One call of a rank's host in a step."""
 
     what: Literal["run", "receive", "send"]
     """Compute an action; post the receive of a message; send one."""
@@ -201,7 +201,7 @@ class Schedule:
     """(name, p, m, v): raise UserError if the schedule does not support m microbatches."""
 
     def __post_init__(self) -> None:
-        """Refuse a schedule with two placements, or without exactly one source of actions."""
+        """Raise UserError for two placements, or without exactly one of `program` and `actions`."""
         if self.v_shaped and self.interleaved:
             raise UserError(f"{KEY}: a Schedule is v_shaped and interleaved. Set one of them.")
         if (self.program is None) == (self.actions is None):

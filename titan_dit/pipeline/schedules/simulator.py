@@ -49,7 +49,7 @@ class Simulation:
     """The timeline of an order."""
 
     timeline: tuple[TimedAction, ...]
-    """All actions; those of one rank are in sequence."""
+    """All actions; the actions of a rank are in sequence."""
     busy: tuple[float, ...]
     """Busy time of each rank."""
     peak_activations: tuple[int, ...]
@@ -209,7 +209,7 @@ class _RunTime:
         self.num_events = 0
 
     def simulate(self) -> Simulation:
-        """Run until every rank has finished."""
+        """Run until every rank has finished. Raises ValueError for a deadlock."""
         for rank in range(len(self.deciders)):
             self.decide(rank, 0.0)
         while self.events:
@@ -265,7 +265,7 @@ class _RunTime:
         self.add(now + took, rank, found, is_message=False)
 
     def add(self, at: float, rank: int, action: Action, *, is_message: bool) -> None:
-        """Add an event; those of one moment stay in sequence."""
+        """Add an event; events of one moment stay in sequence."""
         self.num_events += 1
         heapq.heappush(self.events, (at, self.num_events, rank, action, is_message))
 
@@ -285,7 +285,7 @@ class Taken(NamedTuple):
     left: float
     """Until its output has left for another rank."""
     free: float
-    """Until the rank can go on."""
+    """Seconds until the rank is free."""
 
 
 def replay(

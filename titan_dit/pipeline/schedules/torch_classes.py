@@ -35,7 +35,7 @@ from titan_dit.pipeline.schedules.schedule import KEY, Action, Call, Calls, Kind
 
 TorchSchedule: TypeAlias = PipelineScheduleSingle | PipelineScheduleMulti
 ScheduleClass: TypeAlias = Callable[..., TorchSchedule]
-"""A class of torch's or of a user's; or what makes its schedule, with the same arguments."""
+"""A schedule class of torch's or of a user's, or a function of the same arguments."""
 
 
 class Driver(Protocol):
@@ -174,7 +174,7 @@ class NoDriver:
     """The driver between steps."""
 
     def run(self, action: Action) -> None:
-        """A schedule runs only within `driven`."""
+        """Raise AssertionError: a schedule runs only within `driven`."""
         raise AssertionError(f"{action} outside of a step")
 
     receive = send = run
@@ -374,7 +374,10 @@ LONGEST = 200
 
 @lru_cache(maxsize=8)
 def from_file(file: OrderFile) -> ScheduleClass:
-    """What makes the schedule that runs the order of a file, with its messages if it has them."""
+    """Return a function that makes torch's schedule of a file's order.
+
+    With its messages, if the file has them.
+    """
     rows = file.cells
     if file.has_messages and hasattr(torch_schedules, "WAIT_SEND_F"):  # New in torch 2.15.
         sends = ([cell for cell in row if "SEND" in cell] for row in rows)

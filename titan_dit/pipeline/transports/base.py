@@ -126,7 +126,7 @@ class Sender(ABC):
         """The tensors of the end's messages have changed, to no more bytes than at first."""
 
     def progress(self) -> bool:
-        """Go on with what was started; True while it must be called again soon."""
+        """Progress the copies that were started; True while it must be called again soon."""
         return False
 
     def flush(self) -> None:  # noqa: B027 Some have nothing to wait for.
@@ -161,7 +161,7 @@ class Receiver(ABC):
         return found
 
     def progress(self) -> bool:
-        """Go on with what was announced; True while it must be called again soon."""
+        """Progress the copies that were announced; True while it must be called again soon."""
         return False
 
     @abstractmethod
@@ -181,7 +181,7 @@ class Outgoing:
         self.credits: deque[Notice] = deque()
 
     def push(self) -> bool:
-        """Send what has a credit; True if a message went."""
+        """Send the messages that have a credit; True if one left."""
         went = False
         while self.waiting and self.credits:
             number, tensors = self.waiting.popleft()
@@ -209,10 +209,10 @@ class Transport:
         ends: list[Sender | Receiver] = [*senders.values(), *receivers.values()]
         idle = Sender.progress, Receiver.progress
         self.working = [end for end in ends if type(end).progress not in idle]
-        """Ends that must be called to go on."""
+        """Ends whose copies progress only while they are called."""
         self.every = ends
         self.stream: Stream | None = None
-        """The tensors between two stages; None: those of the start."""
+        """The tensors between two stages; None before the first `use`."""
         names = {(e.lane.kind, e.lane.stage): i for i, e in self.ends().items()}
         self.names: dict[tuple[Kind, int], int] = names
         self.posted: set[Action] = set()
@@ -260,24 +260,27 @@ class Transport:
         outgoing.sender.made(message.microbatch)
         outgoing.waiting.append((message.microbatch, whole))
         if not outgoing.push():  # Its credit may be here, unread.
-            self.stir()
+            self.poll()
 
     def arrived(self) -> list[Action]:
-        """Posted messages that have come in since the last call; sends what can go. No waiting."""
+        """Posted messages that arrived since the last call; also sends what has credit.
+
+        Never blocks.
+        """
         if not self.fresh:
-            self.stir()
+            self.poll()
         found, self.fresh = self.fresh, []
         return found
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Sleep until a message has arrived or one that waited has gone, or for `timeout_s`.
+        """Sleep until a message has arrived or left, or for `timeout_s`.
 
-        Also until a watched socket has a notice.
+        A notice of a watched socket ends it, too.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self.fresh:
             left = deadline - time.monotonic()
-            if left <= 0 or self.sleep(left) or self.stir():
+            if left <= 0 or self.sleep(left) or self.poll():
                 return
 
     def sleep(self, seconds: float) -> bool:
@@ -297,8 +300,11 @@ class Transport:
         ready = dict(poll.poll(None if seconds == math.inf else seconds * 1e3))
         return any(ready.get(peer.socket.fileno(), 0) & select.POLLIN for peer in self.watched)
 
-    def stir(self) -> bool:
-        """Read all notices, send what can go; True if a message has arrived or gone. No waiting."""
+    def poll(self) -> bool:
+        """Read notices, send messages that have credit, collect arrivals. Never blocks.
+
+        True if any message arrived or left.
+        """
         for peer in self.watched:
             peer.write()
         for peer in self.peers.values():
@@ -322,7 +328,7 @@ class Transport:
         """The tensors of a posted message; waits for it if it has not arrived."""
         assert message in self.posted, f"{message} was not posted"
         while message not in self.here:
-            self.go_on()
+            self.wait_for_progress()
         self.here.remove(message)
         self.posted.remove(message)
         return self.receivers[self.lane_of(message)].take(message.microbatch)
@@ -330,15 +336,15 @@ class Transport:
     def flush(self) -> None:
         """Wait until everything sent has left. At the end of a pass, before any collective."""
         while any(out.waiting for out in self.outgoing.values()):
-            self.go_on()
+            self.wait_for_progress()
         for out in self.outgoing.values():
             out.sender.flush()
         while any(peer.has_backlog for peer in self.peers.values()):
-            self.go_on()
+            self.wait_for_progress()
 
-    def go_on(self) -> None:
-        """Sleep unless something has arrived or gone."""
-        if not self.stir():
+    def wait_for_progress(self) -> None:
+        """Make progress once; if nothing arrived or left, wait for a notice."""
+        if not self.poll():
             self.sleep(math.inf)
 
     def close(self) -> None:

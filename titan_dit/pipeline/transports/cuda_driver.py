@@ -1,10 +1,9 @@
-"""What slots in device memory need of CUDA: shared memory, plain copies, events of two processes.
+"""CUDA for slots in device memory: shared memory, plain copies, events of two processes.
 
 Events and streams are torch's. The driver is called for what torch has no public name for: memory
 that another process opens. Torch's own sharing would pass on the whole segment around a tensor,
-keep counters in /dev/shm and, with expandable segments, need another kind of handle.
-
-Sources: CUDA Driver API 13, "Memory Management" and "Unified Addressing".
+keep counters in /dev/shm and, with expandable segments, need another kind of handle. Sources: CUDA
+Driver API 13, "Memory Management" and "Unified Addressing".
 """
 
 from __future__ import annotations
@@ -114,7 +113,10 @@ class Cuda:
         self.call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def pin(self, address: int, num_bytes: int) -> None:
-        """Pin mapped host memory, so that copies to and from it need not wait."""
+        """Pin mapped host memory, so that copies to and from it need not wait.
+
+        Raises DriverFailed.
+        """
         with torch.cuda.device(self.device):
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             code = int(runtime.cudaHostRegister(address, num_bytes, PORTABLE))
@@ -171,7 +173,7 @@ class Cuda:
         return event
 
     def wait(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-        """Have a stream wait for an event as it was recorded last; the host goes on."""
+        """Let a stream wait for an event as it was recorded last, without blocking the host."""
         stream.wait_event(event)
 
     def is_done(self, event: torch.cuda.Event) -> bool:

@@ -39,8 +39,8 @@ CREDIT = struct.Struct("<II")
 """Payload of a credit: the slot, and how many messages were copied from host memory so far. For a
 new slot the handles of its memory and of `read` follow."""
 HOST = struct.Struct("<I")
-"""Payload of a message in host memory: which one. That of one in its slot is empty, or the handle
-of `written` when the slot is used first."""
+"""Payload of a message in host memory: the index of its host buffer. A message in its slot has an
+empty payload, or the handle of `written` when the slot is used first."""
 
 
 @dataclass

@@ -94,7 +94,7 @@ class Peer:
         self.write()
 
     def write(self) -> None:
-        """Write what the socket has room for."""
+        """Write what the socket has room for. Raises NetworkFailure if the peer has ended."""
         while self.backlog and not self.has_left:
             data, files = self.backlog.popleft()
             try:
@@ -110,7 +110,7 @@ class Peer:
                 self.backlog.appendleft((data[sent:], ()))
 
     def push(self, data: bytes, files: Sequence[int]) -> int:
-        """Hand bytes and files to the socket; the number of bytes that it took."""
+        """Hand bytes and files to the socket; return the number of bytes that it took."""
         if not files:
             return self.socket.send(data, socket.MSG_NOSIGNAL)
         # As `socket.send_fds`, which ignores its flags.
@@ -135,7 +135,10 @@ class Peer:
         return notices
 
     def fill(self) -> bool:
-        """Read once; False if nothing more is there."""
+        """Read once; False if nothing more is there.
+
+        Raises NetworkFailure if the peer has ended.
+        """
         try:
             # As `socket.recv_fds`, which ignores its flags.
             room = socket.CMSG_LEN(MAX_FILES * ITEM) if self.is_local else 0

@@ -90,7 +90,11 @@ class Agent:
         return name.decode() if isinstance(name, bytes) else name
 
     def write(self, sources: Sequence[Piece], targets: Sequence[Piece], name: str) -> Any:
-        """Start writing pieces into equally large ones of another agent; `is_done` goes on."""
+        """Start writing pieces into equally large ones of another agent.
+
+        The write progresses only while `is_done` is called. Raises NetworkFailure if it cannot
+        start.
+        """
         here = self.nixl.get_xfer_descs([tuple(piece) for piece in sources], self.memory)
         there = self.nixl.get_xfer_descs([tuple(piece) for piece in targets], self.memory)
         try:
@@ -101,10 +105,9 @@ class Agent:
         return transfer
 
     def is_done(self, transfer: Any) -> bool:
-        """Go on with a write; True if all of it is in the other rank's memory.
+        """Let a write progress; True if all of it is in the other rank's memory.
 
-        Raises:
-            NetworkFailure: it failed.
+        Raises NetworkFailure if it failed.
         """
         try:
             state = self.nixl.check_xfer_state(transfer)
