@@ -203,7 +203,7 @@ def import_adapter(source: Path, target: Path, options: ConvertFlags) -> None:
         if not options.merge:
             use = f"Train them on with --checkpoint.resume {target}, or as --checkpoint.init merged"
     console.say(f"wrote   {target}: {run.path} ({run.weights}) with {what}. {use}")
-    for line in warnings(base, run):
+    for line in warnings(run):
         console.say(f"warning: --base {base} {line}")
 
 
@@ -237,7 +237,7 @@ def adapters_beside(
     return both, LoRAConfig(rank=adapters.rank, alpha=adapters.alpha, targets=layers)
 
 
-def warnings(base: str, run: SavedNetwork) -> Iterator[str]:
+def warnings(run: SavedNetwork) -> Iterator[str]:
     """Why adapters of diffusers may not belong to a base."""
     if run.saved.adapters:
         began = run.record["config"]["checkpoint"].get("init")
@@ -385,8 +385,8 @@ def write_diffusers(target: Path, run: SavedNetwork, options: ConvertFlags) -> N
     recorded = diffusion.data.vae_source
     vae = options.vae or (recorded if Path(recorded or "-").expanduser().is_dir() else NO_VAE)
     outline = found.outline()
-    theirs = found.to_theirs(run.tensors)
-    parts = found.config_json(), outline, theirs, diffusers_network.WEIGHTS
+    config, theirs = found.config_json(), found.to_theirs(run.tensors)
+    weights = diffusers_network.WEIGHTS
     if vae == NO_VAE:
         if options.low:
             raise UserError(
@@ -394,7 +394,7 @@ def write_diffusers(target: Path, run: SavedNetwork, options: ConvertFlags) -> N
                 "Give --vae, or export each network by itself."
             )
         with writing(target, outline.values()), new_output(target) as place:
-            hugging_face.write_folder(place, *parts)
+            hugging_face.write_folder(place, config, outline, theirs, weights)
         console.say(
             f"wrote   {target}, a transformer for diffusers. With --vae: a whole {found.pipeline}"
         )
@@ -403,16 +403,15 @@ def write_diffusers(target: Path, run: SavedNetwork, options: ConvertFlags) -> N
         scheduler = found.scheduler_json(diffusion.config)
         chosen = options.text_encoder
         encoder = diffusers_network.text_parts(chosen, "--text-encoder") if chosen else {}
-        written = {diffusers_network.TRANSFORMER: parts}
+        written = {diffusers_network.TRANSFORMER: theirs}
         if options.low:
             low, found.boundary = second_network(found, diffusion, scheduler, options)
             folder_of_vae(vae, low.diffusion("convert").data, found)
-            theirs = found.to_theirs(low.tensors)
-            written[diffusers_network.LOW_TRANSFORMER] = *parts[:2], theirs, parts[3]
+            written[diffusers_network.LOW_TRANSFORMER] = found.to_theirs(low.tensors)
         sizes = [*outline.values()] * len(written)
         with writing(target, sizes), new_output(target) as place:
-            for part, given in written.items():
-                hugging_face.write_folder(place / part, *given)
+            for part, tensors in written.items():
+                hugging_face.write_folder(place / part, config, outline, tensors, weights)
             diffusers_network.write_parts(place, found, scheduler, folder, encoder, diffusion.data)
         console.say(f"wrote   {target}, a {found.pipeline} with {scheduler['_class_name']}")
     console.say(f"        from {run.path}, step {run.step} ({run.weights})")

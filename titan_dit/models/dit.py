@@ -133,11 +133,5 @@ class DiT(Model):
         0.5% below Megatron's formula for DiT: here the last modulation is per sample, the patch
         embedding has no input gradient, and the timestep MLP counts in full.
         """
-        h, layers, _, patch = self.config.shape
-        n, ffn = tokens, self.config.ffn
-        per_block = 24 * n * h * h + 12 * n * n * h + 12 * n * h * ffn + 36 * h * h
-        channels = self.config.in_channels + self.config.condition_channels
-        patch_in = 4 * n * h * patch**2 * channels
-        patch_out = 6 * n * h * patch**2 * self.output_channels
-        timestep = 1024 * h + 6 * h * h
-        return layers * per_block + patch_in + patch_out + timestep + 12 * h * h
+        embed, block, head = self.config.flops(tokens, self.output_channels)
+        return embed + self.config.shape[1] * block + head

@@ -115,13 +115,18 @@ class DiTConfig(Section):
 
     def edge_costs(self, output_channels: int) -> tuple[float, float]:
         """Cost of embed and head relative to a block, by FLOPs; see `DiT.flops_per_sample`."""
+        embed, block, head = self.flops(self.token_shape[0], output_channels)
+        return embed / block, head / block
+
+    def flops(self, tokens: int, output_channels: int) -> tuple[int, int, int]:
+        """(embed, a block, head): FLOPs of forward and backward; see `DiT.flops_per_sample`."""
         h, _, _, patch = self.shape
-        n, ffn = self.token_shape[0], self.ffn
+        n, ffn = tokens, self.ffn
         block = 24 * n * h * h + 12 * n * n * h + 12 * n * h * ffn + 36 * h * h
         channels = self.in_channels + self.condition_channels
         embed = 4 * n * h * patch**2 * channels + 1024 * h + 6 * h * h
         head = 6 * n * h * patch**2 * output_channels + 12 * h * h
-        return embed / block, head / block
+        return embed, block, head
 
     def spec(self, output_channels: int | None = None) -> ModelSpec:
         """Describe the network; `output_channels` defaults to in_channels."""

@@ -21,12 +21,12 @@ from titan_dit.opening import DataExample
 from titan_dit.plan import RunPlan
 from titan_dit.planner import memory as memory_of
 from titan_dit.planner.candidates import KEYS, MODES, Candidate, Space
+from titan_dit.planner.counts import CountsOf
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.memory import DeviceMemory
 from titan_dit.planner.search import (
     BytesByKind,
     CostModel,
-    CountsOf,
     PredictedLayout,
     Search,
     SearchResult,

@@ -819,17 +819,17 @@ class FakeParts:
             self.model: Model = plan.spec.build()
         self.model.cut(first_layers(plan.spec).values(), is_first=True, is_last=True)
         self.parts = ("embed", *blocks_by_kind(plan.spec).values(), "head")
-        model, own = (
-            self.model,
-            (plan.parallel, plan.precision, plan.activation_checkpoint, plan.compile),
-        )
+        model = self.model
         with without_fsdp():
             tokens = plan.microbatch_size * plan.attended_per_rank
             parallelize(
                 model,
                 mesh,
                 plan.tensor_plan,
-                *own,
+                plan.parallel,
+                plan.precision,
+                plan.activation_checkpoint,
+                plan.compile,
                 tokens=tokens,
                 adapters=plan.lora,
                 streams=plan.spec.stream,
@@ -913,11 +913,10 @@ class FakeParts:
         self.log.found.clear()
         marks = PassLog(self.memory, self.log, self.parts)
         with self.mode, self.memory, self.log:
-            own = self.plan, self.objective, self.mesh, {0: self.model}, CPU
-            executor: Any = executor_of(*own)
+            parts = {0: self.model}
+            executor: Any = executor_of(self.plan, self.objective, self.mesh, parts, CPU)
             with self.memory.phase("inputs", StorageKind.INPUTS):
-                given = self.plan, size, executor, self.memory, marks
-                prepared, prepare = self.inputs.of(*given)
+                prepared, prepare = self.inputs.of(self.plan, size, executor, self.memory, marks)
             if isinstance(executor, SlicedExecutor):
                 executor = executor.inner
             with self.memory.phase("parts", StorageKind.ACTIVATIONS):

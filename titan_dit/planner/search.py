@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +20,10 @@ from titan_dit.plan import RunPlan
 from titan_dit.planner import memory as memory_of
 from titan_dit.planner import rates, step
 from titan_dit.planner.candidates import MODES, Candidate, Space
+from titan_dit.planner.counts import FP32, CountsOf
 from titan_dit.planner.hardware import Device
 from titan_dit.planner.links import Network
-from titan_dit.planner.memory import DeviceMemory
+from titan_dit.planner.memory import GIB, DeviceMemory
 from titan_dit.planner.step import Estimate
 from titan_dit.planner.work import Counts, Part, Work
 from titan_dit.system.progress import ProgressLine
@@ -48,16 +50,15 @@ class Busy(NamedTuple):
     ends: float
     """Forward and backward of embed and head."""
 
-    def plus(self, other: Busy, times: float = 1.0) -> Busy:
-        """The sum with `times` times the other."""
-        return Busy(*(a + times * b for a, b in zip(self, other, strict=True)))
+    def plus(self, other: Busy) -> Busy:
+        """The sum."""
+        return Busy(*map(operator.add, self, other))
 
     def above(self, other: Busy) -> Busy:
         """The difference to `other`, at least 0 each."""
         return Busy(*(max(0.0, a - b) for a, b in zip(self, other, strict=True)))
 
 
-FP32 = 4
 NO_TIME = Busy(0.0, 0.0, 0.0)
 CP_TERMS = ("cp", "attention")
 """Terms that cp increases at any tp."""
@@ -217,7 +218,6 @@ def scaled(counts: Counts, coarse: Candidate, fine: Candidate) -> Counts:
     )
 
 
-CountsOf = Callable[[RunPlan], Counts]
 BytesByKind = Mapping[StorageKind, float]
 ROUNDS = 3
 """After ROUNDS * pp microbatches no schedule but gpipe has more in flight."""
@@ -234,17 +234,23 @@ class CostModel:
     needed: Callable[[BytesByKind, RunPlan, Device], DeviceMemory] = memory_of.device_memory
 
 
-def fullest(
-    model: CostModel, plan: RunPlan, counts: Counts, device: Device
-) -> tuple[BytesByKind, DeviceMemory, int]:
-    """(bytes by kind, device memory, rank) of the pipeline rank that needs most."""
+class Fullest(NamedTuple):
+    """The pipeline rank that needs most memory."""
+
+    held: BytesByKind
+    needed: DeviceMemory
+    rank: int
+
+
+def fullest(model: CostModel, plan: RunPlan, counts: Counts, device: Device) -> Fullest:
+    """The pipeline rank that needs most memory, and what it holds."""
     shorter = shortened(plan)
     rest = counts.inputs * (plan.samples_per_rank - shorter.samples_per_rank)
     found = []
     for rank, held in enumerate(model.memory(shorter, counts)):
         whole = {**held, StorageKind.INPUTS: held[StorageKind.INPUTS] + rest}
-        found.append((whole, model.needed(whole, plan, device), rank))
-    return max(found, key=lambda one: one[1].total)
+        found.append(Fullest(whole, model.needed(whole, plan, device), rank))
+    return max(found, key=lambda one: one.needed.total)
 
 
 def tp_crosses_nodes(sizes: AxisSizes, device: Device) -> bool:
@@ -327,7 +333,6 @@ def equally_fast(rows: Sequence[PredictedLayout], error: float) -> list[Predicte
     return [row for row in rows if row.estimate.seconds <= best * (1 + error)]
 
 
-GIB = 2**30
 SLACK = 1e-9
 """Relative tolerance: bounds and estimates are sums in different orders."""
 RECOMPUTE_LESS: Mapping[str, Sequence[str]] = {
@@ -510,7 +515,7 @@ class Search:
             counts = self._counts(least)
             if counts is None:
                 return True
-            _, needed, _ = fullest(self.model, self.space.plan(least), counts, self.device)
+            needed = fullest(self.model, self.space.plan(least), counts, self.device).needed
             self.fits[least] = memory_of.fits(needed, self.device)
         return self.fits[least]
 
@@ -531,7 +536,7 @@ class Search:
             shares = scaled(counts, coarse, candidate)
             plan = self.space.plan(candidate)
             if coarse.mode == candidate.mode:
-                _, needed, _ = fullest(self.model, plan, shares, self.device)
+                needed = fullest(self.model, plan, shares, self.device).needed
                 if not memory_of.fits(needed, self.device):
                     return None
             bounds.append(self._bound(candidate, shares) or 0.0)
