@@ -97,6 +97,16 @@ def sizes_within(pixels: int, multiple: int) -> tuple[Size, ...]:
     )
 
 
+def check_image_size(side: int, factor: int, vae: str) -> None:
+    """Raise UserError for a square that the autoencoder cannot divide by its factor."""
+    if side % factor:
+        near = max(factor, round(side / factor) * factor)
+        raise UserError(
+            f"[data encode] image_size={side} is no multiple of {factor}, by which {vae} divides a "
+            f"side. Set --image-size {near}."
+        )
+
+
 def check_multiples(sizes: Sequence[Size], factor: int, vae: str) -> None:
     """Raise UserError for a size that the autoencoder cannot divide by its factor."""
     for size in sizes:
