@@ -279,5 +279,13 @@ def test_sizes_that_an_autoencoder_cannot_encode_are_refused_before_files_are_lo
     assert message.endswith("so it takes 4k + 1. Set 17.")
 
 
+def test_a_picture_that_is_too_thin_for_a_square_is_left_out_by_name(root, tmp_path):
+    source = tmp_path / "in"
+    save_pictures(source)
+    Image.new("RGB", (3, 200 * 3)).save(source / "cat" / "0.png")
+    dropped = encoded(source, tmp_path / "set", str(root / "vae"))
+    assert dropped == [(0, "3 x 600 pixels: too thin to be cropped to a square")]
+
+
 def said_nothing(source, output, vae):
     return encoded(source, output, vae) == [] and len(LatentShards(output)) == NUM

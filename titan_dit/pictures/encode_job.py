@@ -92,6 +92,7 @@ class EncodeOptions:
     ) -> tuple[int, ...]:
         """Shape of a row of a picture of this size; of a clip with `frames`."""
         channels = vae.channels * (2 if self.posterior == "both" else 1)
+        assert size.height % vae.facts.factor == size.width % vae.facts.factor == 0, size
         sides = size.height // vae.facts.factor, size.width // vae.facts.factor
         if frames is None:
             return channels, *sides
@@ -184,8 +185,8 @@ class EncodeJob(ShardJob):
         return self.shape
 
     def crop_of(self, row: int) -> Crop:
-        """The size that a picture is cropped to."""
-        return self.sizes[0]
+        """The side of the square, or the size, that a picture is cropped to."""
+        return self.sizes[0].width
 
     def batches(self, chunk: int) -> list[Sequence[int]]:
         """The pictures of each batch of a chunk."""

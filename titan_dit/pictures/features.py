@@ -66,7 +66,7 @@ class PictureFeatures:
     where: str
     """The flag or key that names it, for errors."""
     grid: tuple[int, int]
-    """Rows and columns of the stored features; those of the network are resampled to it."""
+    """Rows and columns of the stored features, to which the network's are resampled."""
     dim: int
 
     @classmethod

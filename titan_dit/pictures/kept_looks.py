@@ -111,7 +111,7 @@ class KeptLooks:
                 file.write(f"\n{json.dumps(line)}\n".encode())
 
     def join(self) -> None:
-        """Write one file of all, in the order of names, and remove those of the ranks.
+        """Write one file of all looks, in the order of names, and remove the ranks' files.
 
         Raises UserError if it cannot be written.
         """

@@ -1,4 +1,4 @@
-"""Sizes of pictures and lengths of clips: those of buckets, which one fits, what a crop costs."""
+"""Sizes and lengths of buckets: which one fits a picture or a clip, and what a crop costs."""
 
 from __future__ import annotations
 

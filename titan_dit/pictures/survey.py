@@ -85,7 +85,7 @@ class Survey:
 
     @classmethod
     def joined(cls, parts: Sequence[Survey]) -> Survey:
-        """The survey of a set from those of its parts, in their order."""
+        """The survey of a set from the surveys of its parts, in their order."""
         reasons: dict[int, str] = {}
         clips: dict[int, FoundClips] = {}
         first = 0

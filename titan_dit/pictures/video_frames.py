@@ -108,7 +108,7 @@ class Shown(NamedTuple):
     """A frame, and when it is shown."""
 
     time: int
-    """In the stream's time base; above that of the frame before it."""
+    """In the stream's time base; it rises from frame to frame."""
     frame: Any
     is_new: bool
     """True if it does not go on from the frame before: some are missing, or a part begins."""

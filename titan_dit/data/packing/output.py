@@ -50,9 +50,7 @@ TEMPORARY = r"\.tmp\w{6}"
 CONVERTED = "to_srgb"
 """Key of a chunk's record: number of pictures whose colours were converted."""
 ShapeKeys: TypeAlias = tuple[dict[str, Any], Sequence[dict[str, Any]]]
-"""Keys of a manifest about the shape of rows, and those of each chunk's shard."""
-
-
+"""Keys of a manifest about the shape of rows, and keys of each chunk's shard."""
 Drops: TypeAlias = list[tuple[int, str]]
 """(index in the listing, reason) of files that are left out."""
 
