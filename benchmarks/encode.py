@@ -34,7 +34,7 @@ from titan_dit.commands import data_encode, data_example, train
 from titan_dit.commands.flags import DataExampleFlags
 from titan_dit.pictures import autoencoder, encode
 from titan_dit.pictures.autoencoder import Autoencoder
-from titan_dit.pictures.encode import make_job
+from titan_dit.pictures.encode_job import EncodeOptions, make_job
 from titan_dit.pictures.library import diffusers
 from titan_dit.pictures.picture_set import ListingOptions
 from titan_dit.pictures.readers import open_input
@@ -115,7 +115,8 @@ def encode_row(options: argparse.Namespace, root: Path, device: torch.device) ->
     timed = Timed(**{f.name: getattr(loaded, f.name) for f in dataclasses.fields(loaded)})
     pictures = open_input(source, ListingOptions(classes=None, num_classes=None))
     size, batch = (256, 32) if options.sd else (32, 32)
-    plan = make_job(pictures, source, output, timed, image_size=size, batch_size=batch, flip=True)
+    how = EncodeOptions(batch_size=batch, flip=True)
+    plan = make_job(pictures, source, output, timed, how, image_size=size)
     warm_up = torch.zeros(batch, 3, size, size, dtype=torch.uint8, device=device)
     for _ in range(2):
         timed.encode(warm_up)[0].cpu()

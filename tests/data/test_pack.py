@@ -9,6 +9,7 @@ from refusals import refused
 from titan_dit.data.latents import LatentShards, write_shards
 from titan_dit.data.listing import list_folder
 from titan_dit.data.packing import pack
+from titan_dit.data.packing.output import classes_without_samples
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".pt", ".safetensors"])
@@ -66,7 +67,7 @@ def test_bad_files_are_left_out_and_each_is_in_the_report(tmp_path):
     samples = LatentShards(tmp_path / "out", verify=True).read(range(12))
     assert torch.equal(samples["latent"], latents[kept].half())
     assert torch.equal(samples["label"], labels[kept])
-    assert pack.classes_without_samples(plan, dropped) == []
+    assert classes_without_samples(plan, dropped) == []
 
 
 def test_a_chunk_without_any_good_file_makes_no_shard_and_an_emptied_class_is_known(tmp_path):
@@ -77,7 +78,7 @@ def test_a_chunk_without_any_good_file_makes_no_shard_and_an_emptied_class_is_kn
     dropped = pack.pack(plan, tmp_path / "out", 1, lambda *_: None)
     names = [entry["file"] for entry in LatentShards(tmp_path / "out").manifest["shards"]]
     assert names == ["out-00000.safetensors", "out-00002.safetensors"]
-    assert pack.classes_without_samples(plan, dropped) == [1]
+    assert classes_without_samples(plan, dropped) == [1]
 
 
 def test_if_nothing_can_be_packed_nothing_is_left(tmp_path, monkeypatch):
@@ -184,7 +185,7 @@ def test_a_plan_is_the_same_wherever_it_is_carried_out(tmp_path):
     for place in ("a", "b"):
         class_folders(tmp_path / place / "in")
     plans = [pack.make_job(tmp_path / p / "in", tmp_path / p / "out") for p in ("a", "b")]
-    assert plans[0].digest() == plans[1].digest()
+    assert plans[0].digest == plans[1].digest
     other = pack.make_job(tmp_path / "a" / "in", tmp_path / "a" / "out", scale=0.5)
-    assert other.digest() != plans[0].digest()
+    assert other.digest != plans[0].digest
     assert list_folder(tmp_path / "a" / "in").names[0] == "0000/0.npy"

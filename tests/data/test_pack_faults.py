@@ -35,7 +35,7 @@ def test_a_full_disk_is_one_error_that_names_the_file_and_workers_write_the_same
     blocked = output / "out-00019.safetensors"
     (blocked / "a").mkdir(parents=True)
     plan = pack.make_job(faulty / "in", output, shard_size=6)
-    with pack.claimed(output, plan.digest()):
+    with pack.claimed(plan, output):
         pass
     message = refused(lambda: packed(faulty / "in", output, workers=2, shard_size=6))
     assert message.startswith(f"[data pack] {output}/out-00019.safetensors cannot be written")
@@ -200,7 +200,7 @@ def test_two_processes_do_not_pack_into_one_folder(tmp_path):
     class_folders(tmp_path / "in")
     plan = pack.make_job(tmp_path / "in", tmp_path / "out")
     (tmp_path / "out").mkdir()
-    with pack.claimed(tmp_path / "out", plan.digest()):
+    with pack.claimed(plan, tmp_path / "out"):
         message = refused(lambda: packed(tmp_path / "in", tmp_path / "out"))
     assert "another process is packing" in message
 
@@ -211,12 +211,15 @@ def test_a_claim_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch)
 
     def remove_first(descriptor, how):
         if not removed:  # As if its holder had finished between our open and our lock.
-            removed.append((tmp_path / "pack.json").unlink())
+            removed.append((tmp_path / "out" / "pack.json").unlink())
         flock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", remove_first)
-    with pack.claimed(tmp_path, "digest"):
-        assert "digest" in (tmp_path / "pack.json").read_text()
+    class_folders(tmp_path / "in")
+    plan = pack.make_job(tmp_path / "in", tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    with pack.claimed(plan, tmp_path / "out"):
+        assert plan.digest in (tmp_path / "out" / "pack.json").read_text()
     assert removed
 
 

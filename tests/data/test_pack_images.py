@@ -87,7 +87,7 @@ def test_pictures_that_are_not_squares_of_one_size_need_a_size(tmp_path, sizes):
 def test_pictures_of_another_size_are_another_plan(tmp_path):
     pictures(tmp_path / "in", size=(40, 40))
     plan = pack.make_job(tmp_path / "in", tmp_path / "out", image_size=40)
-    assert dataclasses.replace(plan, image_size=None).digest() != plan.digest()
+    assert dataclasses.replace(plan, image_size=None).digest != plan.digest
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])

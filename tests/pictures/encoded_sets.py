@@ -9,7 +9,7 @@ from PIL import Image
 
 from titan_dit.commands import data_encode
 from titan_dit.pictures import autoencoder, encode
-from titan_dit.pictures.encode import make_job
+from titan_dit.pictures.encode_job import EncodeOptions, make_job
 from titan_dit.pictures.picture_set import ListingOptions
 from titan_dit.pictures.readers import open_input
 
@@ -41,8 +41,10 @@ def plan_of(source, output, vae, device=CPU, **how):
     loaded = autoencoder.load(vae, device)
     asked = {key: how.pop(key, None) for key in ("classes", "num_classes", "no_caption")}
     pictures = open_input(source, ListingOptions(**asked))
-    how = {"image_size": 8, "batch_size": 4, "shard_size": 3} | how
-    return make_job(pictures, source, output, loaded, **how), loaded
+    image_size = how.pop("image_size", 8)
+    options = EncodeOptions(**{"batch_size": 4, "shard_size": 3} | how)
+    job = make_job(pictures, source, output, loaded, options, image_size=image_size)
+    return job, loaded
 
 
 def encoded(source, output, vae, **how):

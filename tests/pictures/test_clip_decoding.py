@@ -13,6 +13,7 @@ from video_files import save_video
 from titan_dit.pictures import autoencoder
 from titan_dit.pictures.clip_job import ClipOptions, make_clip_job
 from titan_dit.pictures.encode import encode_chunks
+from titan_dit.pictures.encode_job import EncodeOptions
 from titan_dit.pictures.library import diffusers
 from titan_dit.pictures.picture_set import ListingOptions
 from titan_dit.pictures.picture_sizes import Size
@@ -72,8 +73,9 @@ def waited(root, output, threads, vae, **how):
     pictures = open_input(root, ListingOptions(clips=True))
     asked = ClipOptions(lengths=(FRAMES,))
     survey = survey_share(pictures, threads, lambda _: None, videos=asked)
+    options = EncodeOptions(batch_size=1, **how)
     job = make_clip_job(
-        pictures, root, output, vae, sizes=(SIZE,), survey=survey, asked=asked, batch_size=1, **how
+        pictures, root, output, vae, options, sizes=(SIZE,), survey=survey, asked=asked
     )
     output.mkdir()
     found = encode_chunks(job, vae, output, range(job.num_chunks), threads, lambda *_: None)

@@ -128,6 +128,36 @@ def test_companions_in_folders_of_classes_and_beside_a_metadata_file_are_found(t
     assert found.companions["reference"] == {0: "dog/0.reference.png", 1: "cat/1.reference.png"}
 
 
+def test_words_and_suffixes_of_companions_may_be_capitals_in_folders_and_tar_files(tmp_path):
+    root = make(tmp_path / "in", ["0", "1"], masks=())
+    (root / "0.reference.png").rename(root / "0.Reference.PNG")
+    Image.fromarray(HALF).save(root / "1.MASK.png")
+    tar = in_tar(root, tmp_path / "in.tar")
+    for source, of_tar, end in ((root, "", ".png"), (tar, "in.tar:", "")):
+        found = open_input(source, ListingOptions())
+        assert sorted(found.names) == [f"{of_tar}{n}{end}" for n in (0, 1)]
+        files = {kind: sorted(names.values()) for kind, names in found.companions.items()}
+        assert files == {
+            "reference": [f"{of_tar}0.Reference.PNG", f"{of_tar}1.reference.png"],
+            "mask": [f"{of_tar}1.MASK.png"],
+        }
+
+
+def test_some_rows_of_a_set_keep_their_references_and_masks(tmp_path):
+    root = make(tmp_path / "in", ["0", "1", "2"], masks=("2",))
+    tar = in_tar(root, tmp_path / "in.tar")
+    for source in (root, tar):
+        whole = open_input(source, ListingOptions())
+        rows = [2, 0, 2]
+        some = whole.of_rows(rows, names=["a", "b", "c"])
+        assert list(some.names) == ["a", "b", "c"]
+        assert list(some.texts) == [whole.texts[row] for row in rows]
+        for place, row in enumerate(rows):
+            assert some.read(place) == whole.read(row)
+            for kind in ("reference", "mask"):
+                assert some.read_companion(kind, place) == whole.read_companion(kind, row)
+
+
 def in_tar(root, file, *left_out):
     """The files of a folder as members of a tar file."""
     with tarfile.open(file, "w") as archive:

@@ -12,12 +12,14 @@ from encoded_sets import CPU, LABELS, encoded, plan_of, save_pictures
 from folders_of_files import files_in
 from PIL import Image
 from refusals import refused
-from tiny_vae import save_vae
+from tiny_vae import save_vae, save_wan_vae
 
+from titan_dit.commands import data_encode
+from titan_dit.commands.flags import DataEncodeFlags
 from titan_dit.commands.sample_pictures import hint_of_units
 from titan_dit.data.held_out import held_out_rows
 from titan_dit.data.latents import LatentShards
-from titan_dit.data.packing import pack
+from titan_dit.data.packing.output import classes_without_samples
 from titan_dit.data.sections import Latents
 from titan_dit.pictures import autoencoder, encode, library
 from titan_dit.pictures.picture_set import ListingOptions
@@ -97,7 +99,7 @@ def test_bytes_do_not_depend_on_which_process_encodes_a_chunk_or_on_a_stop(root)
         encode.encode_chunks(plan, vae, output, chunks, threads, lambda *_: None)
     # As a killed process leaves it: claimed, three chunks whole, one cut off.
     (output / "set-00000.safetensors.partial").write_bytes(b"half")
-    (output / "pack.json").write_text(json.dumps({"plan": plan.digest(), "command": "data encode"}))
+    (output / "pack.json").write_text(json.dumps({"plan": plan.digest, "command": "data encode"}))
     message = refused(lambda: Latents(path=str(output)).open())
     assert "encoding is unfinished. Run the same `data encode`" in message
     assert encoded(root / "in", output, str(root / "vae"), **how) == []
@@ -209,9 +211,9 @@ def test_bad_files_are_rows_of_dropped_json(root, tmp_path):
     names = [shard["file"] for shard in stored.manifest["shards"]]
     assert names == [f"set-{chunk:05d}.safetensors" for chunk in (1, 2, 3)]
     plan, _ = plan_of(source, tmp_path / "set", str(root / "vae"))
-    assert pack.classes_without_samples(plan, dropped) == []
+    assert classes_without_samples(plan, dropped) == []
     others = [(row, "") for row in (6, 7)]  # The last ones of a dog.
-    assert pack.classes_without_samples(plan, [*dropped, *others]) == [1]
+    assert classes_without_samples(plan, [*dropped, *others]) == [1]
 
 
 def test_a_name_that_is_neither_a_folder_nor_on_the_hub_is_one_line(monkeypatch, capsys):
@@ -240,7 +242,6 @@ def test_what_cannot_be_encoded_is_one_line(root, tmp_path):
     def said(**how):
         return refused(lambda: encoded(source, tmp_path / "set", vae, **how))
 
-    assert "image_size=7 is no multiple of 2" in said(image_size=7)
     assert "--batch-size 4" in said(batch_size=3, flip=True)
     assert "owl are not among the 2 listed classes" in said(classes=["cat", "dog"])
     assert "no pictures of 1 classes: yak" in said(classes=[*LABELS, "yak"])
@@ -249,12 +250,41 @@ def test_what_cannot_be_encoded_is_one_line(root, tmp_path):
     (blocked / "a").mkdir(
         parents=True
     )  # A folder of that name makes the write fail, like a full disk.
-    encoded_once = plan_of(source, tmp_path / "set", vae)[0].digest()
+    encoded_once = plan_of(source, tmp_path / "set", vae)[0].digest
     (tmp_path / "set" / "pack.json").write_text(json.dumps({"plan": encoded_once}))
     assert "set-00001.safetensors cannot be written" in said()
     assert not (tmp_path / "set" / "manifest.json").exists()
     shutil.rmtree(blocked)
     assert said_nothing(source, tmp_path / "set", vae)
+
+
+def test_sizes_that_an_autoencoder_cannot_encode_are_refused_before_files_are_looked_at(tmp_path):
+    vae = autoencoder.load(str(save_wan_vae(tmp_path / "vae")), CPU)
+    factor = vae.facts.factor
+
+    def said(**flags):
+        options = DataEncodeFlags(input="none", out="set", vae="vae", **flags)
+        return refused(lambda: data_encode.plan_of(options, None, vae, None))
+
+    message = said(image_size=7)
+    assert message.startswith(f"[data encode] image_size=7 is no multiple of {factor}, by which ")
+    assert message.endswith(f"Set --image-size {2 * factor}.")
+    message = said(buckets="8x7")
+    assert message.startswith(
+        f"[data encode] buckets: the sides of 8x7 are no multiples of {factor}"
+    )
+    assert message.endswith(f"Set 8x8, or --multiple to a multiple of {factor}.")
+    message = said(image_size=8, frames="5,16")
+    assert message.startswith("[data encode] frames=16: ")
+    assert message.endswith("so it takes 4k + 1. Set 17.")
+
+
+def test_a_picture_that_is_too_thin_for_a_square_is_left_out_by_name(root, tmp_path):
+    source = tmp_path / "in"
+    save_pictures(source)
+    Image.new("RGB", (3, 200 * 3)).save(source / "cat" / "0.png")
+    dropped = encoded(source, tmp_path / "set", str(root / "vae"))
+    assert dropped == [(0, "3 x 600 pixels: too thin to be cropped to a square")]
 
 
 def said_nothing(source, output, vae):

@@ -12,7 +12,7 @@ from refusals import refused
 from tiny_vae import save_vae
 
 from titan_dit.commands import data_encode
-from titan_dit.data.packing import pack
+from titan_dit.data.packing import output, pack
 from titan_dit.pictures import encode
 from titan_dit.pictures.picture_set import ListingOptions
 from titan_dit.pictures.readers import open_input
@@ -57,12 +57,10 @@ class Packing:
             found = pack.pack(plan, self.output, 1, lambda *_: None, verify)
             return None if found is None else []
         self.output.mkdir()
-        assert pack.resumed(plan, self.output, plan.digest(), verify) == {}
+        assert output.resumed(plan, self.output, verify) == {}
         for chunk in chunks:
-            pack.pack_chunk(
-                plan, plan.digest(), self.output, chunk, pack.DecodingBudget(), lambda *_: None
-            )
-        (self.output / "pack.json").write_text(json.dumps({"plan": plan.digest()}))
+            pack.pack_chunk(plan, self.output, chunk, pack.DecodingBudget(), lambda *_: None)
+        (self.output / "pack.json").write_text(json.dumps({"plan": plan.digest}))
         return []
 
     def change(self):
@@ -133,8 +131,9 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(job, monkeypatch):
         touch(job.changed)
         return real(*arguments)
 
-    real = pack.all_finished
-    monkeypatch.setattr(pack, "all_finished", finished)
+    real = output.all_finished
+    for user in (pack, encode):
+        monkeypatch.setattr(user, "all_finished", finished)
     assert "files have changed while they were read" in refused(job)
     assert not (job.output / "manifest.json").exists()
 

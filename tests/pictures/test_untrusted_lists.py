@@ -12,7 +12,7 @@ from refusals import refused
 from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError
 from titan_dit.data.tokenizing.chunks import read_chunks
-from titan_dit.pictures import readers
+from titan_dit.pictures import parquet
 from titan_dit.pictures.picture_set import ListingOptions
 from titan_dit.pictures.readers import open_input
 
@@ -234,7 +234,7 @@ def test_texts_of_parquet_are_bounded(table):
 
 
 def test_a_row_group_is_bounded_by_its_file_and_a_variable_raises_that(table, monkeypatch):
-    monkeypatch.setattr(readers, "SMALL_GROUP", 1000)
+    monkeypatch.setattr(parquet, "SMALL_GROUP", 1000)
     folder = table(image=[b"x" * 100_000])
     said = said_of(folder)
     assert "row group 0 holds 100,0" in said

@@ -1,11 +1,16 @@
-"""Small video files, written by PyAV."""
+"""Small video files, written by PyAV and read as clips."""
 
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
+from titan_dit.pictures.clips import look, read_clip
+
 av = pytest.importorskip("av")
+
+FPS = Fraction(16)
+SIZE = (32, 24)
 
 
 def shades(count, height=24, width=32):
@@ -80,3 +85,20 @@ def save_sound(path):
 def save_exact(path, frames, **how):
     """Write frames without loss; the file ends in .mkv."""
     return save_video(path, frames, codec="ffv1", pix_fmt="bgr0", **how)
+
+
+def read(path, lengths=(9,), choice="first", crop=SIZE, fps=FPS, scenes=False):
+    """The frames [f, h, w, 3] of every clip of a file."""
+    cut = look(path, scenes=scenes).clips(lengths, fps, choice)
+    return [read_clip(path, clip, fps, crop).permute(1, 2, 3, 0).numpy() for clip in cut]
+
+
+def cut_to(path, share):
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * share)])
+    return path
+
+
+def levels(path, **how):
+    """The number of each frame of `shades` that the clips of a file show."""
+    return [[round(x / 10) for x in clip[:, 12, 16].mean(1)] for clip in read(path, **how)]

@@ -49,6 +49,7 @@ from titan_dit.models.base import ModelConfig
 from titan_dit.models.dit_config import DiTConfig
 from titan_dit.observe import console
 from titan_dit.pictures import autoencoder
+from titan_dit.pictures.pixels import NO_VAE
 from titan_dit.system.files import write_json
 from titan_dit.trained_model import SavedNetwork, open_weights
 
@@ -251,8 +252,6 @@ def warnings(run: SavedNetwork) -> Iterator[str]:
 
 
 FILES = (diffusers_network.WEIGHTS, "diffusion_pytorch_model.bin")
-NO_VAE = "none"
-"""--vae of an export of the transformer alone."""
 NO_TEXT = "none"
 """--text-encoder of an import that draws no prompts."""
 

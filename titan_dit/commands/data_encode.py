@@ -22,18 +22,26 @@ from titan_dit.commands.flags import DataEncodeFlags
 from titan_dit.config.section import UserError, few
 from titan_dit.data.latent_facts import ONLINE, shown
 from titan_dit.data.manifest import read_json
-from titan_dit.data.packing import pack
-from titan_dit.data.packing.pack import claimed
+from titan_dit.data.packing.output import (
+    DROPPED,
+    PICTURES,
+    Drops,
+    check_output,
+    claimed,
+    classes_without_samples,
+    num_converted,
+)
 from titan_dit.observe import console
 from titan_dit.pictures import autoencoder, encode, text_encoder, text_job
 from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.pictures.bucket_job import BucketJob, make_bucket_job
 from titan_dit.pictures.clip_job import ClipJob, ClipOptions, make_clip_job
-from titan_dit.pictures.encode import EncodeJob, Waited, make_job
+from titan_dit.pictures.encode import Waited
+from titan_dit.pictures.encode_job import EncodeJob, EncodeOptions, make_job
 from titan_dit.pictures.features import PictureFeatures, parse_grid
 from titan_dit.pictures.kept_looks import KeptLooks
 from titan_dit.pictures.picture_set import ListingOptions, PictureSet, captions_in
-from titan_dit.pictures.picture_sizes import Size, check_lengths, check_multiples
+from titan_dit.pictures.picture_sizes import Size, check_image_size, check_lengths, check_multiples
 from titan_dit.pictures.pixels import NO_VAE, Pixels, check_stored
 from titan_dit.pictures.readers import open_input
 from titan_dit.pictures.report import by_bucket, read_report
@@ -92,7 +100,7 @@ def run(options: DataEncodeFlags, device: torch.device) -> None:
     vae = vae_of(options, device)
     features = features_of(options, device, ranks)
     plan = plan_of(options, pictures, vae, ranks, features)
-    if len(set(ranks.gather(plan.digest()))) > 1:
+    if len(set(ranks.gather(plan.digest))) > 1:
         raise UserError(
             f"[data encode] input={source}: ranks found other pictures or another autoencoder. "
             "Give all of them the same files."
@@ -254,25 +262,26 @@ def plan_of(
     ranks: Ranks,
     features: PictureFeatures | None = None,
 ) -> EncodeJob:
-    """Plan the shards; for buckets, read the sizes of all pictures first. Collective.
+    """Plan the shards; for buckets and clips, look at all files first. Collective.
 
-    Raises UserError for --features of clips.
+    Raises UserError for what the autoencoder cannot encode, before it looks at files, and for
+    --features of clips.
     """
-    source, output, sizes = Path(options.input), Path(options.out), options.sizes()
-    how: dict[str, Any] = {
-        "flip": options.flip,
-        "posterior": options.posterior,
-        "units": options.units,
-        "dtype": options.dtype,
-        "batch_size": options.batch_size,
-        "shard_size": options.shard_size,
-        "text": options.source,
-        "max_pixels": options.max_pixels,
-        "first_frame": options.first_frame,
-        "features": features,
-    }
-    if isinstance(vae, Pixels):
-        how |= {"posterior": "mean", "dtype": "uint8"}
+    check_sizes(options, vae)
+    source, output = Path(options.input), Path(options.out)
+    is_of_pixels = isinstance(vae, Pixels)
+    how = EncodeOptions(
+        flip=options.flip,
+        posterior="mean" if is_of_pixels else options.posterior,
+        units=options.units,
+        dtype="uint8" if is_of_pixels else options.dtype,
+        batch_size=options.batch_size,
+        shard_size=options.shard_size,
+        text=options.source,
+        max_pixels=options.max_pixels,
+        first_frame=options.first_frame,
+        features=features,
+    )
     if options.frames is not None or vae.is_of_clips:
         if features:
             raise UserError(
@@ -281,10 +290,17 @@ def plan_of(
             )
         return plan_of_clips(options, pictures, vae, ranks, how)
     if options.image_size is not None:
-        return make_job(pictures, source, output, vae, image_size=options.image_size, **how)
-    check_multiples(sizes, vae.facts.factor, vae.source)
+        return make_job(pictures, source, output, vae, how, image_size=options.image_size)
     survey = survey_of(pictures, ranks, threads_of(options.workers))
-    return make_bucket_job(pictures, source, output, vae, sizes=sizes, survey=survey, **how)
+    return make_bucket_job(pictures, source, output, vae, how, sizes=options.sizes(), survey=survey)
+
+
+def check_sizes(options: DataEncodeFlags, vae: Autoencoder | Pixels) -> None:
+    """Raise UserError for a size, or a number of frames, that the autoencoder cannot encode."""
+    if options.image_size is not None:
+        check_image_size(options.image_size, vae.facts.factor, vae.source)
+    check_multiples(options.sizes(), vae.facts.factor, vae.source)
+    check_lengths(options.lengths(), vae.facts.frames_factor, vae.source)
 
 
 def plan_of_clips(
@@ -292,7 +308,7 @@ def plan_of_clips(
     pictures: PictureSet,
     vae: Autoencoder | Pixels,
     ranks: Ranks,
-    how: dict[str, Any],
+    how: EncodeOptions,
 ) -> EncodeJob:
     """Plan the shards of clips; looks at all files first. Collective."""
     sizes = options.sizes()
@@ -305,15 +321,11 @@ def plan_of_clips(
         scenes=options.scenes,
         max_pixels=options.max_pixels,
     )
-    check_multiples(sizes, vae.facts.factor, vae.source)
-    check_lengths(asked.lengths, vae.facts.frames_factor, vae.source)
     root, output = Path(options.input), Path(options.out)
     kept = KeptLooks.opened(output, root, asked.key(), ranks.rank) if options.frames else None
     survey = survey_of(pictures, ranks, threads_of(options.workers), asked, kept)
     ranks.run_on_first(lambda: kept.join() if kept else None)
-    return make_clip_job(
-        pictures, root, output, vae, sizes=sizes, survey=survey, asked=asked, **how
-    )
+    return make_clip_job(pictures, root, output, vae, how, sizes=sizes, survey=survey, asked=asked)
 
 
 def threads_of(workers: int | None) -> int:
@@ -381,10 +393,10 @@ def begin(
 
     Raises UserError if the output cannot be opened.
     """
-    pack.check_output(plan, output)
+    check_output(plan, output)
     try:
         output.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(claimed(output, plan.digest(), plan.command))
+        stack.enter_context(claimed(plan, output))
         return encode.missing_chunks(plan, output, verify)
     except OSError as error:
         raise UserError(f"[data encode] out={output}: {reason_of(error)}.") from None
@@ -426,14 +438,14 @@ def encode_share(
 
 
 def report(
-    plan: EncodeJob, output: Path, dropped: encode.Drops, mean: list[float], std: list[float]
+    plan: EncodeJob, output: Path, dropped: Drops, mean: list[float], std: list[float]
 ) -> None:
     """Print what was written and dropped."""
     for line in summary([reason for _, reason in dropped]):
         console.say(line)
     if dropped:
-        console.say(f"dropped pictures are listed in {output / pack.DROPPED}")
-    if lost := pack.classes_without_samples(plan, dropped):
+        console.say(f"dropped pictures are listed in {output / DROPPED}")
+    if lost := classes_without_samples(plan, dropped):
         names = plan.pictures.class_names
         lost_names = few([names[i] if names else i for i in lost])
         console.say(f"warning: all pictures of these classes were dropped: {lost_names}")
@@ -447,7 +459,7 @@ def report(
         report_files(plan, output)
     what = "latents" if plan.about["vae"] else "pixels"
     console.say(f"{what}: mean {shown(tuple(mean))}, std {shown(tuple(std))} of each channel")
-    if num := pack.num_converted(output):
+    if num := num_converted(output):
         console.say(f"converted the colours of {num:,} pictures to sRGB, by their ICC profiles")
     manifest = read_json(output)
     console.say(f"wrote {manifest['count']:,} rows to {output}")
@@ -464,11 +476,11 @@ def report_files(plan: EncodeJob, output: Path) -> None:
             f"{len(lines):,} files: {len(lines) - lost:,} encoded, {lost:,} left out; "
             f"{sum(len(line.frames) for line in lines):,} clips of videos"
         )
-    console.say(f"{output / pack.PICTURES} lists every file: data report {output}")
+    console.say(f"{output / PICTURES} lists every file: data report {output}")
 
 
 def report_done(output: Path) -> None:
     """Print that nothing was left to do."""
     console.say(f"{output} is already encoded")
     if num := read_json(output)["dropped"]:
-        console.say(f"{num:,} pictures were dropped ({output / pack.DROPPED})")
+        console.say(f"{num:,} pictures were dropped ({output / DROPPED})")

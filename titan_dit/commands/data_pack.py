@@ -11,6 +11,7 @@ from titan_dit.config import user_text
 from titan_dit.config.section import UserError, few
 from titan_dit.data.manifest import read_json
 from titan_dit.data.packing import pack
+from titan_dit.data.packing.output import DROPPED, classes_without_samples, num_converted
 from titan_dit.data.packing.pack import PackJob
 from titan_dit.observe import console
 from titan_dit.system.progress import ProgressLine
@@ -50,17 +51,16 @@ def main(options: DataPackFlags) -> None:
         console.say(f"{output} is already packed")
         if num := read_json(output)["dropped"]:
             console.say(
-                f"{num:,} files were dropped ({output / pack.DROPPED}); delete {output} to pack "
-                "again"
+                f"{num:,} files were dropped ({output / DROPPED}); delete {output} to pack again"
             )
         return
     for line in summary([reason for _, reason in dropped]):
         console.say(line)
     if dropped:
-        console.say(f"dropped files are listed in {output / pack.DROPPED}")
-    if emptied := pack.classes_without_samples(plan, dropped):
+        console.say(f"dropped files are listed in {output / DROPPED}")
+    if emptied := classes_without_samples(plan, dropped):
         console.say(f"warning: all samples of these classes were dropped: {few(emptied)}")
-    if num := pack.num_converted(output):
+    if num := num_converted(output):
         console.say(f"converted the colours of {num:,} pictures to sRGB, by their ICC profiles")
     console.say(f"wrote {total - len(dropped):,} samples to {output}")
 

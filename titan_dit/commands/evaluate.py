@@ -24,7 +24,7 @@ from titan_dit.checks.device import replayable_precision
 from titan_dit.commands import results_file, sample_pictures, train
 from titan_dit.commands.flags import DrawingFlags, EvaluateFlags, PictureFlags, ReferenceFlags
 from titan_dit.commands.results_file import new_file
-from titan_dit.commands.sample_inputs import NO_VAE, CaptionSource
+from titan_dit.commands.sample_inputs import CaptionSource
 from titan_dit.commands.sample_pictures import Job, pictures_of
 from titan_dit.config import catalog, config_file, dotted_names, flags
 from titan_dit.config.job import JobConfig
@@ -49,6 +49,7 @@ from titan_dit.opening import (
 from titan_dit.parallel.mesh import Mesh, solve
 from titan_dit.pictures import output
 from titan_dit.pictures.parts import FinishedParts
+from titan_dit.pictures.pixels import NO_VAE
 from titan_dit.ranks import process_group
 from titan_dit.ranks.process_group import Ranks, World
 from titan_dit.scores import features, pictures, reference, score

@@ -37,7 +37,7 @@ from titan_dit.observe import console
 from titan_dit.pictures import autoencoder
 from titan_dit.pictures.autoencoder import Autoencoder
 from titan_dit.pictures.encode import first_frames
-from titan_dit.pictures.pixels import Pixels
+from titan_dit.pictures.pixels import NO_VAE, Pixels
 from titan_dit.pictures.prompts import open_encoder
 from titan_dit.ranks.process_group import Ranks
 from titan_dit.trained_model import TrainedModel, load_trained
@@ -256,9 +256,6 @@ def sides_of(size: str, multiple: int) -> tuple[int, int]:
             f"{fits}."
         )
     return height, width
-
-
-NO_VAE = "none"
 
 
 def labels_of(text: str, num: int, num_classes: int, names: Sequence[str]) -> Int64[Tensor, " num"]:

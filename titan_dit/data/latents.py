@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Int64, Shaped, UInt16
+from jaxtyping import Int64, Shaped, UInt8, UInt16
 from safetensors import SafetensorError, safe_open
 from safetensors import torch as safetensors
 from torch import Tensor
@@ -108,6 +108,8 @@ class LatentShard(NamedTuple):
     """A view of the mapped file, read on access."""
     beside: dict[str, RowFile]
     """Further tensors of the same file by name."""
+    masks: tuple[int, int]
+    """Sum and number of the values of its masks; (0, 0) without masks, or if it is not verified."""
 
 
 @dataclass(frozen=True)
@@ -271,14 +273,10 @@ class LatentShards(Source):
         return beside_fields(self.fields, self.buckets[bucket].shape)
 
     def _check_mask_mean(self) -> None:
-        """Raise UserError unless the manifest has the mean of all masks."""
+        """Raise UserError unless the manifest has the mean of all masks, which were summed."""
         if not self.manifest.get("mask") or self.manifest["left_out"]:
             return  # The mean is also that of buckets that are not opened.
-        total = num = 0
-        for entry in self.manifest["shards"]:
-            with safe_open(self.path / entry["file"], framework="pt") as file:
-                masks = file.get_tensor("mask")
-            total, num = total + int(masks.sum(dtype=torch.int64)), num + masks.numel()
+        total, num = (sum(shard.masks[at] for shard in self.shards) for at in (0, 1))
         mean = self.manifest["mask"]["mean"]
         if not math.isclose(mean, total / num, rel_tol=1e-6):
             raise damaged(
@@ -503,7 +501,13 @@ class LatentShards(Source):
             name: RowFile(path, starts[name], status.st_size, status.st_mtime_ns, tensors)
             for name in wanted
         }
-        return LatentShard(rows.pop("latent"), labels, rows)
+        masks = sum_and_size(others.get("mask") if verify else None)
+        return LatentShard(rows.pop("latent"), labels, rows, masks)
+
+
+def sum_and_size(masks: UInt8[Tensor, "n *size"] | None) -> tuple[int, int]:
+    """Sum and number of the values of masks; (0, 0) without any."""
+    return (0, 0) if masks is None else (int(masks.sum(dtype=torch.int64)), masks.numel())
 
 
 def beside_shape(name: str, manifest: dict[str, Any], shape: Sequence[int]) -> tuple[int, ...]:

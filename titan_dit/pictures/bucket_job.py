@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +20,11 @@ from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError
 from titan_dit.data.manifest import BUCKETS_FORMAT
 from titan_dit.data.packing.images import Crop, DecodingBudget
-from titan_dit.data.packing.pack import ChunkRecord, ShapeKeys
+from titan_dit.data.packing.output import ChunkRecord, ShapeKeys
 from titan_dit.pictures.autoencoder import Autoencoder
-from titan_dit.pictures.encode import DecodedPicture, EncodeJob, EncodeOptions, make_job
+from titan_dit.pictures.encode_job import DecodedPicture, EncodeJob, EncodeOptions, make_job
 from titan_dit.pictures.picture_set import PictureSet
-from titan_dit.pictures.picture_sizes import Size, check_multiples
+from titan_dit.pictures.picture_sizes import Size
 from titan_dit.pictures.pixels import Pixels
 from titan_dit.pictures.survey import Survey, fit_of
 
@@ -40,27 +40,22 @@ class BucketJob(EncodeJob):
 
     format: ClassVar[str] = BUCKETS_FORMAT
 
-    surveyed: Survey
+    survey: Survey
     """Sizes of the pictures, and why some are left out."""
-    bucket_sizes: tuple[Size, ...]
     bucket_shapes: tuple[tuple[int, ...], ...]
     """Shape of a row of each bucket."""
+    shard_sizes: tuple[int, ...]
+    """Pictures of a shard of each bucket."""
     chosen: NDArray[np.int32]
-    """Bucket of each picture. One that is left out stands in any."""
-
-    @property
-    def sizes(self) -> tuple[Size, ...]:
-        """The sizes of the buckets."""
-        return self.bucket_sizes
+    """Bucket of each picture, a place in `sizes`. One that is left out stands in any."""
 
     @cached_property
     def chunks(self) -> list[tuple[int, Sequence[int]]]:
         """(bucket, listing indices) of each chunk."""
         found: list[tuple[int, Sequence[int]]] = []
-        for bucket in range(len(self.bucket_sizes)):
+        for bucket, size in enumerate(self.shard_sizes):
             rows = np.flatnonzero(self.chosen == bucket).tolist()
-            for first in range(0, len(rows), self.shard_size):
-                found.append((bucket, rows[first : first + self.shard_size]))
+            found += [(bucket, rows[first : first + size]) for first in range(0, len(rows), size)]
         return found
 
     @property
@@ -78,11 +73,11 @@ class BucketJob(EncodeJob):
 
     def crop_of(self, row: int) -> Crop:
         """The size of a picture's bucket."""
-        return self.bucket_sizes[int(self.chosen[row])]
+        return self.sizes[int(self.chosen[row])]
 
     def shapes_of(self, records: Sequence[ChunkRecord]) -> ShapeKeys:
         """The buckets that have rows, and the bucket of each shard."""
-        counts = [0] * len(self.bucket_sizes)
+        counts = [0] * len(self.sizes)
         for (bucket, _), record in zip(self.chunks, records, strict=True):
             counts[bucket] += record.count
         filled = [bucket for bucket, count in enumerate(counts) if count]
@@ -94,21 +89,21 @@ class BucketJob(EncodeJob):
         # A chunk without rows has no shard.
         return {"buckets": buckets}, [{"bucket": numbers.get(bucket)} for bucket, _ in self.chunks]
 
-    def digest(self) -> str:
-        """SHA-256 of the job, with the bucket of every picture."""
-        reasons = json.dumps(sorted(self.surveyed.reasons.items()))
-        sha = hashlib.sha256(f"{super().digest()} {reasons}".encode())
+    def compute_digest(self) -> str:
+        """See `EncodeJob.compute_digest`: with the bucket of every picture."""
+        reasons = json.dumps(sorted(self.survey.reasons.items()))
+        sha = hashlib.sha256(f"{super().compute_digest()} {reasons}".encode())
         sha.update(self.chosen.tobytes())
         return sha.hexdigest()
 
     def picture(self, row: int, budget: DecodingBudget) -> DecodedPicture:
         """Decode and crop a picture. Raises BadFileError."""
-        if reason := self.surveyed.reasons.get(row):
+        if reason := self.survey.reasons.get(row):
             raise BadFileError(reason)
         found = super().picture(row, budget)
-        if found.size != self.surveyed.size(row):
+        if found.size != self.survey.size(row):
             raise BadFileError(
-                f"{found.size} pixels, but {self.surveyed.size(row)} by its header. Save it upright"
+                f"{found.size} pixels, but {self.survey.size(row)} by its header. Save it upright"
             )
         return found
 
@@ -118,67 +113,71 @@ def make_bucket_job(
     root: Path,
     output: Path,
     vae: Autoencoder | Pixels,
+    how: EncodeOptions,
     *,
     sizes: Sequence[Size],
     survey: Survey,
-    **how: Any,
 ) -> EncodeJob:
-    """Plan the shards of buckets of these sizes; `how`: fields of EncodeOptions.
+    """Plan the shards of buckets of these sizes, which the autoencoder divides: `check_multiples`.
 
-    A single square is encoded as `--image-size` does. Raises UserError if the autoencoder cannot
-    encode a size, and if no picture can be encoded.
+    A single square is encoded as `--image-size` does. Raises UserError if no picture can be
+    encoded.
     """
-    check_multiples(sizes, vae.facts.factor, vae.source)
     if len(sizes) == 1 and sizes[0].width == sizes[0].height:
         side = sizes[0].width
-        return make_job(pictures, root, output, vae, image_size=side, survey=survey, **how)
-    options = EncodeOptions(**how)
-    options.check()
-    chosen, survey = choose_buckets(pictures, root, tuple(sizes), survey)
-    shapes = tuple(options.shape(vae, size) for size in sizes)
+        return make_job(pictures, root, output, vae, how, image_size=side, survey=survey)
+    rows = range(len(pictures))
+    chosen, reasons = choose_buckets(pictures, survey, tuple(sizes), rows, [0] * len(rows))
+    shapes = tuple(how.shape(vae, size) for size in sizes)
     largest = max(shapes, key=lambda shape: shape[1] * shape[2])
+    shard_size = how.pictures_per_shard(largest, len(pictures))
     keys = {"sizes": list(map(str, sizes)), "crop": CROP}
     return BucketJob(
-        pictures,
-        root,
-        output.resolve().name,
-        largest,
-        options.dtype,
-        options.batch_size,
-        0,
-        options.flip,
-        options.posterior,
-        options.units,
-        options.about(pictures, root, vae, keys),
-        options.max_pixels,
-        survey,
-        shard_size=options.pictures_per_shard(largest, len(pictures)),
-        surveyed=survey,
-        bucket_sizes=tuple(sizes),
+        pictures=pictures,
+        how=how,
+        sizes=tuple(sizes),
+        survey=replace(survey, reasons=reasons),
+        root=root,
+        name=output.resolve().name,
+        shape=largest,
+        dtype=how.dtype,
+        about=how.about(pictures, root, vae, keys),
+        shard_size=shard_size,
         bucket_shapes=shapes,
+        shard_sizes=(shard_size,) * len(sizes),
         chosen=chosen,
     )
 
 
 def choose_buckets(
-    pictures: PictureSet, root: Path, sizes: tuple[Size, ...], survey: Survey
-) -> tuple[NDArray[np.int32], Survey]:
-    """(bucket of each picture, the survey with the pictures that fit no bucket left out).
+    pictures: PictureSet,
+    survey: Survey,
+    sizes: tuple[Size, ...],
+    files: Sequence[int],
+    lengths: Sequence[int],
+    fix: str = "Restore them",
+) -> tuple[NDArray[np.int32], dict[int, str]]:
+    """(bucket of each row, row -> why it is left out). Buckets are ordered by length, then size.
 
-    Pictures that are left out stand in the first bucket that has others.
+    `files`: the file of each row, a row of `pictures`; `lengths`: the place of its number of frames
+    among the buckets', 0 for pictures. Rows that are left out stand in the first bucket that has
+    others. Raises UserError, with the advice `fix`, if all are.
     """
-    chosen = np.full(len(pictures), -1, np.int32)
-    reasons = dict(survey.reasons)
-    for row in range(len(pictures)):
-        if row not in reasons:
+    chosen = np.full(len(files), -1, np.int32)
+    reasons: dict[int, str] = {}
+    for row, (file, length) in enumerate(zip(files, lengths, strict=True)):
+        reason = survey.reasons.get(file, "")
+        if not reason:
             try:
-                chosen[row] = fit_of(sizes, survey.size(row)).bucket
+                chosen[row] = length * len(sizes) + fit_of(sizes, survey.size(file)).bucket
+                continue
             except BadFileError as error:
-                reasons[row] = str(error)
+                reason = str(error)
+        reasons[row] = reason
     if (chosen < 0).all():
         raise UserError(
-            f"[data encode] none of the {len(pictures):,} files can be encoded. Restore them; the "
-            f"first is {root / pictures.names[0]}: {reasons[0]}."
+            f"[data encode] none of the {len(pictures):,} files can be encoded. {fix}; the first "
+            f"is {pictures.root / pictures.names[0]}: {reasons[0]}."
         )
     chosen[chosen < 0] = chosen[chosen >= 0].min()
-    return chosen, replace(survey, reasons=dict(sorted(reasons.items())))
+    return chosen, reasons

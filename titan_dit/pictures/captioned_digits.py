@@ -47,7 +47,7 @@ WIDTH = 64
 
 
 class Caption(NamedTuple):
-    """What a picture shows."""
+    """A digit and its colours, which a picture shows."""
 
     digit: int
     colour: str
@@ -61,7 +61,7 @@ class Caption(NamedTuple):
 
 @cache
 def pairs(held_out: bool) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """The (colour, background) of each digit, either those of pictures or those held out."""
+    """By digit: its held-out (colour, background) pairs, else the pairs that pictures may have."""
     every = [(one, other) for one in COLOURS for other in COLOURS if one != other]
     generator = torch.Generator().manual_seed(SEED)
     found = []
@@ -73,7 +73,7 @@ def pairs(held_out: bool) -> tuple[tuple[tuple[str, str], ...], ...]:
 
 
 def captions(held_out: bool) -> list[Caption]:
-    """The captions that pictures may have, or those held out, digit by digit."""
+    """The held-out captions, else the captions that pictures may have, digit by digit."""
     return [
         Caption(digit, *pair) for digit, of_digit in enumerate(pairs(held_out)) for pair in of_digit
     ]

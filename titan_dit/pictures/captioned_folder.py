@@ -6,7 +6,7 @@ It is the layout of the tools for fine-tuning. Its folders are no classes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ CAPTION = ".txt"
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """The files of a folder and of those below it, by their paths relative to it."""
+    """The files of a folder and of all folders below it, by their paths relative to it."""
 
     pictures: tuple[str, ...]
     """In natural order: a/2.jpg before a/10.jpg."""
@@ -69,7 +69,7 @@ def is_video(name: str) -> bool:
 
 
 def files_of(root: Path, with_videos: bool = False) -> FolderFiles:
-    """List a folder and those below it, without hidden files. Each folder is read once.
+    """List a folder and all below it, without hidden files. Each folder is read once.
 
     `with_videos`: videos are among the pictures. Raises UserError for a folder that cannot be read.
     """
@@ -93,7 +93,7 @@ def by_parts(name: str) -> list[tuple[list[str | int], str]]:
 
 
 def walk(root: Path, below: str, seen: set[tuple[int, int]]) -> Iterator[str]:
-    """Yield the files of a folder and those below it. A link to a folder above it is no loop."""
+    """Yield the files of a folder and all below it. A link to a folder above it is no loop."""
     about = (root / below).stat()
     if (about.st_dev, about.st_ino) in seen:
         return
@@ -127,32 +127,38 @@ def open_captioned(root: Path, files: FolderFiles, asked: ListingOptions) -> Pic
     captions = files.captions
     texts = [read_caption(root, captions.get(name), asked) for name in files.pictures]
 
-    def path(row: int) -> Path:
-        return root / files.pictures[row]
-
-    def read(row: int) -> bytes:
-        return bytes(read_whole(path(row), asked.check_size))
-
-    def stamp(row: int) -> Stamp:
-        return stamp_of(path(row))
-
+    path, read, stamp = files_at(root, files.pictures, asked)
     return make_set(
         root,
-        "a folder of captioned pictures",
-        files.pictures,
-        [None] * len(files.pictures),
-        texts,
-        read,
-        stamp,
         asked,
+        kind="a folder of captioned pictures",
+        names=files.pictures,
+        labels=[None] * len(files.pictures),
+        texts=texts,
+        read=read,
+        stamp=stamp,
         captioned=True,
         beside=beside(files, set(captions.values())),
         path=path,
     )
 
 
+def files_at(
+    root: Path, names: Sequence[str], asked: ListingOptions
+) -> tuple[Callable[[int], Path], Callable[[int], bytes], Callable[[int], Stamp]]:
+    """(path, read, stamp) of a PictureSet whose pictures are files of these names."""
+
+    def path(row: int) -> Path:
+        return root / names[row]
+
+    def read(row: int) -> bytes:
+        return bytes(read_whole(path(row), asked.check_size))
+
+    return path, read, lambda row: stamp_of(path(row))
+
+
 def read_caption(root: Path, name: str | None, asked: ListingOptions) -> str:
-    """The caption in a file, without blanks at its ends; "" if there is no file."""
+    """The caption in a file, without blanks at its ends; "" without a file. Raises UserError."""
     if name is None:
         return ""
     at, most = f"{asked.where}{root / name}", asked.max_text_bytes

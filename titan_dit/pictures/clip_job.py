@@ -7,37 +7,38 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from titan_dit import __version__
 from titan_dit.config import limits
-from titan_dit.config.section import UserError
 from titan_dit.data.files import BadFileError
-from titan_dit.data.listing import Names
 from titan_dit.data.packing.images import DecodingBudget
-from titan_dit.data.packing.pack import ChunkRecord
+from titan_dit.data.packing.output import ChunkRecord
 from titan_dit.pictures import clips
 from titan_dit.pictures.autoencoder import Autoencoder
-from titan_dit.pictures.bucket_job import CROP, BucketJob
+from titan_dit.pictures.bucket_job import CROP, BucketJob, choose_buckets
 from titan_dit.pictures.clips import Choice, Clip
-from titan_dit.pictures.encode import MAX_AHEAD, DecodedPicture, EncodeJob, EncodeOptions
+from titan_dit.pictures.encode_job import DecodedPicture, EncodeJob, EncodeOptions
 from titan_dit.pictures.library import video
 from titan_dit.pictures.picture_set import PictureSet
-from titan_dit.pictures.picture_sizes import Size, check_lengths, check_multiples
+from titan_dit.pictures.picture_sizes import Size
 from titan_dit.pictures.pixels import Pixels
 from titan_dit.pictures.report import clip_lines
-from titan_dit.pictures.survey import FoundClips, Survey, fit_of
+from titan_dit.pictures.survey import FoundClips, Survey
+from titan_dit.pictures.video_frames import MAX_PIXELS, check_opens
 
 TIMES = "frame j is the one shown (j + 1/2) / fps after the clip's begin"
+MAX_AHEAD = 512 << 20
+"""Maximum bytes of decoded clips that wait for the autoencoder, with a batch for each thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class ClipOptions:
     scenes: bool = False
     """True: each scene of a file is cut as a file of its own."""
     max_pixels: int | None = None
-    """Maximum pixels of a frame; None: those of `clips.MAX_PIXELS`."""
+    """Maximum pixels of a frame; None: `video_frames.MAX_PIXELS`."""
 
     @property
     def rate(self) -> Fraction:
@@ -69,9 +70,9 @@ class ClipOptions:
         return found.size, FoundClips(tuple(cut), starts, len(found.times), used, notes)
 
     def key(self) -> str:
-        """What a look depends on besides the file: the options, and the versions that read it."""
+        """Digest of the options and the versions that read videos: looks depend on them."""
         versions = [__version__, video("[data encode]").__version__]
-        values = [*asdict(self).values(), limits.raised(clips.MAX_PIXELS), *versions]
+        values = [*asdict(self).values(), limits.raised(MAX_PIXELS), *versions]
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
     def about(self) -> dict[str, Any]:
@@ -87,29 +88,19 @@ class ClipOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipJob(BucketJob):
-    """Clips, and the bucket of each. `pictures` and `surveyed` have a row for each clip."""
+    """Clips, and the bucket of each. `pictures` and `survey` have a row for each clip."""
 
     asked: ClipOptions
     listed: PictureSet
     """The files."""
     looked: Survey
-    """What the files hold."""
+    """Sizes and clips of the files."""
     files: tuple[int, ...]
     """Listing index of the file of each row, in order."""
     cut: tuple[Clip | None, ...]
     """The clip of each row; None for a picture, and for a file that is left out."""
     bucket_frames: tuple[int, ...]
-    bucket_sizes_of_shards: tuple[int, ...]
-    """Rows of a shard of each bucket."""
-
-    @cached_property
-    def chunks(self) -> list[tuple[int, Sequence[int]]]:
-        """(bucket, rows) of each chunk."""
-        found: list[tuple[int, Sequence[int]]] = []
-        for bucket, size in enumerate(self.bucket_sizes_of_shards):
-            rows = np.flatnonzero(self.chosen == bucket).tolist()
-            found += [(bucket, rows[first : first + size]) for first in range(0, len(rows), size)]
-        return found
+    """Frames of the clips of each bucket."""
 
     def frames_of(self, chunk: int) -> int:
         """Frames of the clips of a chunk."""
@@ -117,19 +108,19 @@ class ClipJob(BucketJob):
 
     def pictures_at_once(self, chunk: int) -> int:
         """Clips of a batch, whose frames are `batch_size`; one clip at least."""
-        return max(1, self.batch_size // (self.copies * self.frames_of(chunk)))
+        return max(1, self.how.batch_size // (self.copies * self.frames_of(chunk)))
 
     def batches_ahead(self, chunk: int, threads: int) -> int:
         """Batches that are decoded while one is encoded: few if clips are large."""
         at_once = self.pictures_at_once(chunk)
-        size = self.bucket_sizes[self.chunks[chunk][0]]
+        size = self.sizes[self.chunks[chunk][0]]
         fitting = MAX_AHEAD // (3 * size.pixels * self.frames_of(chunk) * at_once)
         return max(1 + -(-threads // at_once), min(fitting, super().batches_ahead(chunk, threads)))
 
-    def digest(self) -> str:
-        """SHA-256 of the job, with the clip of every row."""
+    def compute_digest(self) -> str:
+        """See `BucketJob.compute_digest`: with the clip of every row."""
         rows = json.dumps([self.files, self.cut])
-        return hashlib.sha256(f"{super().digest()} {rows}".encode()).hexdigest()
+        return hashlib.sha256(f"{super().compute_digest()} {rows}".encode()).hexdigest()
 
     def digest_of(self, row: int) -> bytes:
         """SHA-256 of a row's file. Raises BadFileError."""
@@ -146,7 +137,7 @@ class ClipJob(BucketJob):
         """Decode and crop a clip. Raises BadFileError."""
         clip = self.cut[row]
         if clip is None:
-            if self.first_frame:
+            if self.how.first_frame:
                 raise BadFileError("a picture has no frames after the first one")
             found = super().picture(row, budget)
             reference, mask = found.reference, found.mask
@@ -160,7 +151,7 @@ class ClipJob(BucketJob):
         mask = None
         if self.has_masks:  # Of pictures beside it.
             mask = torch.full(self.bucket_shapes[self.chosen[row]][1:], 255, dtype=torch.uint8)
-        size = self.surveyed.size(row)
+        size = self.survey.size(row)
         return DecodedPicture(pixels, self.digest_of(row), False, size, mask=mask)
 
     def report_lines(self, records: Sequence[ChunkRecord]) -> Iterator[bytes]:
@@ -171,7 +162,7 @@ class ClipJob(BucketJob):
 @lru_cache(1024)
 def file_digest(path: Path, stamp: tuple[int, int]) -> bytes:
     """SHA-256 of a file: its clips ask one after another. `stamp`: its length and time."""
-    clips.check_opens(path)
+    check_opens(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
 
@@ -181,54 +172,39 @@ def make_clip_job(
     root: Path,
     output: Path,
     vae: Autoencoder | Pixels,
+    how: EncodeOptions,
     *,
     sizes: Sequence[Size],
     survey: Survey,
     asked: ClipOptions,
-    **how: Any,
 ) -> EncodeJob:
-    """Plan the shards of clips of these sizes; `how`: fields of EncodeOptions.
+    """Plan the shards of clips of sizes and lengths that the autoencoder takes: `picture_sizes`.
 
-    Raises UserError if the autoencoder cannot encode a size or a number of frames, and if no file
-    can be encoded.
+    Raises UserError if no file can be encoded.
     """
-    check_multiples(sizes, vae.facts.factor, vae.source)
-    check_lengths(asked.lengths, vae.facts.frames_factor, vae.source)
-    options = EncodeOptions(**how)
-    options.check()
     files, cut = rows_of(pictures, survey)
     frames = tuple(sorted({1, *asked.lengths}))
     buckets = [(length, size) for length in frames for size in sizes]
-    chosen, reasons = choose_buckets(files, cut, survey, frames, tuple(sizes))
-    if (chosen < 0).all():
-        raise UserError(
-            f"[data encode] none of the {len(pictures):,} files can be encoded. Restore them, or "
-            f"lower --frames; the first is {root / pictures.names[0]}: {reasons[0]}."
-        )
-    chosen[chosen < 0] = chosen[chosen >= 0].min()
-    expanded = with_rows(pictures, files, cut)
-    of_rows = Survey(survey.sizes[list(files)], dict(sorted(reasons.items())))
-    shapes = tuple(options.shape(vae, size, length) for length, size in buckets)
-    largest = max(shapes, key=lambda shape: int(np.prod(shape)))
+    lengths = [frames.index(clip.frames if clip else 1) for clip in cut]
+    fix = "Restore them, or lower --frames"
+    chosen, reasons = choose_buckets(pictures, survey, tuple(sizes), files, lengths, fix)
+    expanded = pictures.of_rows(files, names_of(pictures, files))
+    shapes = tuple(how.shape(vae, size, length) for length, size in buckets)
+    largest = max(shapes, key=math.prod)
     keys = {"sizes": list(map(str, sizes)), "crop": CROP, **asked.about()}
     return ClipJob(
-        expanded,
-        root,
-        output.resolve().name,
-        largest,
-        options.dtype,
-        options.batch_size,
-        0,
-        options.flip,
-        options.posterior,
-        options.units,
-        options.about(expanded, root, vae, keys),
-        options.max_pixels,
-        of_rows,
-        shard_size=options.pictures_per_shard(largest, len(files)),
-        surveyed=of_rows,
-        bucket_sizes=tuple(size for _, size in buckets),
+        pictures=expanded,
+        how=how,
+        sizes=tuple(size for _, size in buckets),
+        survey=Survey(survey.sizes[list(files)], reasons),
+        root=root,
+        name=output.resolve().name,
+        shape=largest,
+        dtype=how.dtype,
+        about=how.about(expanded, root, vae, keys),
+        shard_size=how.pictures_per_shard(largest, len(files)),
         bucket_shapes=shapes,
+        shard_sizes=tuple(how.pictures_per_shard(shape, len(files)) for shape in shapes),
         chosen=chosen,
         asked=asked,
         listed=pictures,
@@ -236,7 +212,6 @@ def make_clip_job(
         files=files,
         cut=cut,
         bucket_frames=tuple(length for length, _ in buckets),
-        bucket_sizes_of_shards=tuple(options.pictures_per_shard(s, len(files)) for s in shapes),
     )
 
 
@@ -254,49 +229,11 @@ def rows_of(
     return tuple(files), tuple(cut)
 
 
-def choose_buckets(
-    files: Sequence[int],
-    cut: Sequence[Clip | None],
-    survey: Survey,
-    frames: Sequence[int],
-    sizes: tuple[Size, ...],
-) -> tuple[NDArray[np.int32], dict[int, str]]:
-    """(bucket of each row, -1 for one that is left out; the reasons, by row)."""
-    chosen = np.full(len(files), -1, np.int32)
-    reasons: dict[int, str] = {}
-    for row, (file, clip) in enumerate(zip(files, cut, strict=True)):
-        if (reason := survey.reasons.get(file)) is not None:
-            reasons[row] = reason
-            continue
-        length = frames.index(clip.frames if clip else 1)
-        try:
-            chosen[row] = length * len(sizes) + fit_of(sizes, survey.size(file)).bucket
-        except BadFileError as error:
-            reasons[row] = str(error)
-    return chosen, reasons
-
-
-def with_rows(pictures: PictureSet, files: Sequence[int], cut: Sequence[Clip | None]) -> PictureSet:
-    """The set with a row for each clip; those of a file with several have a number in the name."""
-    of_path = pictures.path
+def names_of(pictures: PictureSet, files: Sequence[int]) -> list[str]:
+    """The name of each clip: its file's, with a number if the file has several."""
     several = np.bincount(files) > 1
     places = np.arange(len(files)) - np.searchsorted(files, files)
-    names = [
+    return [
         f"{pictures.names[file]}#{place + 1}" if several[file] else pictures.names[file]
         for file, place in zip(files, places.tolist(), strict=True)
     ]
-    left_out = {row: pictures.left_out[f] for row, f in enumerate(files) if f in pictures.left_out}
-    return replace(
-        pictures,
-        names=Names(names),
-        labels=pictures.labels[list(files)],
-        texts=[pictures.texts[file] for file in files] if pictures.texts else [],
-        read=lambda row: pictures.read(files[row]),
-        stamp=lambda row: pictures.stamp(files[row]),
-        left_out=left_out,
-        companions={
-            kind: {row: of_file[f] for row, f in enumerate(files) if f in of_file}
-            for kind, of_file in pictures.companions.items()
-        },
-        path=None if of_path is None else lambda row: of_path(files[row]),
-    )

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from titan_dit.config.section import UserError, few
-from titan_dit.data.listing import Names
 from titan_dit.pictures.captioned_folder import files_of, is_video, stem_of
 from titan_dit.pictures.picture_set import ListingOptions, PictureSet
 
@@ -20,6 +19,7 @@ KINDS = "reference", "mask"
 def kind_of(name: str) -> tuple[str, str] | None:
     """(kind, stem of the picture) of a companion's file; None for another file."""
     stem, _, kind = stem_of(name).rpartition(".")
+    kind = kind.lower()  # As suffixes.
     return (kind, stem) if kind in KINDS and stem.rpartition("/")[2] else None
 
 
@@ -37,7 +37,7 @@ def with_companions(pictures: PictureSet, asked: ListingOptions) -> PictureSet:
     if not found:
         return pictures
     kept = [row for row in range(len(pictures)) if pictures.names[row] not in found]
-    pictures = selected(pictures, kept)
+    pictures = pictures.of_rows(kept)
     row_of = {stem_of(name): row for row, name in enumerate(pictures.names)}
     others = {stem_of(name) for name in files}
     companions: dict[str, dict[int, str]] = {kind: {} for kind in KINDS}
@@ -70,22 +70,3 @@ def check_references(where: str, pictures: PictureSet, references: Mapping[int, 
             f"{where}: {len(references):,} of {len(pictures):,} pictures have a reference, but not "
             f"{few(missing)}. Add NAME.reference.png beside each, or encode them apart."
         )
-
-
-def selected(pictures: PictureSet, kept: list[int]) -> PictureSet:
-    """The set with some of its rows."""
-    if len(kept) == len(pictures):
-        return pictures
-    read, stamp, path = pictures.read, pictures.stamp, pictures.path
-    assert path is not None
-    place = {row: number for number, row in enumerate(kept)}
-    return replace(
-        pictures,
-        names=Names([pictures.names[row] for row in kept]),
-        labels=pictures.labels[kept],
-        texts=[pictures.texts[row] for row in kept] if pictures.texts else [],
-        read=lambda row: read(kept[row]),
-        stamp=lambda row: stamp(kept[row]),
-        path=lambda row: path(kept[row]),
-        left_out={place[row]: why for row, why in pictures.left_out.items() if row in place},
-    )

@@ -29,7 +29,8 @@ MOST = 10**4
 def user_function(name: str, device: torch.device, where: str) -> tuple[Callable[..., Any], str]:
     """A user's function of pictures, and the SHA-256 of its weights, else of its source file.
 
-    A class is instantiated once, without arguments. A module is moved to the device.
+    A class is instantiated once, without arguments. A module is moved to the device. Raises
+    UserError for what cannot be imported or called.
     """
     function = imported(name, where)
     if isinstance(function, type):
@@ -65,7 +66,7 @@ class PictureFeatures:
     where: str
     """The flag or key that names it, for errors."""
     grid: tuple[int, int]
-    """Rows and columns of the stored features; those of the network are resampled to it."""
+    """Rows and columns of the stored features, to which the network's are resampled."""
     dim: int
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What videos hold, kept in the output of `data encode`: to look at one is to decode it.
+"""Sizes and clips of videos, kept in the output of `data encode`: to look at one is to decode it.
 
 A line of JSON for each video, by its name, length, time of modification and the options. Ranks
 append to files of their own, so that a command that is killed goes on; the first one joins them.
@@ -17,7 +17,7 @@ from titan_dit.config import schema, user_text
 from titan_dit.config.schema import COUNT, Many, Maybe, Row, Rows
 from titan_dit.config.section import Finite, PositiveInt, UserError
 from titan_dit.data.manifest import CLAIM, MANIFEST
-from titan_dit.data.packing.pack import LOOKS, writing
+from titan_dit.data.packing.output import LOOKS, writing
 from titan_dit.pictures.clips import Clip
 from titan_dit.pictures.picture_sizes import Size
 from titan_dit.pictures.survey import FoundClips, Stamp
@@ -47,7 +47,7 @@ class KeptLooks:
 
     folder: Path
     options: str
-    """What a look depends on besides the file."""
+    """Key of the options that looks depend on: `ClipOptions.key`."""
     rank: int = 0
     lines: dict[tuple[str, Stamp], dict[str, Any]] = field(default_factory=dict)
     """By name, length and time of modification."""
@@ -55,7 +55,11 @@ class KeptLooks:
 
     @classmethod
     def opened(cls, folder: Path, root: Path, options: str, rank: int = 0) -> KeptLooks | None:
-        """Those of an output. None for one that `data encode` will refuse: no file goes there."""
+        """The looks kept in an output folder.
+
+        None if `data encode` will refuse the folder (inside the input, or with other files);
+        nothing is written then.
+        """
         if root.resolve() in (folder.resolve(), *folder.resolve().parents):
             return None
         is_own = any((folder / name).is_file() for name in (CLAIM, MANIFEST, LOOKS))
@@ -80,7 +84,7 @@ class KeptLooks:
                         self.lines[line["file_name"], tuple(line["stamp"])] = line
 
     def get(self, name: str, stamp: Stamp) -> Look | None:
-        """What was found in a file; None if it, or the options, have changed."""
+        """What was found in a file; None if not recorded for this name, stamp and options."""
         line = self.lines.get((name, stamp))
         if line is None:
             return None
@@ -107,7 +111,7 @@ class KeptLooks:
                 file.write(f"\n{json.dumps(line)}\n".encode())
 
     def join(self) -> None:
-        """Write one file of all, in the order of names, and remove those of the ranks.
+        """Write one file of all looks, in the order of names, and remove the ranks' files.
 
         Raises UserError if it cannot be written.
         """

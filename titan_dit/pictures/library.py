@@ -32,7 +32,10 @@ def transformers(what: str) -> ModuleType:
 
 
 def quietly(name: str, classes: tuple[str, ...], what: str) -> ModuleType:
-    """Import a library with the modules of `classes`, and turn its messages off."""
+    """Import a library with the modules of `classes`, and turn its messages off.
+
+    Raises UserError, which begins with `what`, if it cannot be imported.
+    """
     # It asks a server for news of itself at its import, which hangs where there is no network.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:

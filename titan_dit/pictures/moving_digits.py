@@ -43,7 +43,7 @@ CLIPS_PER_DIGIT = 3
 NUM_HELD_OUT = 160
 """Captions that are held out, of 1,600."""
 INKS = ("white", "black")
-"""Of the first digit and of the second one, each on a ground of the other."""
+"""Colours of the first and second digit; each is drawn on a background of the other colour."""
 WORDS = ("a", *INKS, *DIGITS, "moves", *DIRECTIONS, "and")
 BIAS_STD = 3.0
 """See `captioned_digits.save_text_encoder`: Wan's network gives a caption no places."""
@@ -61,7 +61,7 @@ class Motion(NamedTuple):
 
 
 class Caption(NamedTuple):
-    """What a clip shows, in either half."""
+    """The digits and directions of a clip's halves."""
 
     first: Motion
     second: Motion
@@ -73,7 +73,7 @@ class Caption(NamedTuple):
 
 @cache
 def captions(held_out: bool) -> tuple[Caption, ...]:
-    """The captions that clips may have, or those held out."""
+    """The held-out captions, else the captions that clips may have."""
     motions = [Motion(*of) for of in product(range(len(DIGITS)), DIRECTIONS)]
     every = [Caption(*of) for of in product(motions, motions)]
     generator = torch.Generator().manual_seed(SEED)

@@ -129,7 +129,7 @@ def shortened(line: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> 
 
 
 EMPTY = "empty prompt"
-"""What stands for it on a grid and in the names of files."""
+"""Name of the empty prompt on a grid and in the names of files."""
 
 
 SIZE, COLUMNS = 64, 40
@@ -262,7 +262,7 @@ def write_clips(
 
 
 def write_clip(path: Path, clip: UInt8[Tensor, "f 3 h w"], fps: float) -> None:
-    """As `save_clip`; whole, or not at all."""
+    """`save_clip`, but the file is whole or not there at all."""
     with replacing(path) as aside:
         save_clip(aside, clip, fps)
 

@@ -50,7 +50,7 @@ class FinishedParts:
         return hashlib.sha256(json.dumps(self.plan, sort_keys=True).encode()).hexdigest()
 
     def open(self) -> None:
-        """Make the folder, or check that its plan is the same. One rank calls it, first."""
+        """Make the folder. One rank calls it, first. Raises UserError if it holds another plan."""
         file = self.folder / PLAN
         if file.is_file():
             before: dict[str, Any] = {}

@@ -52,7 +52,7 @@ class ListingOptions:
     max_file_bytes: int = 256 << 20
     """Maximum bytes of a picture's file."""
     no_caption: Literal["skip", "empty"] | None = None
-    """What `data encode` does with pictures without a caption: leave them out, or keep them. None:
+    """How `data encode` treats pictures without a caption: leave them out, or keep them. None:
     refuse them if captions are all that the pictures have."""
     caption_prefix: str = ""
     """Text in front of every caption, such as a trigger word. It stands alone where `no_caption`
@@ -83,7 +83,7 @@ class ListingOptions:
             raise BadFileError(f"{size:,} bytes, more than {self.max_file_bytes:,}. {fix}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PictureSet:
     """A listing of pictures in a stable order; picture i is row i."""
 
@@ -146,6 +146,28 @@ class PictureSet:
         """The set with some pictures left out; the rows of the others stay."""
         return replace(self, left_out={**dict.fromkeys(rows, reason), **self.left_out})
 
+    def of_rows(self, rows: Sequence[int], names: Sequence[str] | None = None) -> PictureSet:
+        """The set of some rows, of which each may come several times; `names`: new ones."""
+        path, read_member = self.path, self.read_member
+
+        def of_kept(values: Mapping[int, str]) -> dict[int, str]:
+            return {place: values[row] for place, row in enumerate(rows) if row in values}
+
+        return replace(
+            self,
+            names=Names(names or [self.names[row] for row in rows]),
+            labels=self.labels[list(rows)],
+            texts=[self.texts[row] for row in rows] if self.texts else [],
+            read=lambda place: self.read(rows[place]),
+            stamp=lambda place: self.stamp(rows[place]),
+            path=None if path is None else lambda place: path(rows[place]),
+            left_out=of_kept(self.left_out),
+            companions={kind: of_kept(found) for kind, found in self.companions.items()},
+            read_member=(
+                None if read_member is None else lambda kind, at: read_member(kind, rows[at])
+            ),
+        )
+
     def __len__(self) -> int:
         """Number of pictures."""
         return len(self.names)
@@ -153,13 +175,14 @@ class PictureSet:
 
 def make_set(
     root: Path,
+    asked: ListingOptions,
+    *,
     kind: str,
     names: Sequence[str],
     labels: Sequence[Label],
     texts: Sequence[Caption],
     read: Callable[[int], bytes],
     stamp: Callable[[int], Stamp],
-    asked: ListingOptions,
     class_names: Sequence[str] = (),
     captioned: bool = False,
     beside: Sequence[tuple[str, str]] = (),
@@ -220,17 +243,17 @@ def make_set(
         )
     kept = list(texts) if any(texts) else []
     return PictureSet(
-        root,
-        kind,
-        Names(names),
-        torch.tensor(numbers),
-        most,
-        found_names,
-        kept,
-        read,
-        stamp,
-        asked.max_file_bytes,
-        captioned or (bool(kept) and not given),
+        root=root,
+        kind=kind,
+        names=Names(names),
+        labels=torch.tensor(numbers),
+        num_classes=most,
+        class_names=found_names,
+        texts=kept,
+        read=read,
+        stamp=stamp,
+        max_file_bytes=asked.max_file_bytes,
+        captioned=captioned or (bool(kept) and not given),
         beside=tuple(beside),
         path=path,
     )
@@ -267,7 +290,10 @@ def as_name(label: Label) -> str | None:
 def by_name(
     where: str, labels: Sequence[str | None], classes: Sequence[str] | None
 ) -> tuple[list[int], tuple[str, ...]]:
-    """Class numbers of labels that are names, in the order of `classes`, else sorted."""
+    """Class numbers of labels that are names, in the order of `classes`, else sorted.
+
+    Raises UserError for a name that is not among `classes`.
+    """
     found = sorted({label for label in labels if label is not None})
     names = tuple(classes or found)
     refuse_other_forms(where, found)

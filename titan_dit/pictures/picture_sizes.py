@@ -1,4 +1,4 @@
-"""Sizes of pictures and lengths of clips: those of buckets, which one fits, what a crop costs."""
+"""Sizes and lengths of buckets: which one fits a picture or a clip, and what a crop costs."""
 
 from __future__ import annotations
 
@@ -95,6 +95,16 @@ def sizes_within(pixels: int, multiple: int) -> tuple[Size, ...]:
         for size in sizes
         if longest(size.height) == size.width and max(size) <= MAX_RATIO * min(size)
     )
+
+
+def check_image_size(side: int, factor: int, vae: str) -> None:
+    """Raise UserError for a square that the autoencoder cannot divide by its factor."""
+    if side % factor:
+        near = max(factor, round(side / factor) * factor)
+        raise UserError(
+            f"[data encode] image_size={side} is no multiple of {factor}, by which {vae} divides a "
+            f"side. Set --image-size {near}."
+        )
 
 
 def check_multiples(sizes: Sequence[Size], factor: int, vae: str) -> None:

@@ -62,7 +62,7 @@ class PromptEncoder:
         }
 
     def stored(self, embedding: Tensor, prompt: str) -> Tensor:
-        """An embedding in the dtype of stored ones, in which the network was trained."""
+        """An embedding in the dtype of stored captions. Raises UserError if it is out of range."""
         kept = embedding.to(self.facts.torch_dtype).cpu()
         if not kept.isfinite().all():
             raise UserError(
@@ -80,10 +80,10 @@ def open_encoder(
     device: torch.device,
     where: str,
 ) -> PromptEncoder:
-    """What embeds prompts: with an encoder, unless none is given and all prompts are blank.
+    """An encoder of prompts; without a network if none is given and all prompts are blank.
 
     `source`: a folder or name; None takes the recorded one that embedded the captions of `data`.
-    `tokens`: those that the network takes. `where` names the flag or key of `source` in errors.
+    `tokens`: the network's number of tokens. `where` names the flag or key of `source` in errors.
     Raises UserError for another encoder than that of the captions, and if there is none.
     """
     text = data.text

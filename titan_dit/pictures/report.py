@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 from titan_dit.config import schema, user_text
 from titan_dit.config.schema import Maybe
 from titan_dit.config.section import Finite, NonNegativeInt, PositiveInt, UserError
+from titan_dit.data.caption_embeddings import CAPTIONS
 from titan_dit.data.manifest import read_json
-from titan_dit.data.packing.pack import CAPTIONS, DROPPED, PICTURES, ChunkRecord, reasons_of
+from titan_dit.data.packing.output import DROPPED, PICTURES, ChunkRecord, reasons_of
 from titan_dit.pictures.picture_sizes import Size, fit
 from titan_dit.pictures.survey import Survey
 
 if TYPE_CHECKING:
     from titan_dit.pictures.clip_job import ClipJob
-    from titan_dit.pictures.encode import EncodeJob
+    from titan_dit.pictures.encode_job import EncodeJob
 
 ROUNDING = 4
 """Decimals of the shares and scales in the file."""
@@ -29,7 +30,7 @@ ROUNDING = 4
 
 @dataclass(frozen=True, kw_only=True)
 class FileReport:
-    """What became of a file."""
+    """A line of pictures.jsonl: a file, encoded or left out."""
 
     name: str
     reason: str = ""
@@ -55,9 +56,9 @@ class FileReport:
     decoded: int = 0
     """Frames of a video that decode."""
     used: int = 0
-    """Those while clips last, also those between two that a clip shows."""
+    """Frames within clips, including those that the clips' rate skips."""
     notes: tuple[str, ...] = ()
-    """What a user should know of it: cut off, turned upright, of a variable rate."""
+    """Remarks for the user: cut off, turned upright, of a variable rate."""
 
     def __str__(self) -> str:
         """A line of `data report`."""
@@ -131,7 +132,7 @@ def clip_lines(job: ClipJob, records: Sequence[ChunkRecord]) -> Iterator[bytes]:
     """The lines of pictures.jsonl of a job of clips: one for each file, whatever became of it."""
     dropped = {row: reason for record in records for row, reason in record.dropped}
     firsts = first_rows(job, records)
-    sizes = tuple(dict.fromkeys(job.bucket_sizes))
+    sizes = tuple(dict.fromkeys(job.sizes))
     rows_of_file: dict[int, list[int]] = {}
     for row, file in enumerate(job.files):
         rows_of_file.setdefault(file, []).append(row)

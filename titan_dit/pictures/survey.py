@@ -1,4 +1,4 @@
-"""What every file holds, which chooses its bucket: the size of a picture, the clips of a video.
+"""The size of every picture and the clips of every video, which choose their buckets.
 
 A picture's size is that of its header. A video is decoded: its header does not say what decodes.
 """
@@ -41,9 +41,9 @@ class FoundClips(NamedTuple):
     num_frames: int
     """Frames of the file that decode."""
     used: int
-    """Those while clips last, also those between two that a clip shows."""
+    """Frames within clips, including those that the clips' rate skips."""
     notes: tuple[str, ...]
-    """What a user should know of the file."""
+    """Remarks on the file for the user."""
 
 
 Stamp: TypeAlias = tuple[int, int]
@@ -85,7 +85,7 @@ class Survey:
 
     @classmethod
     def joined(cls, parts: Sequence[Survey]) -> Survey:
-        """The survey of a set from those of its parts, in their order."""
+        """The survey of a set from the surveys of its parts, in their order."""
         reasons: dict[int, str] = {}
         clips: dict[int, FoundClips] = {}
         first = 0
@@ -107,7 +107,8 @@ def survey_share(
 ) -> Survey:
     """Read the sizes of a rank's share of the pictures, and look at its videos.
 
-    `report` gets increments of files. `kept`: has what was found before.
+    `report` gets increments of files. `kept`: has what was found before. Raises UserError if the
+    disk fails.
     """
     # Neighbours: a row group of parquet is unpacked as a whole.
     first, end = (len(pictures) * share // num_ranks for share in (rank, rank + 1))
@@ -145,7 +146,7 @@ def survey_share(
 def look(
     pictures: PictureSet, row: int, videos: Looks, kept: Keeps | None
 ) -> tuple[Size, FoundClips] | str:
-    """What a video holds, or why it is left out; as it was found before, if it is the same."""
+    """The size and clips of a video, or why it is left out; from `kept` if it is the same."""
     assert pictures.path is not None
     name, stamp = pictures.names[row], pictures.stamp(row)
     if kept is not None and (before := kept.get(name, stamp)) is not None:

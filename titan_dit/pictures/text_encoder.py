@@ -269,7 +269,7 @@ def load(
             if folder is not None:
                 check_parameters_fit(FromConfig(kind, config), {}, folder, at)
             stored = torch.float32 if dtype == torch.float32 else stored_dtype(folder)
-            module = weights_of(library, kind, config, named, folder is not None, stored, at)
+            module = weights_of(kind, config, named, folder is not None, stored, at)
             tokenizer = library.AutoTokenizer.from_pretrained(
                 str(words) if words else source,
                 local_files_only=words is not None,
@@ -307,7 +307,11 @@ def load(
 
 
 def template_of(template: str, tokenizer: Any) -> str:
-    """What the encoder reads, with {} for the caption. Raises UserError if there is no such one."""
+    """The encoder's input text with {} for the caption.
+
+    A name in CHATS becomes the tokenizer's chat template. Raises UserError if the tokenizer has
+    none, or unless {} occurs once.
+    """
     if template in CHATS:
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(
@@ -400,7 +404,10 @@ def on_meta(source: str, layers: Sequence[int], where: str) -> tuple[nn.Module, 
 
 
 def places(source: str, where: str) -> tuple[Path | None, Path | None]:
-    """(folder of the encoder, folder of its tokenizer); None, None for a name on the hub."""
+    """(folder of the encoder, folder of its tokenizer); None, None for a name on the hub.
+
+    Raises UserError for a path without a folder, and for a folder without a tokenizer.
+    """
     folder = Path(source).expanduser()
     if not folder.is_dir():
         if folder.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
@@ -463,7 +470,6 @@ class FromConfig:
 
 
 def weights_of(
-    library: Any,
     kind: Any,
     config: Any,
     named: str,

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,15 +24,16 @@ from safetensors import torch as safetensors
 from torch import Tensor
 
 from titan_dit.config.section import UserError
-from titan_dit.data.caption_embeddings import ID_BYTES, INDEX, file_name, texts_of
+from titan_dit.data.caption_embeddings import CAPTIONS, ID_BYTES, INDEX, texts_of
 from titan_dit.data.latent_facts import ONLINE, TEXT_DTYPES, TextFacts
 from titan_dit.data.manifest import MANIFEST, check_manifest, read_json
-from titan_dit.data.packing.pack import (
-    CAPTIONS,
+from titan_dit.data.packing.output import (
     SHARD_BYTES,
     ChunkRecord,
+    has_size,
     lock,
     read_record,
+    write_record,
     writing,
 )
 from titan_dit.pictures.encode import same_bits
@@ -110,7 +111,7 @@ def distinct(texts: Sequence[Sequence[str]]) -> tuple[list[str], list[int], list
     return list(numbers), of_pictures, ends
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TextJob:
     """The captions of a dataset, and how they are encoded."""
 
@@ -213,16 +214,16 @@ def make_text_job(
     if encoder.padding == "kept":
         longest = encoder.max_tokens
     return TextJob(
-        output,
-        encoder,
-        dtype,
-        batch_size,
-        tokens or max(1, longest),
-        captions,
-        of_pictures,
-        ends,
-        tokenized,
-        sha,
+        output=output,
+        encoder=encoder,
+        dtype=dtype,
+        batch_size=batch_size,
+        tokens=tokens or max(1, longest),
+        captions=captions,
+        of_pictures=of_pictures,
+        picture_ends=ends,
+        tokenized=tokenized,
+        source_digest=sha,
     )
 
 
@@ -288,11 +289,6 @@ def begin(job: TextJob, stack: ExitStack) -> list[int] | None:
     return [number for number in range(len(job.chunks)) if record_of(job, number) is None]
 
 
-def has_size(file: Path, size: int) -> bool:
-    """True if a file is there and has this many bytes."""
-    return file.is_file() and file.stat().st_size == size
-
-
 def record_of(job: TextJob, chunk: int) -> ChunkRecord | None:
     """The record of a file that is written."""
     record = read_record(job.output, f"{PREFIX}-{chunk:05d}")
@@ -303,14 +299,16 @@ def encode_texts(job: TextJob, chunks: Sequence[int], report: Callable[[int], No
     """Encode and write files; `report` gets increments of captions. Raises UserError."""
     for chunk in chunks:
         data: bytes = safetensors.save(tensors_of_chunk(job, job.chunks[chunk], report))
-        file = job.output / file_name(chunk)
-        with writing(file, COMMAND):
-            write_whole(file, data)
-        sha = hashlib.sha256(data).hexdigest()
-        num = len(job.chunks[chunk])
-        record = ChunkRecord(job.digest, file.name, num, len(data), sha, [])
-        with writing(file.with_suffix(".json"), COMMAND):
-            write_json(file.with_suffix(".json"), asdict(record))
+        write_record(
+            job.output,
+            f"{PREFIX}-{chunk:05d}",
+            data,
+            command=COMMAND,
+            plan=job.digest,
+            count=len(job.chunks[chunk]),
+            dropped=[],
+            extra={},
+        )
 
 
 def tensors_of_chunk(job: TextJob, rows: range, report: Callable[[int], None]) -> dict[str, Tensor]:
@@ -365,7 +363,7 @@ def stored(embedding: Tensor, dtype: str, caption: str) -> Tensor:
 
 
 def finish(job: TextJob) -> dict[str, Any]:
-    """Write the index and add `text` to the manifest; return it."""
+    """Write the index and add `text` to the manifest; return it. Raises UserError."""
     records = [record_of(job, chunk) for chunk in range(len(job.chunks))]
     files = [record for record in records if record is not None]
     if len(files) != len(records):

@@ -206,7 +206,7 @@ def decode_image(
     shape: tuple[int, ...] | None = None,
     budget: DecodingBudget | None = None,
 ) -> Decoded:
-    """Decode the bytes of an image file, see `read_image`."""
+    """Decode the bytes of an image file, see `read_image`. Raises BadFileError."""
     budget = budget or DecodingBudget()
     # Pillow's own limit warns on the screen, below ours.
     Image.MAX_IMAGE_PIXELS = None
