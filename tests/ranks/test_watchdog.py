@@ -127,3 +127,21 @@ def test_the_newest_collectives_are_told_in_words():
         "#5 gloo:gather of [[3]] in group 9: done",
         "#6 gloo:gather of [[3]] in group 9: done",
     ]
+
+
+def test_nothing_is_armed_outside_of_the_block(monkeypatch, tmp_path):
+    """A process that only saves or draws would be ended half an hour later."""
+    armed = []
+    monkeypatch.setattr(
+        watchdog.faulthandler, "dump_traceback_later", lambda *_, **__: armed.append(True)
+    )
+    monkeypatch.setattr(watchdog.faulthandler, "cancel_dump_traceback_later", armed.clear)
+    dog = watchdog.Watchdog(tmp_path, 0, 300.0)
+    with dog.slow("saving") as alive:
+        alive()
+    assert not armed
+    with dog:
+        assert armed
+    assert not armed
+    dog.alive(1)
+    assert not armed

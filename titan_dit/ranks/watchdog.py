@@ -78,6 +78,8 @@ class Watchdog:
     ) -> None:
         self.folder, self.rank, self.timeout_s = folder / "hangs", rank, timeout_s
         self.ended = threading.Event()
+        self.is_watching = False
+        """True within the block. Outside it nothing would disarm faulthandler."""
         self.rearmed = 0.0
         self.step, self.doing = 0, "starting"
         self.moment, self.allowance = time.monotonic(), max(timeout_s, SLOW_S)
@@ -92,6 +94,7 @@ class Watchdog:
         """Start the watchdog thread."""
         self.set_timeouts(2 * self.patience_s)
         if self.timeout_s:
+            self.is_watching = True
             self.expect("starting", max(self.timeout_s, SLOW_S))
             threading.Thread(target=self.watch, name="watchdog", daemon=True).start()
         return self
@@ -99,7 +102,8 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         """Stop the watchdog."""
         self.ended.set()
-        if self.timeout_s:
+        if self.is_watching:
+            self.is_watching = False
             faulthandler.cancel_dump_traceback_later()
 
     def alive(self, step: int) -> None:
@@ -126,7 +130,7 @@ class Watchdog:
         self.doing, self.allowance, self.moment = doing, allowance, time.monotonic()
         # Re-arming costs 0.1 ms: skip it on short steps, but not if the allowance grows beyond the
         # armed time.
-        if self.timeout_s and (self.moment - self.rearmed > 5 or allowance > self.timeout_s):
+        if self.is_watching and (self.moment - self.rearmed > 5 or allowance > self.timeout_s):
             self.rearmed = self.moment
             after = allowance + LAST_RESORT_S
             faulthandler.dump_traceback_later(after, exit=True, file=2)
