@@ -443,8 +443,10 @@ def blocks_of_kinds(model, layers):
 
 
 def layers_for(parallel, pipeline):
-    """Eight stages need as many layers; five leave stages uneven."""
-    return 8 if parallel.get("pp", 1) * pipeline.get("virtual_stages", 1) == 8 else 5
+    """Eight stages need as many layers; five leave stages uneven; three are first, middle, last."""
+    if "pp" not in parallel:
+        return 3
+    return 8 if parallel["pp"] * pipeline.get("virtual_stages", 1) == 8 else 5
 
 
 def measure(world, config):
