@@ -2,16 +2,22 @@
 
 import signal
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import records
+import torch
 from running import Running, free_port, is_open, launcher
 from test_agents import SAVING, node
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from titan_dit.checkpoint.run_checkpoints import Checkpoints
+from titan_dit.config.operation import CheckpointConfig
 from titan_dit.launcher import agent as agents
 from titan_dit.launcher.agent import Agent
 from titan_dit.launcher.cause import root_cause, without_killed
+from titan_dit.ranks.failure import SAVED
 
 pytestmark = pytest.mark.alone
 
@@ -91,7 +97,7 @@ def agent_of(*, waiting=0, starts=1, restarts=3):
     """An agent without ranks, and what it says."""
     agent, said = Agent.__new__(Agent), []
     agent.say, agent.starts, agent.is_stopping, agent.pause_s = said.append, starts, False, 0.0
-    agent._remaining_restarts = restarts
+    agent._remaining_restarts, agent._pcontext = restarts, None
     handler = SimpleNamespace(num_nodes_waiting=lambda: waiting)
     spec = SimpleNamespace(rdzv_handler=handler, max_restarts=restarts)
     agent._worker_group = SimpleNamespace(spec=spec)
@@ -132,6 +138,29 @@ def test_restarts_pause_longer_and_longer_while_ranks_fail_before_they_train():
     agent.pause_s, agent.starts = agents.PAUSE_S, 20
     agent.count_and_report({0: early}, is_regrouping=False)
     assert agent.pause_s == agents.PAUSE_S
+
+
+def test_a_checkpoint_gives_all_restarts_back(tmp_path):
+    agent, said = agent_of(restarts=10)
+    agent._remaining_restarts = 0
+    file = tmp_path / "error.json"
+    agent._pcontext = SimpleNamespace(error_files={0: str(file)})
+    cause = failure_of(1, "Traceback\nRuntimeError: planted")
+    agent.count_and_report({0: cause}, is_regrouping=False)
+    assert (agent._remaining_restarts, said) == (0, [])
+    Path(f"{file}{SAVED}").touch()
+    agent.count_and_report({0: cause}, is_regrouping=False)
+    assert agent._remaining_restarts == 10
+    assert "restart 1, 9 left." in said[0]
+    agent.count_and_report({0: failure_of(2, "error: tp=3", is_user=True)}, is_regrouping=False)
+    assert agent._remaining_restarts == 0
+
+
+def test_a_rank_shows_that_it_has_saved(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    saves = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(async_save=False))
+    saves.save(3, {"model": {"w": torch.ones(1)}}, records.of_run(3))
+    assert (tmp_path / f"error.json{SAVED}").exists()
 
 
 FAILS_LATER = """

@@ -38,7 +38,7 @@ from titan_dit.launcher.cause import (
     without_killed,
 )
 from titan_dit.launcher.store import LastingStore, connect_again, watch_locally
-from titan_dit.ranks.failure import LAUNCH, LEAVING, STARTED
+from titan_dit.ranks.failure import LAUNCH, LEAVING, SAVED, STARTED
 from titan_dit.ranks.torch_range import require
 
 __all__ = ["Agent", "ChildFailedError", "RendezvousError", "Stopped", "launch"]
@@ -237,15 +237,15 @@ class Agent(LocalElasticAgent):
                 lost = now
             since, limit = asked, self.grace_s
             if lost is not None:
-                since, limit = lost, LEAVING_S if self.are_leaving() else LOST_NODE_S
+                since, limit = lost, LEAVING_S if self.show(LEAVING) else LOST_NODE_S
             if result.state != WorkerState.HEALTHY or now - since >= limit:
                 return result
             time.sleep(0.05)
 
-    def are_leaving(self) -> bool:
-        """Return True if the ranks have agreed to end, and save."""
+    def show(self, sign: str) -> bool:
+        """Return True if a rank of this node has agreed to end (LEAVING), or has saved (SAVED)."""
         files = self._pcontext.error_files.values() if self._pcontext else ()
-        return any(file and Path(file + LEAVING).exists() for file in files)
+        return any(file and Path(file + sign).exists() for file in files)
 
     def handle(self, group: WorkerGroup, result: RunResult, is_regrouping: bool) -> RunResult:
         """Return the result for torchrun: success, failure, or HEALTHY after a restart."""
@@ -400,9 +400,14 @@ class Agent(LocalElasticAgent):
         return name.decode()
 
     def count_and_report(self, failures: Failures, is_regrouping: bool) -> None:
-        """Set torchrun's remaining restarts; report the root cause if another attempt follows."""
+        """Set torchrun's remaining restarts; report the root cause if another attempt follows.
+
+        Each checkpoint gives all of them back: a long run may fail often, if it gets on.
+        """
         rank, cause = root_cause(failures)
         left = self._remaining_restarts
+        if self.show(SAVED):
+            left = self._remaining_restarts = self._worker_group.spec.max_restarts
         if self.is_stopping or is_user_error(cause):
             self._remaining_restarts = 0
         elif not is_regrouping and may_be_consequence(cause) and self.is_awaited():

@@ -31,8 +31,9 @@ HUNG, LEFT = 124, 143
 because another rank died."""
 STARTED = "TITAN_DIT_STARTED"
 """Environment variable set by the launcher for restarted ranks, on any node."""
-LEAVING = ".leaving"
-"""Suffix of the file beside torchrun's error file of a rank that has agreed to end and saves."""
+LEAVING, SAVED = ".leaving", ".saved"
+"""Suffixes of files beside torchrun's error file of a rank: it has agreed to end and saves; it has
+taken part in a checkpoint that is complete."""
 LAUNCH = "TITAN_DIT_LAUNCH"
 """Environment variable set by the launcher: the launch name, equal on all nodes and restarts."""
 
@@ -189,8 +190,8 @@ def leave_note(note: dict[str, Any]) -> None:
         write_whole(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), json.dumps(note))
 
 
-def show_leaving() -> None:
-    """Show the launcher, if any, that this rank has agreed with all others to end, and saves."""
+def show(sign: str) -> None:
+    """Show the launcher, if any, LEAVING or SAVED of this rank."""
     if is_launched():
         with contextlib.suppress(OSError):
-            Path(os.environ["TORCHELASTIC_ERROR_FILE"] + LEAVING).touch()
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"] + sign).touch()

@@ -13,7 +13,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from titan_dit.ranks.failure import INTERRUPTED, LEFT, is_launched, show_leaving
+from titan_dit.ranks.failure import INTERRUPTED, LEAVING, LEFT, is_launched, show
 from titan_dit.ranks.signals import Listener
 from titan_dit.system import stdio
 from titan_dit.system.host_copy import HostCopy
@@ -148,7 +148,7 @@ class StopRequest:
         if len(self.copies) > self.lag:
             self.reason = reason_of(float(self.copies.popleft().read()))
         if self.reason:
-            show_leaving()
+            show(LEAVING)
         return bool(self.reason)
 
     def hear(self, number: signal.Signals) -> None:
