@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import signal
 import threading
 import time
@@ -37,7 +36,7 @@ from titan_dit.launcher.cause import (
     root_cause,
     without_killed,
 )
-from titan_dit.launcher.store import LastingStore, connect_again, watch_locally
+from titan_dit.launcher.store import LastingStore, LocalWatch, connect_again, watch_locally
 from titan_dit.ranks.failure import LAUNCH, LEAVING, SAVED, STARTED
 from titan_dit.ranks.torch_range import require
 
@@ -317,17 +316,12 @@ class Agent(LocalElasticAgent):
             time.sleep(LINGER_S)
 
     def close_rendezvous(self) -> None:
-        """Close the rendezvous in its store, past its handler: the main thread may wait in that."""
-        group = self._worker_group
-        self.note_end(group, STOPPED)
-        backend = getattr(getattr(group.spec.rdzv_handler, "_state_holder", None), "_backend", None)
+        """Tell all nodes that the job is stopped, and close the rendezvous."""
+        self.note_end(self._worker_group, STOPPED)
+        holder = getattr(self._worker_group.spec.rdzv_handler, "_state_holder", None)
         with contextlib.suppress(RendezvousError):
-            while backend is not None and (found := backend.get_state()):
-                state = pickle.loads(found[0])
-                state.closed = True
-                written = backend.set_state(pickle.dumps(state), found[1])
-                if written and written[2]:  # Else another node has written in between.
-                    return
+            if isinstance(holder, LocalWatch):
+                holder.close()
 
     def note_end(self, worker_group: WorkerGroup, how: bytes) -> None:
         """Tell the launchers of other nodes that the job ends without an error."""

@@ -331,6 +331,15 @@ class LocalWatch(StateHolder):  # type: ignore[misc]
         self.synced = pickle.dumps(self.state)
         return has_set
 
+    def close(self) -> None:
+        """Close the rendezvous for all nodes, past this state, which the main thread may use."""
+        while found := self._backend.get_state():
+            state = pickle.loads(found[0])
+            state.closed = True
+            written = self._backend.set_state(pickle.dumps(state), found[1])
+            if written and written[2]:  # Else another node has written in between.
+                return
+
     def _sanitize(self) -> None:
         """Remove lost nodes: as torch does, but with the heartbeats in local time."""
         now = time.monotonic()
