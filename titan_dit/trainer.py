@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -79,14 +79,15 @@ def fit(config: JobConfig, world: World) -> int:
     training, step, before = config.training, 0, None
     if training.stages:
         step = Ranks().run_on_first(lambda: newest_step(config.job, config.checkpoint))
-    while True:
-        trainer = Trainer(config, world, stages.number_after(training, step), before)
-        code, step = trainer.fit(), trainer.step
-        if trainer.stop.reason or step >= trainer.opened.steps:
-            return code
-        before = HandedOn(trainer.mesh, trainer.stop)
-        del trainer
-        free_memory(config.compile)
+    with ExitStack() as locks:
+        while True:
+            trainer = Trainer(config, world, stages.number_after(training, step), before)
+            code, step = trainer.fit(locks), trainer.step
+            if trainer.stop.reason or step >= trainer.opened.steps:
+                return code
+            before = HandedOn(trainer.mesh, trainer.stop)
+            del trainer
+            free_memory(config.compile)
 
 
 def free_memory(config: CompileConfig) -> None:
@@ -158,14 +159,18 @@ class Trainer:
         self.sample_log: SampleLog | None = None
         self.row: Row = {}
 
-    def fit(self) -> int:
+    def fit(self, locks: ExitStack | None = None) -> int:
         """Train from the checkpoint or step 0 to the last step of the stage; return the exit code.
+
+        `locks` holds the run's locks until its last stage has ended, else they end with this one.
 
         If the only undamaged checkpoint is of an earlier stage, `step` is before this one: its
         stage has to go on first.
         """
         saves_in = self.checkpoints.folder if self.config.checkpoint.every else None
-        with self.watchdog, run_lock.hold_locks(self.folder, saves_in, self.say):
+        with self.watchdog, nullcontext(locks) if locks else ExitStack() as held:
+            if not self.goes_on:
+                held.enter_context(run_lock.hold_locks(self.folder, saves_in, self.say))
             self.resume()
             if self.step < self.config.training.begin:
                 return 0

@@ -143,6 +143,13 @@ def test_sizes_that_do_not_divide_the_ranks_are_shown():
     )
 
 
+def test_the_nodes_that_are_left_are_named_by_a_number_that_fits(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert refusal(12, pp=2, tp=4, resuming=True).endswith("NNODES=2.")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert "NNODES" not in refusal(12, pp=2, tp=4, resuming=True)
+
+
 def test_a_size_of_zero_is_refused():
     message = "[parallel] dp_shard=0 is not a size. Set dp_shard = -1 or at least 1."
     assert refusal(4, dp_shard=0) == refusal(4, dp_shard=0, resuming=True) == message

@@ -10,6 +10,7 @@ import torch
 from harness import on_ranks
 from tiny import randomize, state, tiny_config
 
+from titan_dit.checkpoint import run_lock
 from titan_dit.config.section import UserError
 from titan_dit.data.latents import write_buckets
 from titan_dit.ranks.stop_request import Reason
@@ -257,3 +258,28 @@ def test_changed_stages_are_refused_and_a_stop_at_a_boundary_is_kept(others):
     for said, key in zip(at_the_begin, ("[validation] path", "[fid] reference"), strict=True):
         assert said.startswith(f"[[stages]] 2: {key}=")
         assert "nowhere" in said
+
+
+def locks_of_stages(world, root):
+    """Whether the run is locked when each of its stages is made, and how often it was locked."""
+    write_set(root / "set")
+    config = staged(root / "run", root / "set")
+    lock, locked, taken = config.job.folder / run_files.LOCK, [], []
+    made, take = Trainer.__init__, run_lock.take
+
+    def make(trainer, *given):
+        locked.append(lock.exists())
+        made(trainer, *given)
+
+    def count(*given):
+        taken.append(given)
+        take(*given)
+
+    with mock.patch.object(Trainer, "__init__", make), mock.patch.object(run_lock, "take", count):
+        assert fit(config, world) == 0
+    return locked, len(taken), lock.exists()
+
+
+def test_a_run_stays_locked_between_its_stages(tmp_path):
+    """Else a second launch could take it there."""
+    assert on_ranks(1, locks_of_stages, tmp_path) == [([False, True], 1, False)]

@@ -9,6 +9,7 @@ import pytest
 from titan_dit.config.section import UserError
 from titan_dit.ranks import failure
 from titan_dit.ranks.failure import Disruption, describe, report
+from titan_dit.ranks.signals import PARENT
 
 
 def raised(error):
@@ -39,6 +40,14 @@ def test_a_disk_is_the_users_before_training_begins_and_tried_again_afterwards(
     assert raised(error) == (2, f"error: {line}")
     failure.training_started()
     assert raised(error) == (1, f"error: {line}")
+    assert raised(UserError("[parallel] tp=3"))[0] == 2
+
+
+def test_restarted_ranks_try_again_a_disk_that_is_away_while_they_load(monkeypatch):
+    monkeypatch.setattr(failure, "is_training", False)
+    monkeypatch.setenv(failure.STARTED, "1")
+    for error in (OSError(116, "Stale file handle", "a/file"), Disruption("a/file")):
+        assert raised(error)[0] == 1
     assert raised(UserError("[parallel] tp=3"))[0] == 2
 
 
@@ -185,3 +194,25 @@ run_and_exit(reads_nothing)
     assert ended.returncode == -11
     assert "Segmentation fault" in ended.stderr
     assert "in reads_nothing" in ended.stderr
+
+
+@pytest.mark.parametrize("launcher_is_dead", [False, True])
+def test_a_rank_whose_launcher_died_before_it_looked_is_no_orphan(launcher_is_dead, tmp_path):
+    """Its parent is then init from the start; in a container the launcher itself may be that."""
+    program = (
+        "import os\nfrom titan_dit.ranks import signals\nsignals.die_with_launcher()\n"
+        "print(signals.PARENT in os.environ)\n"
+    )
+    parent = 2**22 if launcher_is_dead else os.getpid()
+    variables = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error"), PARENT: str(parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if launcher_is_dead:
+        assert done.returncode == failure.LEFT
+    else:
+        assert (done.returncode, done.stdout) == (0, "False\n")

@@ -1,5 +1,7 @@
 """Timeouts of all process groups, and groups that cannot be opened."""
 
+import errno
+import threading
 from pathlib import Path
 
 import pytest
@@ -7,9 +9,10 @@ import torch
 import torch.distributed as dist
 from harness import on_ranks
 
+from titan_dit.config.section import UserError
 from titan_dit.parallel.mesh import AxisSizes, Mesh
 from titan_dit.ranks import process_group
-from titan_dit.ranks.failure import INTERNAL_ERROR, NetworkFailure, describe
+from titan_dit.ranks.failure import INTERNAL_ERROR, Disruption, NetworkFailure, describe
 from titan_dit.ranks.process_group import PATIENCE, Ranks
 from titan_dit.ranks.watchdog import LAST_RESORT_S, SLOW_S, Watchdog
 
@@ -120,3 +123,38 @@ def test_a_group_that_nccl_cannot_open_is_reported_in_its_own_words():
 def test_a_full_device_is_not_reported_as_a_network_failure():
     with pytest.raises(torch.OutOfMemoryError), process_group.opening("the default process group"):
         raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_groups_that_do_not_close_keep_no_finished_job(monkeypatch, capsys):
+    monkeypatch.setattr(process_group, "CLOSING_S", 0.1)
+    monkeypatch.setattr(dist, "destroy_process_group", threading.Event().wait)
+    process_group.close_groups()
+    assert "did not close within 0.1 s" in capsys.readouterr().err
+
+
+def outcomes_of_the_first(world):
+    """The exceptions that each rank gets of actions of rank 0."""
+    found = []
+    for error in (
+        UserError("tp=3"),
+        Disruption("disk"),
+        OSError(errno.EROFS, "Read-only file system", "a/file"),
+    ):
+
+        def action(error=error):
+            raise error
+
+        try:
+            Ranks().run_on_first(action)
+        except Exception as caught:
+            found.append((type(caught).__name__, str(caught)))
+    return found
+
+
+def test_an_error_of_the_first_rank_is_raised_on_all_with_its_kind():
+    first, second = on_ranks(2, outcomes_of_the_first)
+    assert [kind for kind, _ in first] == ["UserError", "Disruption", "OSError"]
+    assert second[:2] == first[:2]
+    kind, line = second[2]
+    assert kind == "Disruption"
+    assert line.startswith("a/file: Read-only file system")

@@ -157,6 +157,28 @@ def test_a_rank_is_as_patient_as_its_steps_are_long(is_stuck, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("heard", "leaves"),
+    [
+        ([signal.SIGTERM], False),
+        ([signal.SIGUSR2, signal.SIGTERM], True),
+        ([signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM], True),
+        ([signal.SIGUSR2, signal.SIGTERM, signal.SIGUSR1], False),
+    ],
+)
+def test_a_rank_that_torchrun_ends_leaves_before_it_is_killed(heard, leaves, monkeypatch):
+    """However long its steps are, and though a stop was requested before."""
+    left = []
+    monkeypatch.setattr(stop_request, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(stop_request, "KILLED_S", 0.1)
+    monkeypatch.setattr(stop_request.os, "_exit", left.append)
+    stop = StopRequest(2, CPU)
+    stop.heard, stop.step_s = heard, 100.0
+    threading.Thread(target=stop.leave_if_stuck, daemon=True).start()
+    time.sleep(0.5)
+    assert left == [LEFT] * leaves
+
+
+@pytest.mark.parametrize(
     ("heard", "reason"),
     [
         ([signal.SIGTERM], Reason.STOP),

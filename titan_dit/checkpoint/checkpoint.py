@@ -12,8 +12,9 @@ import errno
 import hashlib
 import json
 import math
+import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -29,12 +30,16 @@ from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.checkpoint.store import MANIFEST, Location, Store, store_of
 from titan_dit.checkpoint.torch_files import METADATA, Reader, Writer, WrongTable
 from titan_dit.config.section import UserError
+from titan_dit.ranks.failure import Disruption
 from titan_dit.ranks.process_group import Failed, Ranks
 
 OWN = "objective."
 """Prefix of the parameters of an objective's own modules, which are not the network's."""
 SMALL = 4 << 20
 """Maximum bytes of a `.metadata` that every load compares with tensors.json: 0.5 s."""
+
+LAG_S = 60.0
+"""Time for the mount of another rank to show what rank 0 sees; caches of NFS last up to 60 s."""
 
 
 def write(
@@ -242,7 +247,8 @@ def damaged_files(
 ) -> list[str]:
     """Names of files whose size or SHA-256 differs from the manifest; ranks share the work.
 
-    If all are equal, the result of `wrong_contents`.
+    If all are equal, the result of `wrong_contents`. What rank 0 can read is not damaged: the mount
+    of another rank may lag. Raises Disruption on every rank if it still does after LAG_S.
 
     `read` gets the bytes of each file that has been read.
     """
@@ -252,7 +258,34 @@ def damaged_files(
             damaged.append(name)
         read(expected["bytes"])
     names = sorted(name for part in ranks.gather(damaged) for name in part)
+    if names and ranks.count > 1:
+        names = wrong_on_first(path, record["files"], names, damaged, ranks)
     return names or ranks.run_on_first(lambda: wrong_contents(path, record["files"], largest))
+
+
+def wrong_on_first(
+    path: Location, files: Mapping[str, Any], names: list[str], own: list[str], ranks: Ranks
+) -> list[str]:
+    """Return which of the files `names` rank 0 cannot read either; wait for the others.
+
+    `own`: those that this rank could not read.
+    """
+    store = store_of(path)
+
+    def cannot_read(those: Iterable[str]) -> list[str]:
+        return [name for name in those if not is_whole(store, path / name, files[name])]
+
+    damaged = ranks.run_on_first(lambda: cannot_read(names))
+    late, deadline = [name for name in own if name not in damaged], time.monotonic() + LAG_S
+    while (late := cannot_read(late)) and time.monotonic() < deadline:
+        time.sleep(LAG_S / 20)
+    for rank, behind in enumerate(ranks.gather(late)):
+        if behind:
+            raise Disruption(
+                f"[checkpoint] {path / behind[0]}: rank 0 can read it, rank {rank} cannot. Look at "
+                "the mount of its node, and run the same command again."
+            )
+    return damaged
 
 
 def wrong_contents(

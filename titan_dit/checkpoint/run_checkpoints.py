@@ -23,7 +23,7 @@ from titan_dit.checkpoint.store import MANIFEST, Location, location, store_of
 from titan_dit.config import config_file
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
-from titan_dit.ranks.failure import Disruption
+from titan_dit.ranks.failure import SAVED, Disruption, show
 from titan_dit.ranks.process_group import Failed, Ranks
 from titan_dit.system import run_files
 from titan_dit.system.files import PARTIAL
@@ -140,7 +140,8 @@ class Checkpoints:
                 self.prune(record)
 
     def record_success(self, path: Location) -> None:
-        """Record a complete save."""
+        """Record a complete save; the launcher counts its restarts anew."""
+        show(SAVED)
         self.messages.append(f"saved {path}")
 
     def record_failure(self, step: int, cause: str) -> None:

@@ -346,9 +346,17 @@ def hold_locks(run: Path, checkpoints: Location | None, say: Say) -> Iterator[No
         yield
     finally:
         ended.set()
-        for lock in reversed(locks):
-            if lock.has_stopped(BEAT_S):
-                lock.release()
+        # In a thread: the disk may hang, and the run's watchdog has ended.
+        releasing = threading.Thread(target=release, args=(locks,), daemon=True)
+        releasing.start()
+        releasing.join(len(locks) * 2 * BEAT_S)
+
+
+def release(locks: list[Lock]) -> None:
+    """Release the locks whose renewal has stopped."""
+    for lock in reversed(locks):
+        if lock.has_stopped(BEAT_S):
+            lock.release()
 
 
 def take(run: Path, checkpoints: Location | None, say: Say, locks: list[Lock]) -> None:

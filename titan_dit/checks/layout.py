@@ -15,6 +15,7 @@ from titan_dit.pipeline.schedules.placement import check_schedule, check_split
 from titan_dit.pipeline.schedules.proof import check
 from titan_dit.pipeline.schedules.schedule import schedule_of
 from titan_dit.plan import RunPlan
+from titan_dit.system.launched_as import LaunchedAs
 
 
 def check_spec(plan: RunPlan) -> None:
@@ -62,11 +63,14 @@ def refuse_refitted(plan: RunPlan) -> None:
     below, above = ranks // one_model * one_model, -(-ranks // one_model) * one_model
     factors = " x ".join(f"{axis}={size}" for axis, size in kept.items() if size > 1)
     were = "was" if ranks == 1 else "were"
+    on_a_node = LaunchedAs.here().local_world_size
+    fits = [n for n in range(1, ranks // on_a_node) if n * on_a_node % one_model == 0]
+    of_nodes = f" On the nodes that are left: NNODES={fits[-1]}." if fits and on_a_node > 1 else ""
     raise UserError(
         f"[parallel] {factors} = {one_model} ranks per model replica, which does not divide the "
         f"{ranks} that {were} started. Resume with "
         f"{' or '.join(str(number) for number in (below, above) if number)} ranks (any multiple "
-        f"of {one_model}), or with smaller {', '.join(a for a in kept if kept[a] > 1)}."
+        f"of {one_model}), or with smaller {', '.join(a for a in kept if kept[a] > 1)}.{of_nodes}"
     )
 
 

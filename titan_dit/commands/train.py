@@ -11,7 +11,8 @@ Environment variables:
   NNODES         nodes, "4" or elastic "2:4"; needs RDZV_ENDPOINT=host:port and a common RDZV_ID
   RDZV_CONF      torchrun's --rdzv-conf (default: a node is lost after 12 s of silence; 60 s if
                  NNODES > 4)
-  MAX_RESTARTS   restarts from the newest checkpoint after a rank fails (default 0; elastic 10)
+  MAX_RESTARTS   restarts from the newest checkpoint after a rank fails (default 0; elastic 10);
+                 counted anew from each checkpoint
   GRACE          seconds for ranks to save and exit after SIGTERM, SIGUSR1, Ctrl-C (default 600)
   FORK           0: start a Python per rank instead of forking ranks (docs/launching.md)
   STOPPED_CODE   exit code of a run stopped early by a signal (default 0); Ctrl-C's is 130

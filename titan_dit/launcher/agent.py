@@ -20,15 +20,24 @@ from typing import Any
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, run
 
 from titan_dit.launcher import rendezvous
-from titan_dit.launcher.cause import is_consequence, is_user_error, message_of, root_cause
-from titan_dit.launcher.store import LastingStore, connect_again, watch_locally
-from titan_dit.ranks.failure import LAUNCH, LEAVING, STARTED
+from titan_dit.launcher.cause import (
+    Failures,
+    came_early,
+    is_consequence,
+    is_user_error,
+    may_be_consequence,
+    message_of,
+    root_cause,
+    without_killed,
+)
+from titan_dit.launcher.store import LastingStore, LocalWatch, connect_again, watch_locally
+from titan_dit.ranks.failure import LAUNCH, LEAVING, SAVED, STARTED
 from titan_dit.ranks.torch_range import require
 
 __all__ = ["Agent", "ChildFailedError", "RendezvousError", "Stopped", "launch"]
@@ -43,6 +52,10 @@ RETURN_S = 3.0
 """Time for the store to be reached again when a rank lost another one: the network may be back."""
 LINGER_S = 2.0
 """A node that ends the job stays this long: the others may rendezvous there and must see it."""
+FIRST_PAUSE_S, PAUSE_S = 2.0, 60.0
+"""Shortest and longest pause before a restart: see `Agent.pause_s`."""
+CLOSING_S = 5.0
+"""Limit for closing the rendezvous when a stop is requested between ranks."""
 STOPPED, DONE = b"stopped", b"done"
 """Ends of a job without an error, as the store has them for the launchers of other nodes."""
 
@@ -89,6 +102,11 @@ class Agent(LocalElasticAgent):
         self.is_stopping = False
         self.is_done = False
         self.starts = 0
+        self.pause_s = 0.0
+        """Time to wait before the next restart: longer and longer while restarted ranks fail early,
+        because a disk that is away needs time to come back."""
+        self.closed: set[int] = set()
+        """Local ranks that were still running when torchrun ended them."""
         self.note: dict[str, Any] = {}
         """Note of ranks that ended without error: whether and why they were stopped."""
 
@@ -116,8 +134,12 @@ class Agent(LocalElasticAgent):
 
     def processes(self) -> list[Any]:
         """The ranks' processes; empty before the start."""
+        return list(self.processes_by_rank().values())
+
+    def processes_by_rank(self) -> dict[int, Any]:
+        """Local rank -> its process; empty before the start."""
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
-        return [handler.proc for handler in handlers.values()]
+        return {rank: handler.proc for rank, handler in handlers.items()}
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Rendezvous and set this node's ranks; again if a node was lost in between."""
@@ -159,11 +181,17 @@ class Agent(LocalElasticAgent):
         torchrun ends the others when a rank has failed. Their collective may come through
         nevertheless, if what was lost was the network. Then all ranks of all nodes would agree to
         stop, and the job would end with exit code 0.
+
+        torchrun kills those that do not end, and records them as failures. `closed` notes who they
+        are: they are no cause.
         """
         assert self._pcontext is not None
         close = self._pcontext.close
+        self.closed = set()
 
         def announced(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+            running = self.processes_by_rank().items()
+            self.closed |= {rank for rank, process in running if process.poll() is None}
             if death_sig in (None, signal.SIGTERM):
                 self.send(signal.SIGUSR2)
             close(death_sig, timeout)
@@ -173,7 +201,8 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Restart after a failure; `_monitor_workers` handles restarts of healthy ranks."""
         if worker_group.state != WorkerState.HEALTHY:
-            super()._restart_workers(worker_group)
+            time.sleep(self.pause_s)
+            self.restart(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Poll the ranks; start a restart if a node has left or joined."""
@@ -207,39 +236,49 @@ class Agent(LocalElasticAgent):
                 lost = now
             since, limit = asked, self.grace_s
             if lost is not None:
-                since, limit = lost, LEAVING_S if self.are_leaving() else LOST_NODE_S
+                since, limit = lost, LEAVING_S if self.show(LEAVING) else LOST_NODE_S
             if result.state != WorkerState.HEALTHY or now - since >= limit:
                 return result
             time.sleep(0.05)
 
-    def are_leaving(self) -> bool:
-        """Return True if the ranks have agreed to end, and save."""
+    def show(self, sign: str) -> bool:
+        """Return True if a rank of this node has agreed to end (LEAVING), or has saved (SAVED)."""
         files = self._pcontext.error_files.values() if self._pcontext else ()
-        return any(file and Path(file + LEAVING).exists() for file in files)
+        return any(file and Path(file + sign).exists() for file in files)
 
     def handle(self, group: WorkerGroup, result: RunResult, is_regrouping: bool) -> RunResult:
         """Return the result for torchrun: success, failure, or HEALTHY after a restart."""
         if result.state == WorkerState.SUCCEEDED:
-            self.note = self.read_note()
-            # A stop request wins over a regroup; the note has the ranks' agreement.
-            is_regrouping = self.note.get("stopped") == "REGROUP"
-            self.is_done = not is_regrouping
-            if self.is_done:
-                self.note_end(group, STOPPED if self.note.get("stopped") else DONE)
+            rejoins = self.succeeded(group)
         elif result.state == WorkerState.FAILED:
-            _, cause = root_cause(result.failures)
-            # Its node may have been lost to the others while the network was cut.
-            is_regrouping |= is_consequence(cause) and self.is_left_out(group)
-            is_failure = self.is_stopping or not (is_regrouping and is_consequence(cause))
-            if is_failure:
-                self.report_failure(result.failures, is_regrouping)
-            is_regrouping = not is_failure
-        elif self.is_stopping:
-            is_regrouping = False  # The running ranks will stop.
-        if not is_regrouping:
+            result.failures = without_killed(result.failures, self.closed)
+            rejoins = self.failed(group, result.failures, is_regrouping)
+        else:
+            rejoins = is_regrouping and not self.is_stopping  # The running ranks will stop.
+        if not rejoins:
             return result
         self.rejoin(group)
         return RunResult(state=WorkerState.HEALTHY)
+
+    def succeeded(self, group: WorkerGroup) -> bool:
+        """Note how the job ended; True if the ranks have agreed to rendezvous again instead."""
+        self.note = self.read_note()
+        # Their note and not this node's wish: a stop request of another node wins over a regroup.
+        if self.note.get("stopped") == "REGROUP":
+            return True
+        self.is_done = True
+        self.note_end(group, STOPPED if self.note.get("stopped") else DONE)
+        return False
+
+    def failed(self, group: WorkerGroup, failures: Failures, is_regrouping: bool) -> bool:
+        """Report and count a failure; True if it only follows from a regroup, and is neither."""
+        _, cause = root_cause(failures)
+        # This node may have been lost to the others while the network was cut.
+        is_regrouping |= is_consequence(cause) and self.is_left_out(group)
+        if is_regrouping and is_consequence(cause) and not self.is_stopping:
+            return True
+        self.count_and_report(failures, is_regrouping)
+        return False
 
     def rejoin(self, worker_group: WorkerGroup) -> None:
         """Rendezvous with the present nodes and restart the ranks."""
@@ -253,13 +292,36 @@ class Agent(LocalElasticAgent):
             raise Stopped
         # Those that still run are blocked: SIGTERM would only cost seconds.
         self.kill()
+        self.restart(worker_group)
+
+    def restart(self, worker_group: WorkerGroup) -> None:
+        """Rendezvous, start the ranks again; raises Stopped or EndedElsewhere if it is closed."""
         try:
             super()._restart_workers(worker_group)
         except RendezvousClosedError:
+            if self.is_stopping:  # By `end_job`, after which its thread ends the process.
+                time.sleep(CLOSING_S + 2 * LINGER_S)
+                raise Stopped from None
             self.say("another node has ended the job; its launcher says why")
             if self.end_of(worker_group) in (STOPPED, DONE):
                 raise Stopped from None
             raise EndedElsewhere from None
+
+    def end_job(self) -> None:
+        """End the job on all nodes while this one has no ranks, in a few seconds. Thread-safe."""
+        closing = threading.Thread(target=self.close_rendezvous, daemon=True)
+        closing.start()
+        closing.join(CLOSING_S)  # The store may be out of reach.
+        if (self._worker_group.group_world_size or 1) > 1:
+            time.sleep(LINGER_S)
+
+    def close_rendezvous(self) -> None:
+        """Tell all nodes that the job is stopped, and close the rendezvous."""
+        self.note_end(self._worker_group, STOPPED)
+        holder = getattr(self._worker_group.spec.rdzv_handler, "_state_holder", None)
+        with contextlib.suppress(RendezvousError):
+            if isinstance(holder, LocalWatch):
+                holder.close()
 
     def note_end(self, worker_group: WorkerGroup, how: bytes) -> None:
         """Tell the launchers of other nodes that the job ends without an error."""
@@ -267,14 +329,14 @@ class Agent(LocalElasticAgent):
         if isinstance(store, LastingStore):
             store.is_needed = False  # The launcher that has it may end first.
         if store is not None:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, RendezvousError):
                 store.set(self.key_of_end(worker_group), how)
 
     def end_of(self, worker_group: WorkerGroup) -> bytes:
         """How another node ended the job (STOPPED, DONE); empty after an error, or if unknown."""
         store = getattr(worker_group.spec.rdzv_handler, "_store", None)
         key = self.key_of_end(worker_group)
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, RendezvousError):
             if store is not None and store.check([key]):
                 how: bytes = store.get(key)
                 return how
@@ -331,18 +393,32 @@ class Agent(LocalElasticAgent):
         name: bytes = store.compare_set(key, "", uuid.uuid4().hex)
         return name.decode()
 
-    def report_failure(self, failures: dict[int, ProcessFailure], is_regrouping: bool) -> None:
-        """Set torchrun's remaining restarts; report the root cause if another attempt follows."""
+    def count_and_report(self, failures: Failures, is_regrouping: bool) -> None:
+        """Set torchrun's remaining restarts; report the root cause if another attempt follows.
+
+        Each checkpoint gives all of them back: a long run may fail often, if it gets on.
+        """
         rank, cause = root_cause(failures)
         left = self._remaining_restarts
+        if self.show(SAVED):
+            left = self._remaining_restarts = self._worker_group.spec.max_restarts
         if self.is_stopping or is_user_error(cause):
             self._remaining_restarts = 0
-        elif not is_regrouping and self._worker_group.spec.rdzv_handler.num_nodes_waiting():
+        elif not is_regrouping and may_be_consequence(cause) and self.is_awaited():
             # Another node's ranks failed first; it reports the cause and waits for this node.
             self._remaining_restarts = left + 1
         elif left:
-            attempt = f"restart {self._worker_group.spec.max_restarts - left + 1}"
+            fails_early = self.starts > 1 and came_early(cause)
+            self.pause_s = (
+                min(max(FIRST_PAUSE_S, 2 * self.pause_s), PAUSE_S) if fails_early else 0.0
+            )
+            when = f" in {self.pause_s:g} s" if fails_early else ""
+            attempt = f"restart {self._worker_group.spec.max_restarts - left + 1}{when}"
             self.say(message_of(rank, cause, then=f"{attempt}, {left - 1} left."))
+
+    def is_awaited(self) -> bool:
+        """Return True if another node waits in the rendezvous."""
+        return bool(self._worker_group.spec.rdzv_handler.num_nodes_waiting())
 
     def read_note(self) -> dict[str, Any]:
         """Read a rank's note, if any rank left one."""

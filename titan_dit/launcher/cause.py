@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -42,10 +42,29 @@ def root_cause(failures: Failures) -> tuple[int, ProcessFailure]:
     return killed[0] if killed else min(failures.items(), key=moment)
 
 
+def without_killed(failures: Failures, closed: Collection[int]) -> dict[int, ProcessFailure]:
+    """Leave out the ranks that torchrun killed because another one had failed.
+
+    `closed`: local ranks that were running when torchrun ended them. A SIGKILL of any other rank
+    came from outside: from the kernel, for memory, or from a person.
+    """
+    return {
+        rank: failure
+        for rank, failure in failures.items()
+        if failure.local_rank not in closed or failure.exitcode != -signal.SIGKILL
+    }
+
+
 def is_user_error(failure: ProcessFailure) -> bool:
     """Return True for a user error, which a restart would not fix."""
     message = failure.message
     return isinstance(message, dict) and bool(message["extraInfo"]["user"])
+
+
+def came_early(failure: ProcessFailure) -> bool:
+    """Return True for an error that a rank raised before training, while it built or loaded."""
+    message = failure.message
+    return isinstance(message, dict) and not message["extraInfo"].get("trained", True)
 
 
 def has_lost_peer(message: dict[str, Any]) -> bool:
@@ -59,6 +78,12 @@ def is_consequence(failure: ProcessFailure) -> bool:
     if isinstance(failure.message, dict):
         return has_lost_peer(failure.message)
     return failure.exitcode in (*ASKED_TO_END, -signal.SIGTERM)
+
+
+def may_be_consequence(failure: ProcessFailure) -> bool:
+    """`is_consequence`, or an abort without a message: NCCL's watchdog may have missed a peer."""
+    is_abort = failure.exitcode == -signal.SIGABRT and not isinstance(failure.message, dict)
+    return is_abort or is_consequence(failure)
 
 
 def message_of(rank: int, failure: ProcessFailure, then: str = RESUME_HINT) -> str:

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import BinaryIO, TextIO, cast
 
+from titan_dit.ranks.signals import PARENT
 from titan_dit.system import stdio
 
 HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
@@ -83,11 +84,12 @@ def fork(request: Request, own: Iterable[int]) -> int:
     Until then it would ignore a stop. `own`: descriptors that only the server keeps.
     """
     ready, starting = os.pipe()
+    server = os.getpid()
     pid = os.fork()
     if not pid:
         for descriptor in (*own, ready):
             os.close(descriptor)
-        become(request, starting)
+        become(request, starting, server)
     os.close(starting)
     os.read(ready, 1)
     os.close(ready)
@@ -109,7 +111,7 @@ def report_ended(running: set[int], connection: Connection) -> None:
                 connection.send((pid, code))
 
 
-def become(request: Request, starting: int) -> None:
+def become(request: Request, starting: int, server: int) -> None:
     """In the fork: run the module as a new Python would, in a session of its own.
 
     `starting` is closed once the rank hears signals.
@@ -129,6 +131,7 @@ def become(request: Request, starting: int) -> None:
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)
+    os.environ[PARENT] = str(server)
     if has_touched_cuda():
         os.execv(sys.executable, [sys.executable, "-u", "-m", *request.words])
     code = 1

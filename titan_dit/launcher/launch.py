@@ -21,7 +21,7 @@ from titan_dit.launcher import rendezvous
 from titan_dit.launcher.forked_ranks import ForkServer, fork_ranks
 from titan_dit.ranks import hosts, open_files
 from titan_dit.ranks.failure import INTERNAL_ERROR, INTERRUPTED, describe
-from titan_dit.ranks.signals import Listener
+from titan_dit.ranks.signals import PARENT, Listener
 from titan_dit.system import stdio
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ class Launcher:
         if self.agent is None or not self.agent.ask_to_stop():
             if not (self.agent and self.agent.is_done):
                 say(f"stopped by {number.name} before the ranks started")
+                if self.agent and self.has_ranks:
+                    self.agent.end_job()  # Other nodes would wait for this one, or go on.
             self.end_at_once(self.code())
         again = "; Ctrl-C again ends them at once" if number == signal.SIGINT else ""
         say(f"{number.name}: the ranks finish the step, save and end{again}")
@@ -82,7 +84,7 @@ class Launcher:
 
     @property
     def has_ranks(self) -> bool:
-        """True once this node's ranks have started."""
+        """True once ranks of this node have started; between a failure and a restart, too."""
         return self.agent is not None and self.agent.starts > 0
 
     def give_notice(self, endpoint: str) -> None:
@@ -171,6 +173,7 @@ def main() -> int:
     logging.disable(logging.ERROR)
     # Otherwise restarted ranks reuse the store of the dead ones and read stale keys.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ[PARENT] = str(os.getpid())
     grace_s = float(os.environ.get("GRACE") or "600")
     launcher = Launcher(grace_s, stopped_code=int(os.environ.get("STOPPED_CODE") or "0"))
     # Listen before torch is imported, which takes seconds.

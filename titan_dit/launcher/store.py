@@ -87,7 +87,7 @@ class QuickBackend(Backend):  # type: ignore[misc]
 class LastingStore(Store):  # type: ignore[misc]
     """A client of a TCPStore that drops a dead connection and opens another one.
 
-    Its operations try for as long as `is_gone` is False, and raise DistNetworkError then. One that
+    Its operations try until `is_gone`, and raise RendezvousConnectionError then. One that
     was done when its answer was lost is done twice. Only `add` notices, at the end of a job, where
     a launcher may then end before the others.
     """
@@ -174,9 +174,9 @@ class LastingStore(Store):  # type: ignore[misc]
                 self.client.set_timeout(self.timeout)
             try:
                 return self.once(operation, *given)
-            except dist.DistNetworkError:
+            except dist.DistNetworkError as error:
                 if self.is_gone:
-                    raise
+                    raise RendezvousConnectionError(str(error)) from error
                 time.sleep(0.1)
 
     def set(self, key: str, value: Any) -> None:
@@ -330,6 +330,15 @@ class LocalWatch(StateHolder):  # type: ignore[misc]
             return False
         self.synced = pickle.dumps(self.state)
         return has_set
+
+    def close(self) -> None:
+        """Close the rendezvous for all nodes, past this state, which the main thread may use."""
+        while found := self._backend.get_state():
+            state = pickle.loads(found[0])
+            state.closed = True
+            written = self._backend.set_state(pickle.dumps(state), found[1])
+            if written and written[2]:  # Else another node has written in between.
+                return
 
     def _sanitize(self) -> None:
         """Remove lost nodes: as torch does, but with the heartbeats in local time."""

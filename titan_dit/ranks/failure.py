@@ -31,8 +31,9 @@ HUNG, LEFT = 124, 143
 because another rank died."""
 STARTED = "TITAN_DIT_STARTED"
 """Environment variable set by the launcher for restarted ranks, on any node."""
-LEAVING = ".leaving"
-"""Suffix of the file beside torchrun's error file of a rank that has agreed to end and saves."""
+LEAVING, SAVED = ".leaving", ".saved"
+"""Suffixes of files beside torchrun's error file of a rank: it has agreed to end and saves; it has
+taken part in a checkpoint that is complete."""
 LAUNCH = "TITAN_DIT_LAUNCH"
 """Environment variable set by the launcher: the launch name, equal on all nodes and restarts."""
 
@@ -129,12 +130,14 @@ def flushed(code: int) -> int:
 def describe(error: BaseException) -> tuple[int, str]:
     """Return exit code and message; user errors and file errors have no traceback.
 
-    A file error is a user error before training starts; later a restart may fix it.
+    A file error is a user error before training starts; later a restart may fix it. So may it in
+    restarted ranks that load: the disk worked when their launch began, and may come back.
     """
     is_file = isinstance(error, OSError) and error.filename is not None  # The message names it.
     is_named = isinstance(error, UnicodeEncodeError) and not_utf8(error.object)
     if is_file or is_named or isinstance(error, UserError):
-        is_passing = is_training and (is_file or isinstance(error, Disruption))
+        has_begun = is_training or is_restarted()
+        is_passing = has_begun and (is_file or isinstance(error, Disruption))
         is_passing |= isinstance(error, NetworkFailure)
         return INTERNAL_ERROR if is_passing else USER_ERROR, f"error: {line_of(error)}"
     if isinstance(error, KeyboardInterrupt):
@@ -168,19 +171,27 @@ def report(message: str, is_user_error: bool) -> None:
         if message:
             stdio.write(sys.stderr, message + "\n")
         return
-    details = {"timestamp": str(int(time.time())), "moment": time.time(), "user": is_user_error}
+    details = {
+        "timestamp": str(int(time.time())),
+        "moment": time.time(),
+        "user": is_user_error,
+        "trained": is_training,
+    }
     leave_note({"message": {"message": message, "extraInfo": details}})
 
 
 def leave_note(note: dict[str, Any]) -> None:
     """Leave a note for the launcher, if any, in torchrun's error file of this rank."""
     if is_launched():
+        # torchrun reads both keys, and ends with a traceback without them, if this rank fails
+        # nevertheless: it may be killed after its note about a stop.
+        note = {"message": "", "timestamp": str(int(time.time()))} | note
         # Whole or not at all: torchrun's launcher ends at half a file of a rank that is killed.
         write_whole(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), json.dumps(note))
 
 
-def show_leaving() -> None:
-    """Show the launcher, if any, that this rank has agreed with all others to end, and saves."""
+def show(sign: str) -> None:
+    """Show the launcher, if any, LEAVING or SAVED of this rank."""
     if is_launched():
         with contextlib.suppress(OSError):
-            Path(os.environ["TORCHELASTIC_ERROR_FILE"] + LEAVING).touch()
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"] + sign).touch()

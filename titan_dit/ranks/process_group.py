@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,8 +27,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from titan_dit.config.section import UserError
-from titan_dit.ranks import hosts, open_files
-from titan_dit.ranks.failure import NetworkFailure
+from titan_dit.ranks import disk_errors, hosts, open_files
+from titan_dit.ranks.failure import Disruption, NetworkFailure
+from titan_dit.system import stdio
 from titan_dit.system.launched_as import LaunchedAs
 
 STARTING = timedelta(hours=1)
@@ -35,6 +38,8 @@ CHECKPOINTS = "checkpoints"
 """Description of the group of the thread that saves; it keeps its own timeout."""
 PATIENCE = timedelta(hours=3)
 """Timeout of that group: a fast rank waits this long for the slowest writer."""
+CLOSING_S = 60.0
+"""Limit for closing the groups of a job that is done: no watchdog runs any more."""
 
 T = TypeVar("T")
 
@@ -89,7 +94,19 @@ def start(device_type: str | None = None) -> Iterator[World]:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield World(dist.get_rank(), dist.get_world_size(), device)
     # Not in a `finally`: after an error it would deadlock with ranks that wait for this one.
-    dist.destroy_process_group()
+    close_groups()
+
+
+def close_groups() -> None:
+    """Close the process groups; leave it after CLOSING_S, as the job is done and the process ends.
+
+    A communicator whose peer or network is gone may block for ever.
+    """
+    closing = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    closing.start()
+    closing.join(CLOSING_S)
+    if closing.is_alive():
+        stdio.write(sys.stderr, f"the process groups did not close within {CLOSING_S:g} s\n")
 
 
 def set_deterministic() -> None:
@@ -172,22 +189,32 @@ class Ranks:
         return [value for value, _ in outcomes]
 
     def run_on_first(self, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0; broadcast its result or UserError to every rank."""
+        """Run `action` on rank 0; broadcast its result.
 
-        def attempt() -> tuple[T | None, str | None]:
+        Its UserError is raised on every rank. So is its file error, as a Disruption on the others.
+        """
+        raised: Exception | None = None
+
+        def attempt() -> tuple[T | None, UserError | None]:
+            nonlocal raised
             if not self.is_first:
                 return None, None
             try:
                 return action(), None
             except UserError as error:
-                return None, str(error)
+                raised = error
+                kind = Disruption if isinstance(error, Disruption) else UserError
+                return None, kind(str(error))
+            except OSError as error:
+                raised = error
+                return None, Disruption(disk_errors.line_of(error))
 
         outcome: list[Any] = [attempt()]
         if self.count > 1:  # A gather would need memory for as many results as there are ranks.
             dist.broadcast_object_list(outcome, src=0, group=self.group)
         result, failure = outcome[0]
         if failure is not None:
-            raise UserError(failure)
+            raise raised or failure
         found: T = result
         return found
 

@@ -13,6 +13,8 @@ from types import FrameType
 from titan_dit.ranks.failure import LEFT, is_launched
 
 PR_SET_PDEATHSIG = 1
+PARENT = "TITAN_DIT_PARENT"
+"""Environment variable of a rank: the pid of the process that started it."""
 
 
 def die_with_launcher() -> None:
@@ -20,8 +22,10 @@ def die_with_launcher() -> None:
     if not is_launched() or sys.platform != "linux":
         return
     launcher = os.getppid()
+    # It may have died before. A process that the rank starts has another parent.
+    started_by = os.environ.pop(PARENT, str(launcher))
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:
+    if str(os.getppid()) != started_by:
         os._exit(LEFT)
 
 

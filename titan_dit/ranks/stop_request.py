@@ -13,14 +13,16 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from titan_dit.ranks.failure import INTERRUPTED, LEFT, is_launched, show_leaving
+from titan_dit.ranks.failure import INTERRUPTED, LEAVING, LEFT, is_launched, show
 from titan_dit.ranks.signals import Listener
 from titan_dit.system import stdio
 from titan_dit.system.host_copy import HostCopy
 
 PATIENCE_S = 5.0
 """A rank blocked in a collective with a dead rank leaves after this long, or after twice the last
-step time if longer. torchrun sends SIGTERM to the surviving ranks, and SIGKILL 30 s later."""
+step time if longer. torchrun sends SIGTERM to the surviving ranks."""
+KILLED_S = 25.0
+"""Upper limit of that time for torchrun's SIGTERM: it sends SIGKILL 30 s later."""
 
 
 class Reason(IntEnum):
@@ -99,6 +101,8 @@ class StopRequest:
         launcher's own request is SIGUSR1.
         """
         heard = list(self.heard)
+        # Both may be pending at once. Linux delivers the lowest number first: SIGUSR2, 12, before
+        # SIGTERM, 15.
         if signal.SIGUSR2 in heard:
             restart = heard.index(signal.SIGUSR2)
             heard = [n for i, n in enumerate(heard) if i < restart or n != signal.SIGTERM]
@@ -144,7 +148,7 @@ class StopRequest:
         if len(self.copies) > self.lag:
             self.reason = reason_of(float(self.copies.popleft().read()))
         if self.reason:
-            show_leaving()
+            show(LEAVING)
         return bool(self.reason)
 
     def hear(self, number: signal.Signals) -> None:
@@ -170,12 +174,22 @@ class StopRequest:
         self.tell()
 
     def leave_if_stuck(self) -> None:
-        """Wait two step times, at least PATIENCE_S; exit if no step ends, unless all ranks stop."""
-        before = self.boundaries
-        time.sleep(max(PATIENCE_S, 2 * self.step_s))
-        is_order = signal.SIGUSR1 in self.heard
-        if not is_order and self.boundaries == before and not self.reason:
+        """Wait two step times, at least PATIENCE_S; exit if no step ends, unless all ranks stop.
+
+        After the launcher's request to stop it stays, until GRACE ends: a step may be long. It
+        leaves nevertheless if torchrun ends the ranks, because one of them has failed meanwhile.
+        """
+        before, patience = self.boundaries, max(PATIENCE_S, 2 * self.step_s)
+        time.sleep(min(patience, KILLED_S) if self.is_ended_by_torchrun else patience)
+        stays = signal.SIGUSR1 in self.heard and not self.is_ended_by_torchrun
+        if not stays and self.boundaries == before and not self.reason:
             os._exit(LEFT)
+
+    @property
+    def is_ended_by_torchrun(self) -> bool:
+        """True if the launcher's last word was SIGUSR2, and not SIGUSR1, its request to stop."""
+        words = [n for n in self.heard if n in (signal.SIGUSR1, signal.SIGUSR2)]
+        return words[-1:] == [signal.SIGUSR2]
 
 
 def reason_of(total: float) -> Reason:

@@ -571,8 +571,7 @@ def resumed(
     load_weights(path, record, tensors, ema)
     rollbacks = read_rollbacks(run.folder) if own else Rollbacks()
     progress = Progress.of(record, ranks.gather(rollbacks)[0])
-    if ranks.is_first:
-        set_aside_newer(checkpoints, start)
+    ranks.run_on_first(lambda: set_aside_newer(checkpoints, start))
     checkpoints.forget_snapshots_after(progress.step)
     say(f"resumed from {path}", *run_identity.lines_of_new_keys(record, identity))
     return progress
