@@ -112,7 +112,6 @@ CASES = {
             (PLAIN | PP, FOLDED, TIED),
             (TP | CP, {}, UNTIED),
         ],
-        8: [(PP | CP | TP, FOLDED, TIED)],
     },
     "bert": {
         2: [
@@ -226,7 +225,10 @@ LONG = {
             (TP | PP, schedule("dualpipev"), TIED),
             (CP | PP, schedule("1f1b"), TIED),
         ],
-        8: [(PP | DP | TP, schedule("interleaved_zero_bubble", 2), TIED, "attention")],
+        8: [
+            (PP | CP | TP, FOLDED, TIED),
+            (PP | DP | TP, schedule("interleaved_zero_bubble", 2), TIED, "attention"),
+        ],
     },
     "bert": {
         2: [

@@ -44,7 +44,6 @@ CASES = {
     4: [
         (HSDP, {}, GROUPED),
         (DP | TP, {}, EIGHT),
-        (DP | TP, {}, PRODIGY),
         (DP | TP, {}, ADAFACTOR),
         (DP | TP, {}, IN_BF16),
     ],
@@ -63,7 +62,13 @@ OTHERS = {
         (CP, {}, EIGHT),
         (PP, ZERO_BUBBLE, FOUR),
     ],
-    4: [(DP | TP, {}, MUON), (DP | TP, {}, LION), (DP | TP, {}, FOUR), (HSDP, {}, EIGHT)],
+    4: [
+        (DP | TP, {}, PRODIGY),
+        (DP | TP, {}, MUON),
+        (DP | TP, {}, LION),
+        (DP | TP, {}, FOUR),
+        (HSDP, {}, EIGHT),
+    ],
     8: [(PP | DP | TP, schedule("interleaved_1f1b", 2), EIGHT), (HSDP | TP, {}, FP8)],
 }
 STEPS = 2

@@ -16,7 +16,7 @@ from titan_dit.pipeline.schedules.schedule import schedule_of
 from titan_dit.pipeline.torch_runtime import TorchExecutor
 from titan_dit.trainer import Trainer
 
-MICROBATCHES = 8
+MICROBATCHES = 4
 SCHEDULES = {
     "gpipe": 1,
     "1f1b": 1,
@@ -202,7 +202,7 @@ def test_both_ends_post_the_messages_of_a_direction_in_the_same_sequence(schedul
     assert sent == its_received
     assert received == its_sent
     boundaries = {"1f1b": 1, "gpipe": 1, "zbv_zero_bubble": 2, "dualpipev": 2}.get(schedule, 3)
-    # Forward and backward of eight microbatches, forward of three rows.
+    # Forward and backward of four microbatches, forward of three rows.
     count = sum(map(len, (*sent.values(), *received.values())))
     assert count == boundaries * (2 * MICROBATCHES + 3)
 

@@ -21,11 +21,7 @@ CASES = {
         ("dit", PP, DUAL, SHARED),
         ("gpt", PP, ZERO_BUBBLE, SPARE),
     ],
-    4: [
-        ("dit", {"pp": 4}, ZBV, {}),
-        ("dit", PP | TP, ZERO_BUBBLE, SPARE),
-        ("gpt", PP | CP, FOLDED, SHARED),
-    ],
+    4: [("dit", PP | TP, ZERO_BUBBLE, SPARE)],
 }
 # The rest of the grid, for ./run_tests.sh --long.
 LONG = {
@@ -37,6 +33,8 @@ LONG = {
     ]
     + [("bert", PP, FOLDED, SPARE)],
     4: [
+        ("dit", {"pp": 4}, ZBV, {}),
+        ("gpt", PP | CP, FOLDED, SHARED),
         ("dit", {"pp": 4}, schedule("interleaved_zero_bubble", 2), SPARE),
         ("dit", PP | ULYSSES, DUAL, BY_GROUP),
         ("gpt", {"pp": 4}, schedule("1f1b"), {}),

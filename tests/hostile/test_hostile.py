@@ -25,7 +25,7 @@ from hostile.formats import FORMATS
 
 from titan_dit.checkpoint import torch_files
 
-FILES = 1500
+FILES = 1000
 COSTLY = {
     **{"checkpoint": 20, "run": 20, "old checkpoint": 60, "snapshots": 50, "inputs": 50},
     **{"config": 20, "hardware": 8, "order": 15, "scored run": 20, "peft": 30},
