@@ -90,7 +90,7 @@ def test_a_signal_while_nodes_still_meet_ends_the_launch_at_once(tmp_path):
         time.sleep(6)
         run.send(signal.SIGINT)
         assert run.end(5) == 130
-    assert run.said == "titan_dit: stopped by SIGINT before the ranks started\n"
+    assert run.said == "titan_dit: stopped by SIGINT while there were no ranks\n"
 
 
 def test_what_a_user_has_to_put_right_is_not_tried_again(tmp_path):

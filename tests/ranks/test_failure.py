@@ -45,7 +45,7 @@ def test_a_disk_is_the_users_before_training_begins_and_tried_again_afterwards(
 
 def test_restarted_ranks_try_again_a_disk_that_is_away_while_they_load(monkeypatch):
     monkeypatch.setattr(failure, "is_training", False)
-    monkeypatch.setenv(failure.STARTED, "1")
+    monkeypatch.setenv(failure.STARTED, failure.HERE)
     for error in (OSError(116, "Stale file handle", "a/file"), Disruption("a/file")):
         assert raised(error)[0] == 1
     assert raised(UserError("[parallel] tp=3"))[0] == 2

@@ -156,6 +156,20 @@ def test_a_rank_is_as_patient_as_its_steps_are_long(is_stuck, monkeypatch):
     assert left == [LEFT] * is_stuck
 
 
+def test_a_sigterm_is_heard_after_what_came_with_it():
+    """Both pending, as on a rank that was not scheduled: the kernel's order is another one."""
+    heard, both = [], (signal.SIGUSR2, signal.SIGTERM)
+    with Listener(both, heard.append):
+        signal.pthread_sigmask(signal.SIG_BLOCK, both)
+        for number in both:
+            os.kill(os.getpid(), number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
+        deadline = time.monotonic() + 10
+        while len(heard) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert heard == [*both]
+
+
 @pytest.mark.parametrize(
     ("heard", "leaves"),
     [
@@ -175,6 +189,7 @@ def test_a_rank_that_torchrun_ends_leaves_before_it_is_killed(heard, leaves, mon
     stop.heard, stop.step_s = heard, 100.0
     threading.Thread(target=stop.leave_if_stuck, daemon=True).start()
     time.sleep(0.5)
+    stop.boundaries += 1  # A thread that still waits must not end this process later.
     assert left == [LEFT] * leaves
 
 

@@ -61,7 +61,7 @@ class Snapshots(Checkpoints):
             self.newest_step = step
             self.save(step, {"ema": {name: averages[name] for name in self.names}}, record)
 
-    def record_success(self, path: Location) -> None:
+    def record_success(self, step: int, path: Location) -> None:
         """Say nothing: there are many."""
 
     def record_failure(self, step: int, cause: str) -> None:

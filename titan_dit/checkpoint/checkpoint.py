@@ -266,24 +266,33 @@ def damaged_files(
 def wrong_on_first(
     path: Location, files: Mapping[str, Any], names: list[str], own: list[str], ranks: Ranks
 ) -> list[str]:
-    """Return which of the files `names` rank 0 cannot read either; wait for the others.
+    """Return which of the files `names` neither the first nor the last rank can read.
 
-    `own`: those that this rank could not read.
+    They are on different nodes, if there are several. A rank that cannot read another file waits
+    for its mount. `own`: those that this rank could not read.
     """
     store = store_of(path)
 
     def cannot_read(those: Iterable[str]) -> list[str]:
-        return [name for name in those if not is_whole(store, path / name, files[name])]
+        return [name for name in those if not can_read(name)]
 
-    damaged = ranks.run_on_first(lambda: cannot_read(names))
-    late, deadline = [name for name in own if name not in damaged], time.monotonic() + LAG_S
+    def can_read(name: str) -> bool:
+        try:
+            return is_whole(store, path / name, files[name])
+        except OSError:  # A stale handle, too: the other ranks wait in the gather below.
+            return False
+
+    missed = cannot_read(names) if ranks.rank in (0, ranks.count - 1) else own
+    first, *_, last = ranks.gather(missed)
+    damaged = sorted(set(first) & set(last))
+    late, deadline = [name for name in missed if name not in damaged], time.monotonic() + LAG_S
     while (late := cannot_read(late)) and time.monotonic() < deadline:
         time.sleep(LAG_S / 20)
     for rank, behind in enumerate(ranks.gather(late)):
         if behind:
             raise Disruption(
-                f"[checkpoint] {path / behind[0]}: rank 0 can read it, rank {rank} cannot. Look at "
-                "the mount of its node, and run the same command again."
+                f"[checkpoint] {path / behind[0]}: another rank can read it, rank {rank} cannot. "
+                "Look at the mount of its node, and run the same command again."
             )
     return damaged
 

@@ -134,14 +134,14 @@ class Checkpoints:
             self.record_failure(step, str(error))
             return
         self.failures.clear()
-        self.record_success(path)
+        self.record_success(step, path)
         if self.ranks.is_first:
             with contextlib.suppress(Exception):
                 self.prune(record)
 
-    def record_success(self, path: Location) -> None:
+    def record_success(self, step: int, path: Location) -> None:
         """Record a complete save; the launcher counts its restarts anew."""
-        show(SAVED)
+        show(SAVED, str(step))
         self.messages.append(f"saved {path}")
 
     def record_failure(self, step: int, cause: str) -> None:

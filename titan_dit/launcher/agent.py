@@ -37,12 +37,14 @@ from titan_dit.launcher.cause import (
     without_killed,
 )
 from titan_dit.launcher.store import LastingStore, LocalWatch, connect_again, watch_locally
-from titan_dit.ranks.failure import LAUNCH, LEAVING, SAVED, STARTED
+from titan_dit.ranks.failure import HERE, LAUNCH, LEAVING, SAVED, STARTED
 from titan_dit.ranks.torch_range import require
 
 __all__ = ["Agent", "ChildFailedError", "RendezvousError", "Stopped", "launch"]
 
 
+KILLS_AFTER_S = 30
+"""torchrun's patience with ranks that it has asked to end; then it kills them."""
 LOST_NODE_S = 2.0
 """Time for the ranks to agree on their end after a node was lost. Those that are blocked in a
 collective with it cannot, and are killed."""
@@ -50,7 +52,7 @@ LEAVING_S = 30.0
 """Time for ranks that have agreed on their end and save: the node was not really lost."""
 RETURN_S = 3.0
 """Time for the store to be reached again when a rank lost another one: the network may be back."""
-LINGER_S = 2.0
+LINGER_S = 3.0
 """A node that ends the job stays this long: the others may rendezvous there and must see it."""
 FIRST_PAUSE_S, PAUSE_S = 2.0, 60.0
 """Shortest and longest pause before a restart: see `Agent.pause_s`."""
@@ -106,7 +108,11 @@ class Agent(LocalElasticAgent):
         """Time to wait before the next restart: longer and longer while restarted ranks fail early,
         because a disk that is away needs time to come back."""
         self.closed: set[int] = set()
-        """Local ranks that were still running when torchrun ended them."""
+        """Local ranks that torchrun may have killed, since they did not end."""
+        self.credited = -1
+        """Step of the newest checkpoint that has given the restarts back."""
+        self.has_failed = False
+        """True if the job ends with a failure: no restart is left."""
         self.note: dict[str, Any] = {}
         """Note of ranks that ended without error: whether and why they were stopped."""
 
@@ -159,7 +165,7 @@ class Agent(LocalElasticAgent):
                 raise Stopped
             # The ranks inherit both variables.
             if self.is_restart(worker_group):
-                os.environ[STARTED] = "1"
+                os.environ[STARTED] = HERE if self.starts else "elsewhere"
             os.environ[LAUNCH] = name
             started: dict[int, Any] = super()._start_workers(worker_group)
             self.announce_ends()
@@ -189,20 +195,38 @@ class Agent(LocalElasticAgent):
         close = self._pcontext.close
         self.closed = set()
 
-        def announced(death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        def announced(
+            death_sig: signal.Signals | None = None, timeout: int = KILLS_AFTER_S
+        ) -> None:
             running = self.processes_by_rank().items()
-            self.closed |= {rank for rank, process in running if process.poll() is None}
+            left = {rank for rank, process in running if process.poll() is None}
             if death_sig in (None, signal.SIGTERM):
                 self.send(signal.SIGUSR2)
+            began = time.monotonic()
             close(death_sig, timeout)
+            # It kills when its patience is over. A rank that was still dying is not meant.
+            if death_sig == signal.SIGKILL or time.monotonic() - began >= timeout:
+                self.closed |= left
 
         self._pcontext.close = announced  # type: ignore[method-assign]
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Restart after a failure; `_monitor_workers` handles restarts of healthy ranks."""
         if worker_group.state != WorkerState.HEALTHY:
-            time.sleep(self.pause_s)
+            self.pause()
             self.restart(worker_group)
+
+    def pause(self) -> None:
+        """Wait before a restart, unless the job is ended meanwhile, here or on another node."""
+        holder = getattr(self._worker_group.spec.rdzv_handler, "_state_holder", None)
+        deadline = time.monotonic() + self.pause_s
+        while time.monotonic() < deadline and not self.is_stopping:
+            if holder is not None:
+                with contextlib.suppress(RendezvousError):
+                    holder.sync()
+                if holder.state.closed:
+                    return
+            time.sleep(min(0.5, self.pause_s))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Poll the ranks; start a restart if a node has left or joined."""
@@ -236,18 +260,28 @@ class Agent(LocalElasticAgent):
                 lost = now
             since, limit = asked, self.grace_s
             if lost is not None:
-                since, limit = lost, LEAVING_S if self.show(LEAVING) else LOST_NODE_S
+                since, limit = lost, LEAVING_S if self.shown(LEAVING) else LOST_NODE_S
             if result.state != WorkerState.HEALTHY or now - since >= limit:
                 return result
             time.sleep(0.05)
 
-    def show(self, sign: str) -> bool:
-        """Return True if a rank of this node has agreed to end (LEAVING), or has saved (SAVED)."""
+    def shown(self, sign: str) -> list[str]:
+        """Texts that ranks of this node show: having agreed to end (LEAVING), or saved (SAVED)."""
         files = self._pcontext.error_files.values() if self._pcontext else ()
-        return any(file and Path(file + sign).exists() for file in files)
+        found = [Path(file + sign) for file in files if file]
+        return [file.read_text() for file in found if file.exists()]
+
+    def credit(self) -> None:
+        """Give all restarts back for a checkpoint of a later step: a long run may fail often."""
+        steps = [int(text) for text in self.shown(SAVED) if text.isdecimal()]
+        if max(steps, default=-1) > self.credited:
+            self.credited = max(steps)
+            self._remaining_restarts = self._worker_group.spec.max_restarts
 
     def handle(self, group: WorkerGroup, result: RunResult, is_regrouping: bool) -> RunResult:
         """Return the result for torchrun: success, failure, or HEALTHY after a restart."""
+        if result.state != WorkerState.HEALTHY or is_regrouping:
+            self.credit()
         if result.state == WorkerState.SUCCEEDED:
             rejoins = self.succeeded(group)
         elif result.state == WorkerState.FAILED:
@@ -394,27 +428,25 @@ class Agent(LocalElasticAgent):
         return name.decode()
 
     def count_and_report(self, failures: Failures, is_regrouping: bool) -> None:
-        """Set torchrun's remaining restarts; report the root cause if another attempt follows.
-
-        Each checkpoint gives all of them back: a long run may fail often, if it gets on.
-        """
+        """Set torchrun's remaining restarts; report the root cause if another attempt follows."""
         rank, cause = root_cause(failures)
-        left = self._remaining_restarts
-        if self.show(SAVED):
-            left = self._remaining_restarts = self._worker_group.spec.max_restarts
+        left, before, self.pause_s = self._remaining_restarts, self.pause_s, 0.0
         if self.is_stopping or is_user_error(cause):
             self._remaining_restarts = 0
         elif not is_regrouping and may_be_consequence(cause) and self.is_awaited():
             # Another node's ranks failed first; it reports the cause and waits for this node.
             self._remaining_restarts = left + 1
+            if not is_consequence(cause):
+                then = "Not counted: another node waits for this one."
+                self.say(message_of(rank, cause, then=then))
         elif left:
             fails_early = self.starts > 1 and came_early(cause)
-            self.pause_s = (
-                min(max(FIRST_PAUSE_S, 2 * self.pause_s), PAUSE_S) if fails_early else 0.0
-            )
+            if fails_early:
+                self.pause_s = min(max(FIRST_PAUSE_S, 2 * before), PAUSE_S)
             when = f" in {self.pause_s:g} s" if fails_early else ""
             attempt = f"restart {self._worker_group.spec.max_restarts - left + 1}{when}"
             self.say(message_of(rank, cause, then=f"{attempt}, {left - 1} left."))
+        self.has_failed = self._remaining_restarts == 0
 
     def is_awaited(self) -> bool:
         """Return True if another node waits in the rendezvous."""

@@ -52,9 +52,11 @@ class Launcher:
                 self.end_at_once(INTERRUPTED)
             return
         self.asked = number
+        if self.agent and self.agent.has_failed:
+            return  # Its failure is being reported, and its ranks are gone.
         if self.agent is None or not self.agent.ask_to_stop():
             if not (self.agent and self.agent.is_done):
-                say(f"stopped by {number.name} before the ranks started")
+                say(f"stopped by {number.name} while there were no ranks")
                 if self.agent and self.has_ranks:
                     self.agent.end_job()  # Other nodes would wait for this one, or go on.
             self.end_at_once(self.code())

@@ -30,7 +30,9 @@ HUNG, LEFT = 124, 143
 """HUNG: a rank took no step in time. LEFT: a rank was asked to end before its first step, or left
 because another rank died."""
 STARTED = "TITAN_DIT_STARTED"
-"""Environment variable set by the launcher for restarted ranks, on any node."""
+"""Environment variable set by the launcher for restarted ranks, on any node; HERE if this node has
+had ranks of the job before."""
+HERE = "here"
 LEAVING, SAVED = ".leaving", ".saved"
 """Suffixes of files beside torchrun's error file of a rank: it has agreed to end and saves; it has
 taken part in a checkpoint that is complete."""
@@ -131,12 +133,12 @@ def describe(error: BaseException) -> tuple[int, str]:
     """Return exit code and message; user errors and file errors have no traceback.
 
     A file error is a user error before training starts; later a restart may fix it. So may it in
-    restarted ranks that load: the disk worked when their launch began, and may come back.
+    restarted ranks that load: the disk of their node worked before, and may come back.
     """
     is_file = isinstance(error, OSError) and error.filename is not None  # The message names it.
     is_named = isinstance(error, UnicodeEncodeError) and not_utf8(error.object)
     if is_file or is_named or isinstance(error, UserError):
-        has_begun = is_training or is_restarted()
+        has_begun = is_training or os.environ.get(STARTED) == HERE
         is_passing = has_begun and (is_file or isinstance(error, Disruption))
         is_passing |= isinstance(error, NetworkFailure)
         return INTERNAL_ERROR if is_passing else USER_ERROR, f"error: {line_of(error)}"
@@ -190,8 +192,8 @@ def leave_note(note: dict[str, Any]) -> None:
         write_whole(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), json.dumps(note))
 
 
-def show(sign: str) -> None:
-    """Show the launcher, if any, LEAVING or SAVED of this rank."""
+def show(sign: str, text: str = "") -> None:
+    """Show the launcher, if any, LEAVING or SAVED of this rank; `text`: the step that is saved."""
     if is_launched():
         with contextlib.suppress(OSError):
-            Path(os.environ["TORCHELASTIC_ERROR_FILE"] + sign).touch()
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"] + sign).write_text(text)

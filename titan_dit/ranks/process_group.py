@@ -102,9 +102,19 @@ def close_groups() -> None:
 
     A communicator whose peer or network is gone may block for ever.
     """
-    closing = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    raised: list[Exception] = []
+
+    def close() -> None:
+        try:
+            dist.destroy_process_group()
+        except Exception as error:
+            raised.append(error)
+
+    closing = threading.Thread(target=close, daemon=True)
     closing.start()
     closing.join(CLOSING_S)
+    if raised:
+        raise raised[0]
     if closing.is_alive():
         stdio.write(sys.stderr, f"the process groups did not close within {CLOSING_S:g} s\n")
 
@@ -195,7 +205,7 @@ class Ranks:
         """
         raised: Exception | None = None
 
-        def attempt() -> tuple[T | None, UserError | None]:
+        def attempt() -> tuple[T | None, Exception | None]:
             nonlocal raised
             if not self.is_first:
                 return None, None
@@ -207,6 +217,8 @@ class Ranks:
                 return None, kind(str(error))
             except OSError as error:
                 raised = error
+                if error.filename is None:  # Not of a file: a traceback, as on the first rank.
+                    return None, Failed(self.describe(error))
                 return None, Disruption(disk_errors.line_of(error))
 
         outcome: list[Any] = [attempt()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
@@ -13,6 +14,9 @@ from types import FrameType
 from titan_dit.ranks.failure import LEFT, is_launched
 
 PR_SET_PDEATHSIG = 1
+TOGETHER_S = 0.05
+"""Signals that come so soon after a SIGTERM are heard before it. Of several that are pending the
+kernel runs the handlers in an order of its own, and the launcher says SIGUSR2 before SIGTERM."""
 PARENT = "TITAN_DIT_PARENT"
 """Environment variable of a rank: the pid of the process that started it."""
 
@@ -77,7 +81,9 @@ class Listener:
     def listen(self) -> None:
         """Read signal numbers from the wakeup fd, written by Python's C handler."""
         while numbers := os.read(self.reader, 64):
-            for number in numbers:
+            if signal.SIGTERM in numbers and select.select([self.reader], [], [], TOGETHER_S)[0]:
+                numbers += os.read(self.reader, 64)
+            for number in sorted(numbers, key=is_late):
                 if number == 0:
                     return
                 if number in self.handlers:
@@ -87,6 +93,11 @@ class Listener:
         """Stop writing signals into the parent's pipe; a forked child calls it."""
         if self.is_active:
             signal.set_wakeup_fd(-1)
+
+
+def is_late(number: int) -> tuple[bool, bool]:
+    """Key of a sort: SIGTERM behind other signals, and the end of the thread behind all."""
+    return number == 0, number == signal.SIGTERM
 
 
 def nothing(number: int, frame: FrameType | None) -> None:

@@ -101,8 +101,7 @@ class StopRequest:
         launcher's own request is SIGUSR1.
         """
         heard = list(self.heard)
-        # Both may be pending at once. Linux delivers the lowest number first: SIGUSR2, 12, before
-        # SIGTERM, 15.
+        # Sent together, SIGTERM is heard last: see `signals.TOGETHER_S`.
         if signal.SIGUSR2 in heard:
             restart = heard.index(signal.SIGUSR2)
             heard = [n for i, n in enumerate(heard) if i < restart or n != signal.SIGTERM]
