@@ -145,6 +145,7 @@ def test_transparency_of_webm_is_laid_on_white_or_refused(codec, tmp_path, monke
         look(path)
 
 
+@pytest.mark.timeout(20)  # An opened pipe would wait for a writer.
 def test_what_is_no_regular_file_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "a.mp4")
     with pytest.raises(BadFileError, match="no regular file"):
