@@ -195,7 +195,7 @@ class BucketedExecutor(Executor):
         return self.for_inputs(prepared.inputs).step(prepared, loss_scale)
 
     def run(self, prepared: Prepared, loss_scale: Tensor | None = None) -> Tensor:
-        """See `Executor.step`."""
+        """See `Executor.run`, which is abstract: `step` does not come here."""
         return self.for_inputs(prepared.inputs).run(prepared, loss_scale)
 
     def predict(self, inputs: Tensors, static: Tensors, context: Tensors = NOTHING) -> Tensor:

@@ -464,7 +464,7 @@ class OpenedRun:
         scores = self.evaluation is not None and due(config.fid.every)
         if self.validation_set and (due(config.validation.every) or not scores):
             found |= Validator(
-                chosen=self.validation_set,
+                validation_set=self.validation_set,
                 objective=self.objective,
                 executor=executor,
                 share=share,

@@ -144,9 +144,17 @@ def test_sizes_that_do_not_divide_the_ranks_are_shown():
 
 
 def test_the_nodes_that_are_left_are_named_by_a_number_that_fits(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert refusal(12, pp=2, tp=4, resuming=True).endswith("NNODES=2.")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert refusal(12, pp=2, tp=4, resuming=True).endswith("NNODES=8.")
+    for one_node in ("3", "12"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", one_node)
+        ranks = int(one_node)
+        assert "NNODES" not in refusal(ranks, pp=2, tp=4, resuming=True)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.delenv("RANK")
     assert "NNODES" not in refusal(12, pp=2, tp=4, resuming=True)
 
 

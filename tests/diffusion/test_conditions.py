@@ -187,7 +187,7 @@ def opened(**sampling):
 
 def test_a_preview_shows_the_stored_captions_of_ten_rows():
     objective, sampling = opened()
-    places, given, names = previews.shown(objective, sampling)
+    places, given, names = previews.contents(objective, sampling)
     assert len(names) == 10
     assert len(set(names)) == 10
     assert torch.bincount(places).tolist() == [4] * 10
@@ -211,7 +211,7 @@ def test_every_data_rank_draws_its_share_with_the_captions_of_its_samples():
     for rank in range(2):
         share = DataShare(CPU, rank, 2, lambda rows: torch.cat((rows, rows)))
         previews.preview(forward, objective, sampling, 0, share)
-    _, given, _ = previews.shown(objective, sampling)
+    _, given, _ = previews.contents(objective, sampling)
     assert torch.equal(torch.cat(seen["text"])[:11], given["text"])
 
 

@@ -199,3 +199,19 @@ def test_whole_numbers_become_the_units_of_the_model():
     seen = drawn_latents(stored, facts, 3, SampleRNG(0, torch.arange(2)))
     assert seen.flatten(1).unique(dim=1).flatten().tolist() == [-1, 1]
     torch.testing.assert_close(facts.to_stored_units(seen), stored.float(), rtol=0, atol=1e-4)
+
+
+def test_a_network_of_classes_without_previews_imports_nothing_that_draws(monkeypatch):
+    for package, name in (
+        ("titan_dit.diffusion", "drawing"),
+        ("titan_dit.diffusion", "previews"),
+        ("titan_dit.diffusion", "row_conditions"),
+        ("titan_dit.pictures", "autoencoder"),
+    ):
+        # Importing a module that is None raises ImportError.
+        monkeypatch.delattr(importlib.import_module(package), name, raising=False)
+        monkeypatch.setitem(sys.modules, f"{package}.{name}", None)
+    objective, sampling = built(RectifiedFlowConfig()), SamplingConfig(every=0)
+    assert objective.imported(sampling) == {}
+    objective.open_drawing(sampling, None, lambda action: action(), Path("none"))
+    objective.remember(Path("none"))

@@ -132,7 +132,7 @@ def test_scores_and_previews_draw_for_the_same_captions(root):
     assert found.keys() == wanted.keys()
     for objective, data in ((cached, stored), (online, source)):
         objective.open_drawing(config.sampling, data, lambda action: action(), root)
-    shown = [objective.shown.prompts for objective in (cached, online)]
+    shown = [objective.preview_data.prompts for objective in (cached, online)]
     assert shown[0].texts == shown[1].texts == CAPTIONS
     for one, other in ((wanted, found), (shown[0].fields, shown[1].fields)):
         text = other["text"][:, : one["text"].shape[1]]

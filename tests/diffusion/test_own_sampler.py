@@ -14,9 +14,11 @@ from torch import Tensor
 
 from titan_dit.commands.flags import EvaluateFlags, PictureFlags
 from titan_dit.commands.sample_pictures import progressed
+from titan_dit.config.section import UserError
 from titan_dit.config.training import SamplingConfig
 from titan_dit.diffusion import drawing
-from titan_dit.diffusion.samplers.base import CHOSEN, Settings, chosen, evaluates
+from titan_dit.diffusion.samplers import base
+from titan_dit.diffusion.samplers.base import CHOSEN, Settings, chosen, evaluates, planned
 from titan_dit.diffusion.samplers.ode import Velocity, euler, heun, times
 from titan_dit.diffusion.sections import RectifiedFlowConfig
 from titan_dit.objectives.base import DataShare
@@ -67,6 +69,20 @@ def test_progress_counts_as_many_calls_in_a_step_as_the_sampler_makes(sampler, c
     for call in range(1, 5 * calls + 1):
         progressed(shown.append, 100, 50, job, call)
     assert shown == [100 + 50 * call // (5 * calls) for call in range(1, 5 * calls + 1)]
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, True, "2", None])
+def test_a_sampler_that_calls_the_network_no_whole_number_of_times_is_refused(number, monkeypatch):
+    monkeypatch.setattr(drawing, "look_up", lambda *_: evaluates(number)(lambda *_: None))
+    with pytest.raises(UserError, match=r"--sampler=.*evaluations=.* whole number above 0"):
+        drawing.sampler_of(RectifiedFlowConfig(), "own:sampler", "--sampler")
+
+
+def test_a_plan_leaves_out_new_settings_at_their_default(monkeypatch):
+    # `shift` stands for a setting that is newer than `eta`.
+    monkeypatch.setattr(base, "CHOSEN", ("eta", "shift"))
+    assert planned(Settings(5)) == {"eta": 0.0}
+    assert planned(Settings(5, eta=0.5, shift=3.0)) == {"eta": 0.5, "shift": 3.0}
 
 
 def test_every_chosen_setting_is_a_field_a_key_and_a_flag_with_one_default():

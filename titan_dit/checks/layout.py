@@ -63,9 +63,12 @@ def refuse_refitted(plan: RunPlan) -> None:
     below, above = ranks // one_model * one_model, -(-ranks // one_model) * one_model
     factors = " x ".join(f"{axis}={size}" for axis, size in kept.items() if size > 1)
     were = "was" if ranks == 1 else "were"
-    on_a_node = LaunchedAs.here().local_world_size
+    launched = LaunchedAs.here()
+    on_a_node = launched.local_world_size
     fits = [n for n in range(1, ranks // on_a_node) if n * on_a_node % one_model == 0]
-    of_nodes = f" On the nodes that are left: NNODES={fits[-1]}." if fits and on_a_node > 1 else ""
+    of_nodes = (
+        f" On the nodes that are left: NNODES={fits[-1]}." if fits and launched.is_rank else ""
+    )
     raise UserError(
         f"[parallel] {factors} = {one_model} ranks per model replica, which does not divide the "
         f"{ranks} that {were} started. Resume with "

@@ -487,7 +487,7 @@ def evaluate(options: EvaluateFlags, keys: Sequence[str], world: World) -> dict[
     source = open_source(config)
     plan = plan_buckets(config, plan, source)
     objective = open_objective(config, plan, source)
-    chosen = validation_set(path, record, config, source)
+    validation = validation_set(path, record, config, source)
     mesh = Mesh(plan.sizes, world.device.type)
     built = build(plan, objective, mesh, world.device)
     tensors = {name: p.detach() for name, p in built.parameters.items()}
@@ -495,7 +495,7 @@ def evaluate(options: EvaluateFlags, keys: Sequence[str], world: World) -> dict[
     saved.load(tensors)
     share = DataShare(world.device, mesh.data_rank, mesh.sizes.data, mesh.gather_over_data)
     found = Validator(
-        chosen=chosen,
+        validation_set=validation,
         objective=objective,
         executor=built.executor,
         share=share,
@@ -503,7 +503,11 @@ def evaluate(options: EvaluateFlags, keys: Sequence[str], world: World) -> dict[
         batch_sizes=rows_of_a_rank(plan, source),
     ).losses()
     about = {"checkpoint": str(path), "step": record["step"], "weights": saved.what}
-    where = {"samples": len(chosen.rows), "layout": str(mesh.sizes), "device": world.device.type}
+    where = {
+        "samples": len(validation.rows),
+        "layout": str(mesh.sizes),
+        "device": world.device.type,
+    }
     return about | where | found
 
 

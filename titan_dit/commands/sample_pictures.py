@@ -42,7 +42,7 @@ from titan_dit.diffusion import conditions, drawing
 from titan_dit.diffusion.conditions import Given
 from titan_dit.diffusion.guidance import Guidance, LowExpert
 from titan_dit.diffusion.objective import Diffusion
-from titan_dit.diffusion.samplers.base import Sampler, chosen
+from titan_dit.diffusion.samplers.base import Sampler, chosen, planned
 from titan_dit.execution import Output, first_of
 from titan_dit.interop.tensor_file import not_finite, write_tensors
 from titan_dit.observe import console
@@ -155,7 +155,7 @@ class Job:
             "batch_size": self.batch_size,
             "suffix": self.out.suffix,
             **{key: getattr(flags, key) for key in keys},
-            **chosen(flags),
+            **planned(flags),
             "guide": self.guide and identity(self.guide),
             "cfg_interval": list(flags.cfg_interval),
             "shift": self.diffusion.shift_in(flags.steps) if flags.shift is None else flags.shift,

@@ -136,7 +136,7 @@ class PrecisionConfig(Section):
     """Round to float8 but multiply in the original format: numerics on any device, slowly."""
 
     def __post_init__(self) -> None:
-        """Require loss_scale_init >= loss_scale_min."""
+        """Raise UserError if dtypes do not fit, or loss_scale_init < loss_scale_min."""
         super().__post_init__()
         if self.weights == "bf16" and self.dtype not in ("bf16", "fp32"):
             raise UserError(

@@ -86,7 +86,7 @@ class TrainingConfig(Section):
     each rank a straggler at a different time."""
 
     def __post_init__(self) -> None:
-        """Require steps or epochs, or stages."""
+        """Raise UserError without steps, epochs and stages."""
         super().__post_init__()
         self._add_up_stages()
         if not self.steps and not self.epochs:

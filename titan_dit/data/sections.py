@@ -150,7 +150,7 @@ class Latents(DataConfig):
     """Check all data at the start: the SHA-256 of every shard, or every file of a folder."""
 
     def __post_init__(self) -> None:
-        """Require path or datasets, and weights for all datasets or none."""
+        """Raise UserError unless path or datasets are set, and weights for all datasets or none."""
         super().__post_init__()
         if bool(self.path) == bool(self.datasets):
             given = (
@@ -459,7 +459,7 @@ class SentencePairs(IndexedData):
     """Share of the samples with a random shorter length, as Megatron's short_seq_prob."""
 
     def __post_init__(self) -> None:
-        """Require a tokenizer: it has the ids of [CLS], [SEP], [MASK] and [PAD]."""
+        """Raise UserError without a tokenizer: it has the ids of [CLS], [SEP], [MASK] and [PAD]."""
         super().__post_init__()
         if self.paths and not self.tokenizer:
             raise UserError(

@@ -92,7 +92,7 @@ class Captions(Condition):
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PreviewPrompts:
     """The prompts of previews, with their embeddings."""
 
     texts: tuple[str, ...] = ()
@@ -101,18 +101,19 @@ class Prompts:
     notes: tuple[str, ...] = ()
     """Console lines about them."""
     key: str = ""
-    """A digest of what the embeddings depend on; "" if they are those of stored captions."""
+    """A digest of what the embeddings depend on, and are written with by `Diffusion.remember`. "" if
+    they are those of stored captions, which are not written."""
     rows: tuple[int, ...] = ()
     """The rows of the data whose captions they are; empty of other prompts."""
 
 
 @dataclass
-class Shown:
+class PreviewData:
     """What previews and scores show; filled by `Objective.open_drawing`."""
 
     source: Source | None = None
     """The open dataset."""
-    prompts: Prompts = field(default_factory=Prompts)
+    prompts: PreviewPrompts = field(default_factory=PreviewPrompts)
 
 
 def without(given: Given, null: Given, dropped: Bool[Tensor, " b"]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Draw samples from a trained network: initial noise, guidance and a sampler."""
+"""Draw samples from a trained network: initial noise, guidance, a sampler; and their decoder."""
 
 from __future__ import annotations
 
@@ -89,6 +89,12 @@ def sampler_of(objective: DiffusionConfig, name: str, where: str = "[sampling] s
             'one: "package.module:function".'
         )
     found: Sampler = look_up(table, where, name_of_sampler(objective, name))
+    evaluations = getattr(found, "evaluations", 1)
+    if type(evaluations) is not int or evaluations < 1:
+        raise UserError(
+            f"{where}={show(name)}: its attribute evaluations={show(evaluations)} is no whole "
+            "number above 0. Set it to the calls of the network in a step, or leave it out."
+        )
     return found
 
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Frozen:
-    """The frozen networks of a run, once they are loaded."""
+class FrozenNetworks:
+    """The frozen networks of a run. Mutable: `open_text` and `Diffusion.aligned` fill it."""
 
     text: OnlineText | None = None
     """The text encoder of [text]; None if embeddings are stored."""

@@ -1,4 +1,4 @@
-"""The diffusion objective: stored latents to noisy tokens, validation and previews."""
+"""The diffusion objective: stored latents become noisy tokens, targets and a loss per token."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from titan_dit.diffusion.conditions import (
     Condition,
     Conditions,
     Given,
-    Shown,
+    PreviewData,
     with_first_frame,
     without,
 )
@@ -56,7 +56,7 @@ from titan_dit.diffusion.fits import (
     open_features,
     token_grid,
 )
-from titan_dit.diffusion.frozen import Frozen
+from titan_dit.diffusion.frozen import FrozenNetworks
 from titan_dit.diffusion.sections import DiffusionConfig
 from titan_dit.models.base import ModelConfig, ModelSpec
 from titan_dit.objectives.base import (
@@ -100,9 +100,13 @@ class Diffusion(Objective, ABC):
     """What the network is given besides noisy tokens and timestep."""
     repa: RepaConfig = NO_REPA
     """With a block, the features of pictures go to the network, see `objectives.repa`."""
-    frozen: Frozen = dataclasses.field(default_factory=Frozen, repr=False, compare=False)
+    frozen: FrozenNetworks = dataclasses.field(
+        default_factory=FrozenNetworks, repr=False, compare=False
+    )
     """Networks that complete batches."""
-    shown: Shown = dataclasses.field(default_factory=Shown, repr=False, compare=False)
+    preview_data: PreviewData = dataclasses.field(
+        default_factory=PreviewData, repr=False, compare=False
+    )
     """What previews and scores show."""
     autoencoders: dict[str, Autoencoder] = dataclasses.field(
         default_factory=dict, repr=False, compare=False
@@ -410,7 +414,7 @@ class Diffusion(Objective, ABC):
         return {f"t{middle}": float(middle) for middle in middles}
 
     def inspect(self, fields: Fields) -> None:
-        """Refuse a std below 0, and references and masks of another size than their latents."""
+        """Raise UserError for a std below 0, a reference or mask of another size than the latent."""
         check_std(fields["latent"], self.data, self.channels)
         size = fields["latent"].shape[2:]
         for name, leading in (("reference", 2), ("mask", 1)):
@@ -431,16 +435,16 @@ class Diffusion(Objective, ABC):
     def hints(self, source: Source) -> Sequence[str]:
         """Warn about latents of an unusual scale, and about prompts that were cut."""
         line = scale_hint(source, self.data, self.channels)
-        return (*(() if line is None else (line,)), *self.shown.prompts.notes)
+        return (*(() if line is None else (line,)), *self.preview_data.prompts.notes)
 
     def imported(self, sampling: SamplingConfig) -> Mapping[str, object]:
         """The network of [repa]; the sampler, if [sampling] every turns previews on."""
-        from titan_dit.diffusion import drawing
-
         network = self.frozen.features
         found: dict[str, object] = {"repa": network.name} if network else {}
         if not sampling.every:
             return found
+        from titan_dit.diffusion import drawing
+
         return {**found, "sampling": drawing.sampler_of(self.config, sampling.sampler)}
 
     def aligned(self: Kind, repa: RepaConfig) -> Kind:
@@ -486,23 +490,23 @@ class Diffusion(Objective, ABC):
         self, sampling: SamplingConfig, source: Source, on_first: OnFirst, folder: Path
     ) -> None:
         """See `Objective.open_drawing` and `previews.prompts_of`."""
-        from titan_dit.diffusion import previews, row_conditions
-
-        self.shown.source = source
+        self.preview_data.source = source
         if self.captions and sampling.every:
+            from titan_dit.diffusion import previews, row_conditions
+
             data, tokens = self.data, self.captions.tokens
             rows = row_conditions.rows_to_show(self, source)
-            self.shown.prompts = on_first(
+            self.preview_data.prompts = on_first(
                 lambda: previews.prompts_of(sampling, data, tokens, source, folder, rows)
             )
-            previews.shown(self, sampling)
+            previews.contents(self, sampling)
 
     def remember(self, folder: Path) -> None:
         """Write the prompts' embeddings, for `open_drawing`."""
-        from titan_dit.diffusion import previews
+        if self.preview_data.prompts.key:
+            from titan_dit.diffusion import previews
 
-        if self.shown.prompts.key:
-            previews.write_prompts(folder, self.shown.prompts)
+            previews.write_prompts(folder, self.preview_data.prompts)
 
     def preview(
         self,
@@ -536,7 +540,7 @@ class Diffusion(Objective, ABC):
         """See `validation.evaluation.DrawsPictures`."""
         from titan_dit.diffusion import scored
 
-        return scored.conditions(self, num, like)
+        return scored.conditions_like(self, num, like)
 
     def pictures(
         self,

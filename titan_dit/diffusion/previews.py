@@ -19,11 +19,12 @@ from titan_dit.config.training import SamplingConfig
 from titan_dit.data.base import Source
 from titan_dit.data.latent_facts import LatentFacts
 from titan_dit.diffusion.base import text_multiple
-from titan_dit.diffusion.conditions import Captions, Given, Prompts, rows_of
+from titan_dit.diffusion.conditions import Captions, Given, PreviewPrompts, rows_of
 from titan_dit.diffusion.drawing import FPS, PIXELS, check_autoencoder, decoder, samples
 from titan_dit.diffusion.objective import Diffusion
 from titan_dit.diffusion.row_conditions import references_of, rows_to_show, spread_labels
 from titan_dit.objectives.base import DataShare, Forward, Preview
+from titan_dit.pictures import library
 from titan_dit.system import run_files
 from titan_dit.system.files import write_whole
 
@@ -39,9 +40,6 @@ def check(objective: Diffusion, sampling: SamplingConfig) -> None:
     A vae that did not make the latents of the data; prompts or a text encoder for a network with
     classes; a text encoder without prompts; clips without the library that writes them.
     """
-    # Imported late: the benchmarks train on machines without Pillow.
-    from titan_dit.pictures import library
-
     check_autoencoder(objective, sampling)
     if objective.draws_clips:
         library.video("[sampling] every: a preview of clips")
@@ -64,11 +62,11 @@ def prompts_of(
     tokens: int,
     source: Source,
     folder: Path,
-    shown: range,
-) -> Prompts:
+    candidates: range,
+) -> PreviewPrompts:
     """The prompts of [sampling] and their embeddings; without any, captions of stored rows.
 
-    `tokens`: those of a prompt that the network takes. `shown`: rows to take captions of.
+    `tokens`: those of a prompt that the network takes. `candidates`: rows to take captions of.
     `folder`: of the run, which may have the embeddings. Raises UserError for another text encoder
     than that of the data.
     """
@@ -78,11 +76,11 @@ def prompts_of(
     prompts = sampling.prompts
     rows: tuple[int, ...] = ()
     if not prompts:
-        row_of = rows_of_captions(source, shown)
+        row_of = rows_of_captions(source, candidates)
         rows = tuple(row_of.values())
         if data.text is None or not data.text.is_online:
             fields = source.read_fields(Captions.takes, list(row_of.values()))
-            return Prompts(tuple(row_of), fields=fields, rows=rows)
+            return PreviewPrompts(tuple(row_of), fields=fields, rows=rows)
         prompts = tuple(row_of)
     depends = [prompts, tokens, data.text and asdict(data.text), sampling.text_encoder]
     key = hashlib.sha256(json.dumps(depends).encode("utf-8", "replace")).hexdigest()
@@ -94,10 +92,10 @@ def prompts_of(
     note = f"hint    {cut} of {len(prompts)} prompts of [sampling] are cut to {tokens} tokens"
     fields = encoder.fields(prompts, same=False)
     notes = (note,) if cut else ()
-    return Prompts(prompts, fields=fields, notes=notes, key=key, rows=rows)
+    return PreviewPrompts(prompts, fields=fields, notes=notes, key=key, rows=rows)
 
 
-def read_prompts(folder: Path, prompts: tuple[str, ...], key: str) -> Prompts | None:
+def read_prompts(folder: Path, prompts: tuple[str, ...], key: str) -> PreviewPrompts | None:
     """What `write_prompts` has written for the same prompts and data; None without it."""
     try:
         with safe_open(folder / run_files.PROMPTS, framework="pt") as file:
@@ -108,19 +106,19 @@ def read_prompts(folder: Path, prompts: tuple[str, ...], key: str) -> Prompts | 
     if about.get("key") != key or {len(value) for value in fields.values()} != {len(prompts)}:
         return None
     notes = tuple(about.get("notes", "").splitlines())
-    return Prompts(prompts, fields=fields, notes=notes, key=key)
+    return PreviewPrompts(prompts, fields=fields, notes=notes, key=key)
 
 
-def write_prompts(folder: Path, prompts: Prompts) -> None:
+def write_prompts(folder: Path, prompts: PreviewPrompts) -> None:
     """Write the prompts' embeddings to the run directory."""
     about = {"key": prompts.key, "notes": "\n".join(prompts.notes)}
     write_whole(folder / run_files.PROMPTS, safetensors.save(dict(prompts.fields), about))
 
 
-def rows_of_captions(source: Source, shown: range) -> dict[str, int]:
-    """The captions of up to PROMPTS rows of `shown` -> the row. UserError if none is text."""
-    few = min(len(shown), PROMPTS * PROMPTS)
-    rows = [shown[place * len(shown) // few] for place in range(few)]
+def rows_of_captions(source: Source, candidates: range) -> dict[str, int]:
+    """The captions of up to PROMPTS rows of `candidates` -> the row. UserError if none is text."""
+    few = min(len(candidates), PROMPTS * PROMPTS)
+    rows = [candidates[place * len(candidates) // few] for place in range(few)]
     row_of: dict[str, int] = {}
     for row, text in zip(rows, source.captions(rows), strict=False):
         row_of.setdefault(text, row)
@@ -130,15 +128,15 @@ def rows_of_captions(source: Source, shown: range) -> dict[str, int]:
             "[sampling] prompts, a list of them, or every = 0."
         )
     texts, num = list(row_of), min(len(row_of), PROMPTS)
-    chosen = [texts[place * len(texts) // num] for place in range(num)]
-    return {text: row_of[text] for text in chosen}
+    spread = [texts[place * len(texts) // num] for place in range(num)]
+    return {text: row_of[text] for text in spread}
 
 
-def shown(
+def contents(
     objective: Diffusion, sampling: SamplingConfig
 ) -> tuple[Int64[Tensor, " num"], Given, Sequence[str]]:
     """What a preview shows: the class or prompt of each picture, its condition, all names."""
-    captions, prompts = objective.captions, objective.shown.prompts
+    captions, prompts = objective.captions, objective.preview_data.prompts
     if captions is None:
         labels = preview_labels(sampling.num or NUM, objective.num_classes)
         of_classes = {"labels": labels, **references_shown(objective, len(labels))}
@@ -158,7 +156,7 @@ def shown(
 
 def references_shown(objective: Diffusion, num: int, rows: Sequence[int] | None = None) -> Given:
     """The references of a preview: those of the captions' `rows`, else of rows evenly spaced."""
-    source = objective.shown.source
+    source = objective.preview_data.source
     if objective.data.reference is None or source is None:
         return {}
     every = rows_to_show(objective, source)
@@ -168,8 +166,8 @@ def references_shown(objective: Diffusion, num: int, rows: Sequence[int] | None 
 
 def preview_labels(num: int, num_classes: int) -> Int64[Tensor, " num"]:
     """Labels for a small grid: at most ten classes, so that each has several samples."""
-    shown = max(1, min(10, num_classes, num // 4))
-    return spread_labels(num, list(range(shown)))
+    num_shown = max(1, min(10, num_classes, num // 4))
+    return spread_labels(num, list(range(num_shown)))
 
 
 def preview(
@@ -185,7 +183,7 @@ def preview(
     beside it.
     """
     device = share.device
-    labels, conditions, names = shown(objective, sampling)
+    labels, conditions, names = contents(objective, sampling)
     num = len(labels)
     rows = -(-num // share.num_ranks)
     numbers = torch.arange(rows * share.num_ranks, device=device)

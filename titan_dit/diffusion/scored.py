@@ -57,14 +57,14 @@ def knows_classes(objective: Diffusion, like: Mapping[str, int]) -> bool:
     return labels_like(like, 1, objective.num_classes, names) is not None
 
 
-def conditions(objective: Diffusion, num: int, like: Mapping[str, int]) -> Conditions:
+def conditions_like(objective: Diffusion, num: int, like: Mapping[str, int]) -> Conditions:
     """Labels in the proportions of `like`; evenly over all classes if one is unknown.
 
     Of a network that takes captions: those of rows evenly spaced over the data.
     """
     if objective.captions:
-        assert objective.shown.source is not None
-        return captions_of_rows(objective, objective.shown.source, num)
+        assert objective.preview_data.source is not None
+        return captions_of_rows(objective, objective.preview_data.source, num)
     classes = objective.num_classes
     found = labels_like(like, num, classes, objective.data.class_names)
     spread = spread_labels(num, list(range(classes))) if found is None else found
@@ -74,8 +74,8 @@ def conditions(objective: Diffusion, num: int, like: Mapping[str, int]) -> Condi
 
     if objective.data.reference is None:
         return labels
-    assert objective.shown.source is not None
-    return with_references(objective, objective.shown.source, num, labels)
+    assert objective.preview_data.source is not None
+    return with_references(objective, objective.preview_data.source, num, labels)
 
 
 def pictures(

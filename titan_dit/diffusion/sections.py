@@ -138,7 +138,7 @@ class DiffusionConfig(ObjectiveConfig):
     def check_evaluation(
         self, model: ModelConfig, sampling: SamplingConfig, evaluation: FIDConfig
     ) -> None:
-        """Refuse networks of clips; check the sampler, as previews do."""
+        """Raise UserError for networks of clips; check the sampler, as previews do."""
         if evaluation.every and self.takes_clips(model):
             raise UserError(
                 f"[fid] every={evaluation.every} compares pictures, but [model] "
@@ -229,7 +229,7 @@ class RectifiedFlowConfig(DiffusionConfig):
         return 2 * channels if self.learn_sigma else channels
 
     def __post_init__(self) -> None:
-        """Refuse an empty range of times."""
+        """Raise UserError for an empty range of times."""
         super().__post_init__()
         if self.t_min >= self.t_max:
             raise UserError(

@@ -116,7 +116,7 @@ class AdamWConfig(OptimizerConfig):
     """Use the fused kernel; only it skips bad steps without a host-device synchronisation."""
 
     def __post_init__(self) -> None:
-        """Require two betas."""
+        """Raise UserError unless there are two betas."""
         super().__post_init__()
         if len(self.betas) != 2:
             raise UserError(
@@ -246,7 +246,7 @@ class MuonConfig(AdamWConfig):
     orthogonalised one by one. Empty: each matrix as a whole."""
 
     def __post_init__(self) -> None:
-        """Require adamw_lr with adjust_lr = "original"."""
+        """Raise UserError for adjust_lr = "original" without adamw_lr."""
         super().__post_init__()
         if self.adjust_lr == "original" and self.adamw_lr is None:
             raise UserError(

@@ -212,9 +212,9 @@ def with_prefix(pictures: PictureSet, asked: ListingOptions) -> PictureSet:
 
 
 def apply_caption_rule(pictures: PictureSet, asked: ListingOptions) -> PictureSet:
-    """Refuse pictures without a caption by name, or leave them out, or keep them.
+    """Raise UserError for pictures without a caption, or leave them out, or keep them.
 
-    Raises UserError only if captions are all that the pictures have: labels may stand alone.
+    Raised only if captions are all that the pictures have: labels may stand alone.
     """
     texts = pictures.texts or [""] * len(pictures)
     missing = [row for row, text in enumerate(texts) if is_empty(text)]

@@ -90,7 +90,7 @@ class EncodeOptions:
     def shape(
         self, vae: Autoencoder | Pixels, size: Size, frames: int | None = None
     ) -> tuple[int, ...]:
-        """Shape of a row of a picture of this size; of a clip with `frames`."""
+        """Shape of a row of a picture, or of a clip with `frames`; its factor divides `size`."""
         channels = vae.channels * (2 if self.posterior == "both" else 1)
         assert size.height % vae.facts.factor == size.width % vae.facts.factor == 0, size
         sides = size.height // vae.facts.factor, size.width // vae.facts.factor

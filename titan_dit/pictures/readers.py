@@ -1,4 +1,4 @@
-"""List the pictures of folders, metadata files, parquet files and tar files."""
+"""Choose the reader of an input (folder, metadata file, parquet or tar files), and its split."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ class Validator:
     draws are the same every time and in every layout.
     """
 
-    chosen: ValidationSet
+    validation_set: ValidationSet
     objective: Objective
     executor: Executor
     share: DataShare
@@ -281,11 +281,11 @@ class Validator:
 
         For data in buckets also the loss of each.
         """
-        source, sizes = self.chosen.source, self.batch_sizes
+        source, sizes = self.validation_set.source, self.batch_sizes
         parts: Sums = {}
         terms: Sums = {}
         named: dict[str, float] = {}
-        groups = by_bucket(self.chosen)
+        groups = by_bucket(self.validation_set)
         for bucket, places in groups.items():
             name = source.bucket_names[bucket]
             found = self.sums(places, sizes[name if name in sizes else ""])
@@ -310,7 +310,7 @@ class Validator:
 
     def sums(self, places: Sequence[int], batch_size: int) -> tuple[Sums, Sums]:
         """(sums of the evaluations, sums of their terms) over the rows at places of the set."""
-        chosen, objective, share = self.chosen, self.objective, self.share
+        chosen, objective, share = self.validation_set, self.objective, self.share
         count = -(-len(places) // share.num_ranks)
         if len(chosen.source.bucket_rows) > 1:
             batch_size = min(batch_size, count)  # A bucket may have few rows.

@@ -191,7 +191,7 @@ def lock(output: Path, command: str, claim: str = CLAIM) -> int:
 
 
 def check_output(job: ShardJob, output: Path) -> None:
-    """Refuse an output that is inside the input, or holds anything but this job's files."""
+    """Raise UserError if the output is inside the input, or holds more than this job's files."""
     root = job.root.resolve()
     if output.resolve() == root or root in output.resolve().parents:
         raise UserError(

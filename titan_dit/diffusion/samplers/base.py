@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias, TypeVar
 
 from jaxtyping import Int64
@@ -49,6 +49,17 @@ draws, and all that records how it was drawn, reads this list."""
 def chosen(settings: object) -> dict[str, Any]:
     """The fields `CHOSEN` of [sampling], or of the flags of `sample`, by name."""
     return {name: getattr(settings, name) for name in CHOSEN}
+
+
+def planned(settings: object) -> dict[str, Any]:
+    """The entries of `chosen` for the plan of a command that can be continued.
+
+    A setting at its default is left out, so that unfinished parts of a version without it go on.
+    `eta` has always been there.
+    """
+    default = {field.name: field.default for field in fields(Settings)}
+    found = chosen(settings)
+    return {name: v for name, v in found.items() if name == "eta" or v != default[name]}
 
 
 Sampler: TypeAlias = Callable[[Any, Tensor, Settings], Tensor]
