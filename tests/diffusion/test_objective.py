@@ -1,11 +1,15 @@
 """The diffusion objective: stored latents to prepared batches."""
 
+import importlib
 import itertools
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from folders_of_files import latents_of, save
+from points import built
 
 from titan_dit.config.section import UserError
 from titan_dit.config.training import SamplingConfig
@@ -18,6 +22,7 @@ from titan_dit.diffusion.fits import check_data
 from titan_dit.diffusion.objective import check_std, drawn_latents, scale_hint
 from titan_dit.diffusion.sections import DDPMConfig, RectifiedFlowConfig
 from titan_dit.models.dit_config import DiTConfig
+from titan_dit.ranks.process_group import Ranks
 from titan_dit.rng import SampleRNG
 
 CPU = torch.device("cpu")
@@ -213,5 +218,6 @@ def test_a_network_of_classes_without_previews_imports_nothing_that_draws(monkey
         monkeypatch.setitem(sys.modules, f"{package}.{name}", None)
     objective, sampling = built(RectifiedFlowConfig()), SamplingConfig(every=0)
     assert objective.imported(sampling) == {}
-    objective.open_drawing(sampling, None, lambda action: action(), Path("none"))
+    source = object.__new__(LatentShards)
+    objective.open_drawing(sampling, source, Ranks().run_on_first, Path("none"))
     objective.remember(Path("none"))

@@ -73,7 +73,8 @@ def test_progress_counts_as_many_calls_in_a_step_as_the_sampler_makes(sampler, c
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, True, "2", None])
 def test_a_sampler_that_calls_the_network_no_whole_number_of_times_is_refused(number, monkeypatch):
-    monkeypatch.setattr(drawing, "look_up", lambda *_: evaluates(number)(lambda *_: None))
+    own = SimpleNamespace(evaluations=number)
+    monkeypatch.setattr(drawing, "look_up", lambda *_: own)
     with pytest.raises(UserError, match=r"--sampler=.*evaluations=.* whole number above 0"):
         drawing.sampler_of(RectifiedFlowConfig(), "own:sampler", "--sampler")
 

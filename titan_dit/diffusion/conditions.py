@@ -101,8 +101,8 @@ class PreviewPrompts:
     notes: tuple[str, ...] = ()
     """Console lines about them."""
     key: str = ""
-    """A digest of what the embeddings depend on, and are written with by `Diffusion.remember`. "" if
-    they are those of stored captions, which are not written."""
+    """A digest of what the embeddings depend on; `Diffusion.remember` writes both. "" if they are
+    those of stored captions, which are not written."""
     rows: tuple[int, ...] = ()
     """The rows of the data whose captions they are; empty of other prompts."""
 

@@ -414,7 +414,7 @@ class Diffusion(Objective, ABC):
         return {f"t{middle}": float(middle) for middle in middles}
 
     def inspect(self, fields: Fields) -> None:
-        """Raise UserError for a std below 0, a reference or mask of another size than the latent."""
+        """Raise UserError for a std below 0, and references or masks not of their latents' size."""
         check_std(fields["latent"], self.data, self.channels)
         size = fields["latent"].shape[2:]
         for name, leading in (("reference", 2), ("mask", 1)):
