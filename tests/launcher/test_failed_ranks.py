@@ -139,6 +139,20 @@ def test_restarts_pause_longer_and_longer_while_ranks_fail_before_they_train():
     assert agent.pause_s == agents.PAUSE_S
 
 
+@pytest.mark.parametrize("why", ["asked to stop", "closed elsewhere"])
+def test_a_pause_ends_with_the_job(why):
+    agent, _ = agent_of()
+    agent.pause_s, state = 600.0, SimpleNamespace(closed=False)
+    agent._worker_group.spec.rdzv_handler._state_holder = SimpleNamespace(state=state)
+    paused = threading.Thread(target=agent.pause, daemon=True)
+    paused.start()
+    paused.join(0.1)
+    assert paused.is_alive()
+    agent.is_stopping, state.closed = why == "asked to stop", why == "closed elsewhere"
+    paused.join(10)
+    assert not paused.is_alive()
+
+
 def test_a_checkpoint_gives_all_restarts_back(tmp_path):
     agent, said = agent_of(restarts=10)
     agent._remaining_restarts = 0

@@ -218,14 +218,14 @@ class Agent(LocalElasticAgent):
 
     def pause(self) -> None:
         """Wait before a restart, unless the job is ended meanwhile, here or on another node."""
-        holder = getattr(self._worker_group.spec.rdzv_handler, "_state_holder", None)
+        handler = self._worker_group.spec.rdzv_handler
+        holder = getattr(handler, "_state_holder", None)
         deadline = time.monotonic() + self.pause_s
         while time.monotonic() < deadline and not self.is_stopping:
-            if holder is not None:
-                with contextlib.suppress(RendezvousError):
-                    holder.sync()
-                if holder.state.closed:
-                    return
+            with contextlib.suppress(RendezvousError):
+                handler.num_nodes_waiting()  # Reads the state from the store.
+            if holder is not None and holder.state.closed:
+                return
             time.sleep(min(0.5, self.pause_s))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
