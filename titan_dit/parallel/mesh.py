@@ -5,7 +5,6 @@ An axis is a field of `AxisSizes` and a key of [parallel]; `apply.py` applies it
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Mapping
@@ -74,7 +73,6 @@ class AxisSizes:
         return " x ".join(above) or "one rank"
 
 
-@functools.cache
 def axes(role: str, *, has: bool = True) -> tuple[str, ...]:
     """Names of the axes with a role (`has=False`: without it), in mesh order."""
     return tuple(f.name for f in fields(AxisSizes) if f.metadata[role] == has)
