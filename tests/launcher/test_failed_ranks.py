@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from titan_dit.checkpoint.run_checkpoints import Checkpoints
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.launcher import agent as agents
+from titan_dit.launcher import launch
 from titan_dit.launcher.agent import Agent
 from titan_dit.launcher.cause import root_cause, without_killed
 from titan_dit.ranks.failure import SAVED
@@ -222,3 +223,13 @@ def test_closing_a_rendezvous_between_ranks_takes_seconds_at_most(monkeypatch):
     monkeypatch.setattr(agents, "CLOSING_S", 0.1)
     monkeypatch.setattr(agent, "close_rendezvous", threading.Event().wait)
     agent.end_job()
+
+
+def test_a_stop_of_a_job_that_has_failed_makes_it_no_success():
+    launcher = launch.Launcher(1.0, stopped_code=0)
+    launcher.agent = agent_of()[0]
+    launcher.agent.has_failed = True
+    launcher.hear(signal.SIGTERM)
+    assert launcher.asked is None
+    launcher.hear(signal.SIGINT)  # A second one ends it at once.
+    assert launcher.asked == signal.SIGINT
