@@ -1,5 +1,6 @@
 """Runs every test with titan_dit's shape and type annotations checked."""
 
+import gc
 import multiprocessing
 import shutil
 import signal
@@ -34,6 +35,10 @@ install_import_hook(
 
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="also run tests marked `long`")
+
+
+# Python would go through all modules and tests again and again: a seventh of the time.
+gc.set_threshold(100_000, 50, 50)
 
 
 @pytest.fixture(autouse=True)

@@ -48,3 +48,4 @@ os.environ.pop("TORCHINDUCTOR_USE_EXPERIMENTAL_BENCHMARKER", None)
 # A garbage collection in a child would copy every page of the imported modules.
 gc.collect()
 gc.freeze()
+gc.set_threshold(100_000, 50, 50)  # As in conftest.py.

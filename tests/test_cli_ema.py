@@ -8,7 +8,7 @@ import pytest
 import torch
 from commands import only_error, sample, train
 
-from titan_dit.checkpoint import checkpoint, torch_files
+from titan_dit.checkpoint import averages, checkpoint, torch_files
 from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_checkpoints import find_checkpoint
 from titan_dit.checkpoint.saved_weights import Weights
@@ -19,6 +19,7 @@ from titan_dit.data.latents import write_shards
 from titan_dit.trained_model import load
 
 KEPT, WIDTHS = ("0.05", "0.1"), (0.06, 0.075, 0.09)
+SNAPSHOTS = 50
 REFERENCE = """
 import torch
 from titan_dit.hooks import Hook
@@ -76,10 +77,17 @@ def cwd(tmp_path_factory):
     spoiled(folder / "data")
     flags = ("--data.name", "latents", "--data.path", "data", "--training.global_batch_size", 4)
     flags += ("--training.steps", 150, "--checkpoint.every", 75, "--checkpoint.keep", 2)
-    flags += ("--metrics.every", 50, "--ema.snapshots", 50, "--lr_scheduler.warmup_steps", 10)
+    flags += (
+        "--metrics.every",
+        50,
+        "--ema.snapshots",
+        SNAPSHOTS,
+        "--lr_scheduler.warmup_steps",
+        10,
+    )
     done = train(*TINY, *flags, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "averages: 50 snapshots of 2, " in done.stdout
+    assert f"averages: {SNAPSHOTS} snapshots of 2, " in done.stdout
     record = read_record(find_checkpoint(folder / "outputs" / "digits", None))
     assert record["guard"]["nan_steps"] == 3, "two samples, one of them twice"
     return folder
@@ -146,6 +154,23 @@ def test_without_a_decay_the_first_width_is_the_average(cwd):
     saved.load(found)
     assert saved.what == "ema power_0.05"
     assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_the_table_of_tensors_is_read_once_however_often_they_are(cwd, monkeypatch):
+    parsed, parse = [], torch_files.parse_contents
+    monkeypatch.setattr(
+        torch_files, "parse_contents", lambda *args: parsed.append(args) or parse(*args)
+    )
+    snapshot = cwd / "outputs" / "digits" / "checkpoints" / "averages" / "step-00000072"
+    saved = Weights(snapshot, read_record(snapshot), "ema")
+    assert all(saved.whole(name).any() for name in saved.names)
+    assert len(parsed) == 1
+    # An average takes some tensors of every snapshot, then the next ones.
+    parsed.clear()
+    monkeypatch.setattr(averages, "GROUP", 1)
+    monkeypatch.setattr(averages, "LARGEST_SHARE", 10**9)
+    made(cwd, 0.09, "once")
+    assert len(parsed) < 3 * SNAPSHOTS
 
 
 def test_sample_convert_and_a_new_run_take_it(cwd):

@@ -1,7 +1,6 @@
 """Run a function on several gloo ranks, forked from a server that has imported torch."""
 
 import faulthandler
-import gc
 import os
 import resource
 import tempfile
@@ -73,7 +72,6 @@ def _rank_main(environment, folder, files):
     os.environ.update(environment)
     faulthandler.enable(2)
     torch.set_num_threads(1)
-    gc.set_threshold(100_000, 50, 50)  # It would take a tenth of the time.
     from titan_dit.ranks import process_group
 
     code = 1

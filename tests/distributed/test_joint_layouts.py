@@ -153,7 +153,7 @@ def test_formats_of_wan_are_those_of_one_process():
 
 
 def test_compiled_blocks_and_bf16_give_what_they_give_on_one_process(tmp_path):
-    assert_formats(tmp_path, ("tp",), ("cp",))
+    assert_formats(tmp_path, ("tp",), ())
 
 
 @pytest.mark.long

@@ -40,7 +40,7 @@ def trainer_in(world, folder, parallel, pipeline):
         parallel=parallel,
         pipeline=pipeline,
         job={"dir": str(folder)},
-        training={"microbatch_size": 2},
+        training={"global_batch_size": 8, "microbatch_size": 2},
         sampling={"every": 4, "num": 4, "steps": 1},
         ema={"power": [0.05, 0.1], "snapshots": 2},
         checkpoint={"every": 2},

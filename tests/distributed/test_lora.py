@@ -62,7 +62,6 @@ CASES = [
     (WIDE, PLAIN, {}, False),
     (WIDE, CP, {}, False),
     (WIDE, PP, {}, False),
-    (NARROW, DP, {}, True),
     (NARROW, PP, ZERO_BUBBLE, False),
     (FLUX2_DROP, TP, {}, False),
     (FLUX2, PP, {}, False),
@@ -83,7 +82,7 @@ CASES = [
     (FLUX2_NF4, CP, {}, False),
 ]
 # For ./run_tests.sh --long, on two ranks; NARROW_DROP compiles the same layers in CASES.
-LONG_ON_TWO = [(NARROW, TP, {}, True)]
+LONG_ON_TWO = [(NARROW, TP, {}, True), (NARROW, DP, {}, True)]
 LONG = [
     (WIDE, TP | PP, ZERO_BUBBLE, False),
     (NARROW, TP | CP, {}, True),
@@ -121,7 +120,8 @@ def trainer_of(world, table, parallel=None, pipeline=None, compiled=False, layer
         parallel=parallel or {},
         pipeline=pipeline or {},
         compile={"enabled": compiled},
-        training={"global_batch_size": 8, "microbatch_size": 2 if pipeline or parallel else 4},
+        # Two microbatches, and as many as the schedule of a pipeline needs.
+        training={"global_batch_size": 8 if layers > 3 else 4, "microbatch_size": 2},
         **{"checkpoint": checkpoint, "precision": {"dtype": "fp64"}} | sections,
     )
     return Trainer(config, world)
@@ -401,10 +401,10 @@ def all_cases(world, cases):
     return [measured(world, *case) for case in cases]
 
 
-def by_theory(world, table):
+def by_theory(world, table, layers):
     """Loss and gradients of the adapters, from those of whole weights W + alpha / rank B A."""
     bare = {key: value for key, value in table.items() if key == "network"}
-    adapted, plain = (trainer_of(world, given) for given in (table, bare))
+    adapted, plain = (trainer_of(world, given, layers=layers) for given in (table, bare))
     fill(adapted)
     weights = decoded(adapted)
     pairs = list(lora.pairs(weights))
@@ -423,24 +423,32 @@ def by_theory(world, table):
     return loss, found
 
 
-def references(world):
-    """By number of layers those of one process, by table; then those by theory, of four layers."""
-    found = {
-        layers: [measured(world, table, {}, {}, False, layers=layers) for table in TABLES + DROPPED]
-        for layers in (4, 3)
-    }
-    return found, [by_theory(world, table) for table in TABLES]
+def references(world, keys):
+    """Those of one process by `key_of`; then those by theory of each table, without a pipeline."""
+    found = {}
+    for number, layers in keys:
+        table = (TABLES + DROPPED)[number]
+        found[number, layers] = measured(world, table, {}, {}, False, layers=layers)
+    return found, [by_theory(world, table, layers_for({})) for table in TABLES]
+
+
+def key_of(table, parallel):
+    """(number in TABLES + DROPPED, number of layers)."""
+    return (TABLES + DROPPED).index(table), layers_for(parallel)
 
 
 @pytest.fixture(scope="module")
-def expected():
-    [found] = on_ranks(1, references)
+def expected(request):
+    cases = CASES + (LONG_ON_TWO + LONG if request.config.getoption("--long") else [])
+    keys = {key_of(*case[:2]) for case in cases} | {key_of(table, {}) for table in TABLES}
+    [found] = on_ranks(1, references, sorted(keys))
     return found
 
 
 def test_gradients_of_one_process_are_those_of_theory(expected):
     alone, theory = expected
-    for (loss, found), (by_hand, wanted) in zip(alone[4], theory, strict=False):
+    for table, (by_hand, wanted) in zip(TABLES, theory, strict=True):
+        loss, found = alone[key_of(table, {})]
         assert loss == pytest.approx(by_hand, rel=1e-12)
         assert_same_gradients(found, wanted, 1e-12)
 
@@ -481,7 +489,7 @@ def test_evaluations_have_no_dropout_and_layers_have_numbers_of_their_own():
 def check(num_ranks, cases, expected):
     by_rank = on_ranks(num_ranks, all_cases, cases)
     for number, (table, parallel, _, compiled, *_) in enumerate(cases):
-        loss, wanted = expected[0][layers_for(parallel)][(TABLES + DROPPED).index(table)]
+        loss, wanted = expected[0][key_of(table, parallel)]
         found = {}
         for ranks in by_rank:
             assert ranks[number][0] == pytest.approx(loss, rel=1e-6), parallel

@@ -83,7 +83,7 @@ def trained(world, parallel, pipeline, optimizer):
         optimizer=optimizer,
         ema={"decays": [0.9]},
         precision={"weights": "bf16"} if optimizer == IN_BF16 else {},
-        training={"microbatch_size": 2},
+        training={"global_batch_size": 8, "microbatch_size": 1 if parallel.keys() & HSDP else 2},
         # A split backward does not recompute blocks.
         activation_checkpoint={
             "mode": "full" if "tp" in parallel and "pp" not in parallel else "none"

@@ -29,7 +29,7 @@ TABLES = {
     },
     "objective": {"name": "rectified_flow", "condition_dropout": 0.25},
     "data": {"name": "tiny_joint:Captioned", "channels": 2, "text_dim": 12},
-    "training": {"steps": 4, "global_batch_size": 8},
+    "training": {"steps": 4, "gc_every": 0, "global_batch_size": 8},
     "precision": {"dtype": "fp32"},
     "optimizer": {"lr": 1e-3, "weight_decay": 0.01},
     "ema": {"decays": [0.9]},

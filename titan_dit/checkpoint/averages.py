@@ -10,18 +10,25 @@ import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from titan_dit.checkpoint.checkpoint import clean_up, commit, contents, ignore, read_into
+from titan_dit.checkpoint.checkpoint import (
+    clean_up,
+    commit,
+    contents_of,
+    ignore,
+    open_reader,
+    read_into,
+)
 from titan_dit.checkpoint.planning import GlobalPlan, plan_locally
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
 from titan_dit.checkpoint.staging import TensorTree
 from titan_dit.checkpoint.store import Location, store_of
-from titan_dit.checkpoint.torch_files import Writer
+from titan_dit.checkpoint.torch_files import Reader, Writer
 from titan_dit.config.section import UserError
 from titan_dit.config.training import EMAConfig, power_name
 from titan_dit.ranks.process_group import Ranks
@@ -169,12 +176,17 @@ class Term:
     weights: Mapping[str, float]
     """Prefix of the tensors' names, such as "ema.power_0.05." -> weight."""
 
+    @cached_property
+    def reader(self) -> Reader:
+        """A reader of the checkpoint. Raises OSError or UserError if it has no manifest."""
+        return open_reader(self.path)
+
 
 def shapes_of(terms: Sequence[Term]) -> Shapes:
     """Name without prefix -> (shape, dtype). Raises UserError if the terms differ."""
     found: Shapes | None = None
     for term in terms:
-        saved = contents(term.path)
+        saved = contents_of(term.reader)
         for prefix in term.weights:
             own = {n.removeprefix(prefix): saved[n] for n in saved if n.startswith(prefix)}
             if found is not None and own != found:
@@ -247,7 +259,7 @@ def summed(shapes: Shapes, terms: Sequence[Term], read: Callable[[int], None]) -
             f"{prefix}{name}": (name, w) for prefix, w in term.weights.items() for name in shapes
         }
         try:
-            read_into({name: buffers[name] for name in wanted}, term.path)
+            read_into({name: buffers[name] for name in wanted}, term.reader)
         except (OSError, RuntimeError) as error:
             raise UserError(
                 f"--run: {term.path} cannot be read: {reason_of(error)}. Restore it."

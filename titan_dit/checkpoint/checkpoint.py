@@ -179,8 +179,16 @@ def check_fits(path: Location, tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def read_into(tensors: TensorTree, path: Location, ranks: Ranks | None = None) -> None:
+def open_reader(path: Location) -> Reader:
+    """A reader of a checkpoint's tensors. Raises OSError or UserError if it has no manifest."""
+    return Reader(path, read_manifest(path)["files"])
+
+
+def read_into(tensors: TensorTree, source: Location | Reader, ranks: Ranks | None = None) -> None:
     """`load` without its checks: the tensors are known to fit, and the files to be undamaged.
+
+    Who reads a checkpoint often gives its reader, which reads the table of tensors once: a
+    checkpoint of 1,024 ranks lists a million chunks.
 
     Raises the exception of the first rank that failed, such as OSError.
     """
@@ -190,7 +198,7 @@ def read_into(tensors: TensorTree, path: Location, ranks: Ranks | None = None) -
         # A single process loading without a process group is intended.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavail")
         try:
-            reader = Reader(path, read_manifest(path)["files"])
+            reader = source if isinstance(source, Reader) else open_reader(source)
             state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=alone)
         except CheckpointException as error:  # A BaseException: no caller would catch it.
             cause, _ = next(iter(error.failures.values()))
@@ -213,8 +221,12 @@ def without_own(tensors: Mapping[str, Tensor], saved: Collection[str]) -> dict[s
 
 def contents(path: Location) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Map tensor name to (shape, dtype) of a checkpoint."""
-    found = Reader(path, read_manifest(path)["files"]).contents()
-    return {name: (entry.shape, entry.dtype) for name, entry in found.tensors.items()}
+    return contents_of(open_reader(path))
+
+
+def contents_of(reader: Reader) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """`contents` of the checkpoint of a reader."""
+    return {name: (entry.shape, entry.dtype) for name, entry in reader.contents.tensors.items()}
 
 
 def holds(path: Location, part: str) -> bool:
@@ -310,7 +322,7 @@ def wrong_contents(
         if files[METADATA]["bytes"] <= largest:
             reader.check_metadata()
         else:
-            reader.contents()
+            _ = reader.contents
     except WrongTable as error:
         return [error.what]
     return []

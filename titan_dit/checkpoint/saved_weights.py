@@ -54,7 +54,8 @@ class Weights:
                 f"--decay {decay}: {path} has {', '.join(names) or 'no EMA'}. Give one that it "
                 "has, or leave it out."
             )
-        self.contents = checkpoint.contents(path)
+        self.reader = checkpoint.open_reader(path)
+        self.contents = checkpoint.contents_of(self.reader)
         kept = [n for n in names if any(k.startswith(f"ema.{n}.") for k in self.contents)]
         chosen = str(decay) if decay is not None else next(iter(kept), "")
         self.average = chosen if wanted == "ema" else ""
@@ -142,12 +143,12 @@ class Weights:
     def _read_saved(self, name: str, target: Tensor | None) -> None:
         """Read a parameter into a target of any float format, decoded. None reads nothing."""
         if target is None:
-            checkpoint.read_into({}, self.path)
+            checkpoint.read_into({}, self.reader)
         elif name not in self.quantized:
-            checkpoint.read_into({self.keys[name]: target}, self.path)
+            checkpoint.read_into({self.keys[name]: target}, self.reader)
         else:
             held = like(target, self.contents[self.keys[name]][0], torch.uint8)
-            checkpoint.read_into({self.keys[name]: held}, self.path)
+            checkpoint.read_into({self.keys[name]: held}, self.reader)
             own = local(held)
             local(target).copy_(self.codes(own.device).decode(own))
 
@@ -224,7 +225,7 @@ class Weights:
         if not a:
             return
         factors = {self.keys[n]: torch.empty(self.shape(n)) for n in (a, b)}
-        checkpoint.read_into(factors, self.path)
+        checkpoint.read_into(factors, self.reader)
         if target is not None:
             whole = lora.product(factors[self.keys[a]], factors[self.keys[b]], self.scale)
             add(target, whole)
@@ -234,7 +235,7 @@ class Weights:
         merged = {n: p for n, p in self.adapters.items() if n in tensors and p[0] not in tensors}
         factors = {name: torch.empty(self.shape(name)) for pair in merged.values() for name in pair}
         wanted = {self.keys.get(n, f"model.{n}"): t for n, t in {**tensors, **factors}.items()}
-        checkpoint.read_into(wanted, self.path)
+        checkpoint.read_into(wanted, self.reader)
         for name, (a, b) in merged.items():
             add(tensors[name], lora.product(factors[a], factors[b], self.scale))
 

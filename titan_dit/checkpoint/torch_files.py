@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any, ClassVar, TypeAlias
 
@@ -441,7 +442,8 @@ class WrongTable(UserError):
 class Reader(filesystem.FileSystemReader):
     """DCP's file-system reader, which reads tensors.json in place of `.metadata`; takes URLs.
 
-    `files` are those of the manifest, with their sizes and SHA-256.
+    `files` are those of the manifest, with their sizes and SHA-256. The table of tensors is read
+    once, however often tensors are read.
     """
 
     def __init__(self, folder: Location, files: Mapping[str, Mapping[str, Any]]) -> None:
@@ -455,6 +457,7 @@ class Reader(filesystem.FileSystemReader):
         self.path = files.init_path(path, use_listings_cache=False)
         self.fs = files
 
+    @cached_property
     def contents(self) -> Contents:
         """The tensors. Raises UserError if their table is damaged, or imports a disallowed name."""
         name = CONTENTS if CONTENTS in self.files else METADATA
@@ -471,9 +474,9 @@ class Reader(filesystem.FileSystemReader):
 
     def check_metadata(self) -> None:
         """Raise UserError unless `.metadata`, which torch's own tools read, has the same table."""
-        own = self.contents()
+        own = self.contents
         theirs = Reader(self.folder, {n: f for n, f in self.files.items() if n != CONTENTS})
-        if theirs.contents().placed() != own.placed():
+        if theirs.contents.placed() != own.placed():
             raise WrongTable(self.folder / METADATA, f"it differs from {CONTENTS}")
 
     def whole(self, name: str) -> bytes:
@@ -494,8 +497,13 @@ class Reader(filesystem.FileSystemReader):
         return data
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The contents as DCP's `Metadata`."""
-        found = self.contents()
+        """The contents as DCP's `Metadata`. Raises UserError, see `contents`."""
+        return self.metadata
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        """What `read_metadata` returns."""
+        found = self.contents
         places: dict[MetadataIndex, filesystem._StorageInfo] = {}
         tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for name, entry in found.tensors.items():

@@ -186,5 +186,7 @@ def brief(value: Any) -> str:
         text = show(value)
     except (RecursionError, ValueError):
         text = "..."
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: SHOWN + 1])
+    text = text[: SHOWN + 1]
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

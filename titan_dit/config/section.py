@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from titan_dit.config.did_you_mean import for_value, nearest
@@ -342,10 +342,17 @@ def path_rule(hint: Any) -> FromHome | None:
     return rules[0] if rules else next(filter(None, map(path_rule, get_args(hint))), None)
 
 
-def hints_of(section: type) -> dict[str, Any]:
+HINTS: dict[type, Mapping[str, Any]] = {}
+"""What `hints_of` has found, by section."""
+
+
+def hints_of(section: type) -> Mapping[str, Any]:
     """The resolved type of every field of a section, with its bounds."""
-    hints = get_type_hints(section, include_extras=True)
-    return {f.name: hints[f.name] for f in dataclasses.fields(section)}
+    if section not in HINTS:
+        hints = get_type_hints(section, include_extras=True)
+        found = {f.name: hints[f.name] for f in dataclasses.fields(section)}
+        HINTS[section] = MappingProxyType(found)
+    return HINTS[section]
 
 
 @dataclass(frozen=True, kw_only=True)
