@@ -188,9 +188,11 @@ def test_every_row_of_our_own_list_fits_the_code():
     plants = read_plants(ROOT / "tests" / "plants.toml")
     assert len(prepare(ROOT, plants)) == len(plants) > 90
     named = {test for row in plants for test in row.tests if "::" in test}
+    trees = {
+        file: ast.parse((ROOT / file).read_text()) for file in {t.partition("::")[0] for t in named}
+    }
     for file, _, name in (test.partition("::") for test in named):
-        tree = ast.parse((ROOT / file).read_text())
-        functions = {f.name: f for f in tree.body if isinstance(f, ast.FunctionDef)}
+        functions = {f.name: f for f in trees[file].body if isinstance(f, ast.FunctionDef)}
         marks = map(ast.unparse, functions[name.partition("[")[0]].decorator_list)
         assert "pytest.mark.long" not in marks, f"{name} does not run without --long"
 

@@ -192,13 +192,12 @@ def test_ranks_that_ignore_the_request_are_killed_after_the_grace(tmp_path):
     assert "GRACE=1" in run.said
 
 
-@pytest.mark.parametrize("fork", [0, 1])
-def test_ranks_end_with_their_launcher(fork, tmp_path):
+def test_ranks_end_with_their_launcher(tmp_path):
     body = (
         "from titan_dit.ranks.signals import die_with_launcher\n"
         "die_with_launcher()\nprint('begun', flush=True)\ntime.sleep(600)\n"
     )
-    with Running(launcher(script(tmp_path, body), ranks=1), tmp_path, FORK=fork) as run:
+    with Running(launcher(script(tmp_path, body), ranks=1), tmp_path) as run:
         run.wait_for("begun")
         (rank,) = run.children()
         run.process.kill()
