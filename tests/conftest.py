@@ -41,6 +41,12 @@ def pytest_addoption(parser):
 gc.set_threshold(100_000, 50, 50)
 
 
+def pytest_collection_finish():
+    """Leave what has been imported out of collections until a test lets them take it in again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _leaves_no_process_group():
     """A test that fails in `process_group.start` leaves its group open, see there."""

@@ -14,9 +14,11 @@ from titan_dit.system.garbage_collection import Collector
 @pytest.fixture(autouse=True)
 def _python_decides_again():
     assert gc.isenabled()
-    yield
     gc.unfreeze()
+    yield
     gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 class Node:
