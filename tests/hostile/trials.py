@@ -1,6 +1,7 @@
 """Run commands on malformed files in this process, and keep what they should not have done."""
 
 import contextlib
+import gc
 import hashlib
 import importlib
 import io
@@ -198,6 +199,7 @@ def main(home, plan, results):
     and failures.
     """
     torch.set_num_threads(1)
+    gc.set_threshold(700, 10, 10)  # Python's own: what a user's process leaves lying, and no more.
     # In a new clone each late import would write its bytecode: a file outside the output.
     sys.dont_write_bytecode = True
     trials = Trials(Path(home))
