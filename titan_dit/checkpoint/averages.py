@@ -19,7 +19,7 @@ from torch import Tensor
 from titan_dit.checkpoint.checkpoint import (
     clean_up,
     commit,
-    contents_of,
+    contents,
     ignore,
     open_reader,
     read_into,
@@ -166,6 +166,9 @@ GROUP = 1 << 22
 LARGEST_SHARE = 32
 CHUNK = 1 << 20
 """Elements that are converted to fp64 at once."""
+TABLE_KEPT = 1 << 20
+"""Maximum bytes of a table of tensors that is kept for a snapshot; parsed, it takes eight times
+that."""
 
 
 @dataclass(frozen=True)
@@ -177,16 +180,20 @@ class Term:
     """Prefix of the tensors' names, such as "ema.power_0.05." -> weight."""
 
     @cached_property
-    def reader(self) -> Reader:
-        """A reader of the checkpoint. Raises OSError or UserError if it has no manifest."""
-        return open_reader(self.path)
+    def source(self) -> Location | Reader:
+        """A reader that keeps the table of tensors, or, if that is large, the checkpoint's path.
+
+        Raises OSError or UserError if there is no manifest.
+        """
+        reader = open_reader(self.path)
+        return reader if reader.table_bytes <= TABLE_KEPT else self.path
 
 
 def shapes_of(terms: Sequence[Term]) -> Shapes:
     """Name without prefix -> (shape, dtype). Raises UserError if the terms differ."""
     found: Shapes | None = None
     for term in terms:
-        saved = contents_of(term.reader)
+        saved = contents(term.source)
         for prefix in term.weights:
             own = {n.removeprefix(prefix): saved[n] for n in saved if n.startswith(prefix)}
             if found is not None and own != found:
@@ -259,7 +266,7 @@ def summed(shapes: Shapes, terms: Sequence[Term], read: Callable[[int], None]) -
             f"{prefix}{name}": (name, w) for prefix, w in term.weights.items() for name in shapes
         }
         try:
-            read_into({name: buffers[name] for name in wanted}, term.reader)
+            read_into({name: buffers[name] for name in wanted}, term.source)
         except (OSError, RuntimeError) as error:
             raise UserError(
                 f"--run: {term.path} cannot be read: {reason_of(error)}. Restore it."

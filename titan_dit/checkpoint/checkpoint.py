@@ -199,6 +199,7 @@ def read_into(tensors: TensorTree, source: Location | Reader, ranks: Ranks | Non
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavail")
         try:
             reader = source if isinstance(source, Reader) else open_reader(source)
+            reader.wanted = {name for name, _ in flatten(tensors)}
             state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=alone)
         except CheckpointException as error:  # A BaseException: no caller would catch it.
             cause, _ = next(iter(error.failures.values()))
@@ -219,13 +220,9 @@ def without_own(tensors: Mapping[str, Tensor], saved: Collection[str]) -> dict[s
     }
 
 
-def contents(path: Location) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Map tensor name to (shape, dtype) of a checkpoint."""
-    return contents_of(open_reader(path))
-
-
-def contents_of(reader: Reader) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """`contents` of the checkpoint of a reader."""
+def contents(source: Location | Reader) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Map tensor name to (shape, dtype) of a checkpoint. Raises UserError or OSError."""
+    reader = source if isinstance(source, Reader) else open_reader(source)
     return {name: (entry.shape, entry.dtype) for name, entry in reader.contents.tensors.items()}
 
 

@@ -55,7 +55,7 @@ class Weights:
                 "has, or leave it out."
             )
         self.reader = checkpoint.open_reader(path)
-        self.contents = checkpoint.contents_of(self.reader)
+        self.contents = checkpoint.contents(self.reader)
         kept = [n for n in names if any(k.startswith(f"ema.{n}.") for k in self.contents)]
         chosen = str(decay) if decay is not None else next(iter(kept), "")
         self.average = chosen if wanted == "ema" else ""
@@ -166,7 +166,9 @@ class Weights:
 
         `read` gets the bytes that were read. Collective.
         """
-        checkpoint.verify(self.path, read=read)
+        files = checkpoint.verify(self.path, read=read)["files"]
+        if files != self.reader.files:  # A run has written this step once more.
+            self.reader = checkpoint.open_reader(self.path)
         keys = {n: self.keys.get(n, f"model.{n}") for n in tensors}
         fitting = {
             keys[n]: torch.empty(self.contents[keys[n]][0], device="meta")

@@ -16,7 +16,7 @@ import pickle
 import re
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -449,6 +449,8 @@ class Reader(filesystem.FileSystemReader):
     def __init__(self, folder: Location, files: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__(str(folder))
         self.folder, self.files = folder, files
+        self.wanted: Collection[str] | None = None
+        """Names of the tensors that `read_metadata` returns; None: all."""
         if isinstance(folder, URL):
             self.use(RemoteFiles(), str(folder))
 
@@ -459,8 +461,12 @@ class Reader(filesystem.FileSystemReader):
 
     @cached_property
     def contents(self) -> Contents:
-        """The tensors. Raises UserError if their table is damaged, or imports a disallowed name."""
-        name = CONTENTS if CONTENTS in self.files else METADATA
+        """The tensors.
+
+        Raises UserError if their table is damaged or imports a disallowed name, OSError if it
+        cannot be read.
+        """
+        name = self.table
         try:
             data = self.whole(name)
             if name == CONTENTS:
@@ -471,6 +477,16 @@ class Reader(filesystem.FileSystemReader):
         except Exception as error:  # A damaged pickle can raise anything.
             reason = str(error).rstrip(".") or type(error).__name__
             raise WrongTable(self.folder / name, reason) from None
+
+    @property
+    def table(self) -> str:
+        """Name of the file with the table of tensors."""
+        return CONTENTS if CONTENTS in self.files else METADATA
+
+    @property
+    def table_bytes(self) -> int:
+        """Size of the table of tensors."""
+        return int(self.files[self.table]["bytes"])
 
     def check_metadata(self) -> None:
         """Raise UserError unless `.metadata`, which torch's own tools read, has the same table."""
@@ -497,16 +513,13 @@ class Reader(filesystem.FileSystemReader):
         return data
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The contents as DCP's `Metadata`. Raises UserError, see `contents`."""
-        return self.metadata
-
-    @cached_property
-    def metadata(self) -> Metadata:
-        """What `read_metadata` returns."""
+        """The wanted contents as DCP's `Metadata`. Raises UserError or OSError, see `contents`."""
         found = self.contents
         places: dict[MetadataIndex, filesystem._StorageInfo] = {}
         tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for name, entry in found.tensors.items():
+            if self.wanted is not None and name not in self.wanted:
+                continue
             chunks, num_dims = [], len(entry.shape)
             for number, (file, first, length, *rest) in enumerate(entry.chunks):
                 offsets, sizes = torch.Size(rest[:num_dims]), torch.Size(rest[num_dims:])
