@@ -42,7 +42,7 @@ gc.set_threshold(100_000, 50, 50)
 
 
 def pytest_collection_finish():
-    """Leave what has been imported out of collections until a test lets them take it in again."""
+    """Leave what has been imported out of collections until a test calls `gc.unfreeze`."""
     gc.collect()
     gc.freeze()
 

@@ -390,19 +390,20 @@ IN_FP64 = {
 }
 
 
-def case_config(model, parallel, pipeline, kind, dtype="fp32", mode="none", layers=None):
-    """As small as the layout allows: there are more ranks than cores."""
-    data_ranks = parallel.get("dp_replicate", 1) * parallel.get("dp_shard", 1)
-    layers = {"num_layers": layers or layers_for(parallel, pipeline)}
-    batch = 8 if layers["num_layers"] > FEW_LAYERS else 4
+def case_config(model, parallel, pipeline, kind, dtype="fp32", mode="none", size=None):
+    """As small as the layout allows, see `size_for`: there are more ranks than cores."""
+    number, batch = size or size_for(parallel, pipeline)
+    layers = {"num_layers": number}
     sections = {
         "parallel": parallel,
         "pipeline": pipeline,
         "precision": {"dtype": dtype},
         "activation_checkpoint": {"mode": mode},
         "ema": {"decays": []},  # One step is measured.
-        # Two microbatches on every rank, and as many as the schedule of a pipeline needs.
-        "training": {"global_batch_size": batch, "microbatch_size": 1 if data_ranks > 1 else 2},
+        "training": {
+            "global_batch_size": batch,
+            "microbatch_size": 1 if data_ranks(parallel) > 1 else 2,
+        },
     }
     if "repa" in kind:
         sections |= repa_sections(**kind["repa"])
@@ -447,11 +448,19 @@ def blocks_of_kinds(model, layers):
     return {"num_double_layers": 2, "num_single_layers": layers - 2}
 
 
-def layers_for(parallel, pipeline):
-    """Eight stages need as many layers; five leave stages uneven."""
+def size_for(parallel, pipeline):
+    """(layers, samples of a step).
+
+    Eight stages need as many layers; five leave stages uneven. Samples are two microbatches for
+    every rank, and as many as the schedule of a pipeline needs.
+    """
     if "pp" not in parallel:
-        return FEW_LAYERS
-    return 8 if parallel["pp"] * pipeline.get("virtual_stages", 1) == 8 else 5
+        return FEW_LAYERS, 8 if data_ranks(parallel) > 2 else 4
+    return 8 if parallel["pp"] * pipeline.get("virtual_stages", 1) == 8 else 5, 8
+
+
+def data_ranks(parallel):
+    return parallel.get("dp_replicate", 1) * parallel.get("dp_shard", 1)
 
 
 def measure(world, config):
@@ -562,16 +571,16 @@ def dtypes_of(model, parallel, is_long):
 
 
 def key_of(model, parallel, pipeline, kind, dtype, *_):
-    """The key of a case's reference: model, kind, format, layers."""
-    return json.dumps([model, kind, dtype, layers_for(parallel, pipeline)])
+    """The key of a case's reference: model, kind, format, layers and samples."""
+    return json.dumps([model, kind, dtype, size_for(parallel, pipeline)])
 
 
 def reference(world, keys):
     """One process, by key."""
     found = {}
     for key in keys:
-        model, kind, dtype, layers = json.loads(key)
-        config = case_config(model, {}, {}, kind, dtype, layers=layers)
+        model, kind, dtype, size = json.loads(key)
+        config = case_config(model, {}, {}, kind, dtype, size=size)
         found[key] = measure(world, config)
     return found
 

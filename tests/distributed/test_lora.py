@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from harness import on_ranks
-from test_grid import CP, DP, PLAIN, PP, TP, ULYSSES, blocks_of_kinds, schedule
+from test_grid import CP, DP, HSDP, PLAIN, PP, TP, ULYSSES, blocks_of_kinds, schedule
 from tiny import (
     assert_same_gradients,
     gradients,
@@ -86,7 +86,7 @@ LONG_ON_TWO = [(NARROW, TP, {}, True), (NARROW, DP, {}, True)]
 LONG = [
     (WIDE, TP | PP, ZERO_BUBBLE, False),
     (NARROW, TP | CP, {}, True),
-    (WIDE, {"dp_replicate": 2, "dp_shard": 2}, {}, False),
+    (WIDE, HSDP, {}, False),
     (WIDE, DP | TP, {}, False),
     (NARROW, DP | PP, schedule("zbv_zero_bubble"), False),
     (FLUX2, DP | TP, {}, False),
@@ -103,7 +103,7 @@ LONG = [
     (NF4, DP | TP, {}, False),
     (NF4, DP | PLAIN, {}, True),
     (INT8, TP | PP, ZERO_BUBBLE, False),
-    (INT8, {"dp_replicate": 2, "dp_shard": 2}, {}, True),
+    (INT8, HSDP, {}, True),
     (FLOAT8, TP | CP, {}, True),
     (FLUX2_NF4, DP | TP, {}, False),
     (FLUX2_NF4, TP | PP, {}, False),
@@ -120,8 +120,10 @@ def trainer_of(world, table, parallel=None, pipeline=None, compiled=False, layer
         parallel=parallel or {},
         pipeline=pipeline or {},
         compile={"enabled": compiled},
-        # Two microbatches, and as many as the schedule of a pipeline needs.
-        training={"global_batch_size": 8 if layers > 3 else 4, "microbatch_size": 2},
+        training={
+            "global_batch_size": 8 if layers > 3 else 4,
+            "microbatch_size": 1 if (parallel or {}).keys() & HSDP else 2,
+        },
         **{"checkpoint": checkpoint, "precision": {"dtype": "fp64"}} | sections,
     )
     return Trainer(config, world)

@@ -81,13 +81,13 @@ def written(folder):
         yield schedule, v, path
 
 
-def both_gradients(world, schedule, virtual_stages, order=None, **parallel):
-    """Loss and gradients of our loop in the schedule's order, and of torch's runtime, in bf16.
+def both_gradients(world, schedule, virtual_stages, order=None, dtype="bf16", **parallel):
+    """Loss and gradients of our loop in the schedule's order, and of torch's runtime.
 
-    The grid compares them in fp32 and fp64.
+    The grid compares most schedules in fp32 or fp64.
     """
-    own = trainer_of(world, schedule, virtual_stages, "own", "bf16", **parallel)
-    torchs = trainer_of(world, schedule, virtual_stages, "torch", "bf16", order, **parallel)
+    own = trainer_of(world, schedule, virtual_stages, "own", dtype, **parallel)
+    torchs = trainer_of(world, schedule, virtual_stages, "torch", dtype, order, **parallel)
     return gradients(own), gradients(torchs)
 
 
@@ -112,16 +112,30 @@ def test_order_files_of_torchs_give_the_bits_of_the_schedule(two_ranks):
             assert_equal_bits(case)
 
 
-def sharded_gradients(world):
+def sharded_gradients(world, dtype="bf16"):
     """With four stages on a rank torch would free and gather them in turn, if it knew of FSDP."""
     cases = ("interleaved_1f1b", 2), ("interleaved_zero_bubble", 2)
-    return [both_gradients(world, *case, dp_shard=2) for case in cases]
+    return [both_gradients(world, *case, dtype=dtype, dp_shard=2) for case in cases]
 
 
 def test_torchs_runtime_gives_the_bits_of_our_loop_with_fsdp():
     for cases in on_ranks(4, sharded_gradients):
         for found in cases:
             assert_equal_bits(found)
+
+
+def in_fp32(world, files):
+    cases = [*(SCHEDULES | USERS).items(), *files]
+    return [both_gradients(world, *case, dtype="fp32") for case in cases]
+
+
+@pytest.mark.long
+def test_torchs_runtime_gives_the_bits_of_our_loop_in_fp32(tmp_path):
+    for found in on_ranks(2, in_fp32, list(written(tmp_path))) + on_ranks(
+        4, sharded_gradients, "fp32"
+    ):
+        for case in found:
+            assert_equal_bits(case)
 
 
 def most_buffers(world, schedule, virtual_stages, runtime):

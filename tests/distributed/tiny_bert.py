@@ -22,7 +22,7 @@ TABLES = {
         "norm_eps": 1e-5,
     },
     "objective": {"name": "masked_token", "mask_share": 0.3},
-    "training": {"steps": 4, "gc_every": 0, "global_batch_size": 8},
+    "training": {"steps": 4, "global_batch_size": 8},
     "precision": {"dtype": "fp32"},
     "optimizer": {"lr": 1e-3, "weight_decay": 0.01},
     "ema": {"decays": [0.9]},

@@ -20,7 +20,7 @@ TABLES = {
     },
     "objective": {"name": "next_token"},
     "data": {"name": "tiny_gpt:RandomTokens"},
-    "training": {"steps": 4, "gc_every": 0, "global_batch_size": 8},
+    "training": {"steps": 4, "global_batch_size": 8},
     "precision": {"dtype": "fp32"},
     "optimizer": {"lr": 1e-3, "weight_decay": 0.01},
     "ema": {"decays": [0.9]},

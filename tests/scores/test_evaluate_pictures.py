@@ -28,9 +28,10 @@ from titan_dit.scores import pictures, score
 from titan_dit.scores.moments import Moments
 from titan_dit.system import files
 from titan_dit.trainer import Trainer
+from titan_dit.validation import evaluation
 from titan_dit.validation.evaluation import open_evaluation
 
-NUM, REAL = 70, 200
+NUM, REAL, BATCH = 70, 200, 16
 FEATURES = "tiny_features:project"
 EVERY = "fid,kid,is,prdc"
 LOSS = {
@@ -54,7 +55,7 @@ def project(x):
 
 def options(**flags):
     given = {"run": ".", "reference": "real.npz", "num": NUM, "features": FEATURES, "steps": 2}
-    given |= {"metrics": EVERY, "device": "cpu", "batch_size": 32, "sampler": "dpmpp_2m"}
+    given |= {"metrics": EVERY, "device": "cpu", "batch_size": BATCH, "sampler": "dpmpp_2m"}
     return EvaluateFlags(**(given | flags))
 
 
@@ -93,6 +94,7 @@ def captioned(folder, **parallel):
 
 def on_one(world, folder):
     os.chdir(folder)
+    evaluation.BATCH = BATCH
     Trainer(captioned("captioned"), world).fit()
     scored(run="captioned", out="captions.json", trust=True, metrics="fid")
     Trainer(config("."), world).fit()
@@ -115,6 +117,7 @@ def by_the_first_alone(world, of_npz):
 
 def on_four(world, folder):
     os.chdir(folder)
+    evaluation.BATCH = BATCH  # Two batches on both data ranks.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pictures, "open_npz", by_the_first_alone(world, pictures.open_npz))
         if not world.is_first:
@@ -244,7 +247,7 @@ def test_a_run_is_scored_as_it_trains_on_every_layout(folder):
             if key.startswith("evaluation_")
         }
     assert {"evaluation_frechet_distance", "evaluation_recall"} <= {*rows["."]}
-    # The pictures differ by rounding: a pixel of one is another.
+    # Rounding differs, and with it a pixel of a picture.
     for key, value in rows["."].items():
         assert rows["four"][key] == pytest.approx(value, rel=1e-3), key
     for key, value in rows["captioned"].items():

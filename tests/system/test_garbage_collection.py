@@ -15,7 +15,10 @@ from titan_dit.system.garbage_collection import Collector
 def _python_decides_again():
     assert gc.isenabled()
     gc.unfreeze()
+    of_tests = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
     yield
+    gc.set_threshold(*of_tests)
     gc.enable()
     gc.collect()
     gc.freeze()
