@@ -106,7 +106,7 @@ def measured(world, config, seed):
 
 def even(pipeline):
     """Two ranks with equal stages, apart from the embedding and the head."""
-    return case_config("dit", {"pp": 2}, pipeline, {}, layers=8)
+    return case_config("dit", {"pp": 2}, pipeline, {}, size=(8, 8))
 
 
 def live_bytes(world, cases):

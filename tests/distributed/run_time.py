@@ -40,7 +40,7 @@ def config_of(family, parallel, pipeline, mode="none", dtype="fp32"):
     per_rank = stages_per_rank(pipeline["schedule"], pipeline["virtual_stages"])
     layers = max(5, parallel["pp"] * per_rank)
     if family == "dit":
-        return case_config("dit", parallel, pipeline, {}, dtype, mode, layers)
+        return case_config("dit", parallel, pipeline, {}, dtype, mode, (layers, 8))
     make = {"gpt": gpt_config, "bert": bert_config}[family]
     return make(
         model={"num_layers": layers},

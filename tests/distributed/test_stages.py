@@ -233,7 +233,8 @@ def changed_and_stopped(world, root):
 
 @pytest.fixture(scope="module")
 def others(runs):
-    return on_ranks(1, changed_and_stopped, runs[0])[0]
+    # Stages that forget a stop would begin for ever.
+    return on_ranks(1, changed_and_stopped, runs[0], timeout=120)[0]
 
 
 def test_damaged_checkpoints_lead_back_into_an_earlier_stage(runs, others):
