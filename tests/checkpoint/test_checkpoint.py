@@ -1,5 +1,6 @@
 import json
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from titan_dit.checkpoint import checkpoint, record, store, torch_files
 from titan_dit.checkpoint.checkpoint import load
 from titan_dit.checkpoint.record import read_record
 from titan_dit.checkpoint.run_checkpoints import Checkpoints, step_of
+from titan_dit.checkpoint.saved_weights import Weights
 from titan_dit.config.operation import CheckpointConfig
 from titan_dit.config.section import UserError
 
@@ -316,3 +318,14 @@ def test_metadata_of_another_torch_is_read(saved, monkeypatch, num_fields):
     target = tensors(seed=1)
     load(saved, target)
     assert_equal(target, tensors())
+
+
+def test_weights_of_a_step_that_was_written_once_more_are_the_new_ones(tmp_path):
+    path, found = tmp_path / "step-00000007", {"w": torch.zeros(4, 2)}
+    checkpoint.write(path, {"model": {"a": torch.ones(2), "w": torch.ones(4, 2)}}, RECORD)
+    saved = Weights(path, read_record(path), "model")
+    shutil.rmtree(path)
+    # The tensors lie elsewhere in their files.
+    checkpoint.write(path, {"model": {"a": torch.ones(900), "w": torch.full((4, 2), 3.0)}}, RECORD)
+    saved.load(found)
+    assert (found["w"] == 3).all()

@@ -167,8 +167,7 @@ LARGEST_SHARE = 32
 CHUNK = 1 << 20
 """Elements that are converted to fp64 at once."""
 TABLE_KEPT = 1 << 20
-"""Maximum bytes of a table of tensors that is kept for a snapshot; parsed, it takes eight times
-that."""
+"""Maximum bytes of a table of tensors that is kept, parsed, for each snapshot."""
 
 
 @dataclass(frozen=True)

@@ -51,11 +51,12 @@ class Launcher:
             if number == signal.SIGINT:
                 self.end_at_once(INTERRUPTED)
             return
-        if self.agent and self.agent.has_failed and number != signal.SIGINT:
-            return  # Its ranks are gone, and its failure is being reported: no stop, no code 0.
-        self.asked = number
         if self.agent and self.agent.has_failed:
+            # Its ranks are gone, and its failure is being reported: no stop, no code 0.
+            if number == signal.SIGINT:
+                self.asked = number  # A second one ends it at once.
             return
+        self.asked = number
         if self.agent is None or not self.agent.ask_to_stop():
             if not (self.agent and self.agent.is_done):
                 say(f"stopped by {number.name} while there were no ranks")
